@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_prep.corpus.loader import SPLITS, hub_folder, input_files, splits
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from data_prep.settings import (
     ClassesConfig,
     DataConfig,
@@ -100,12 +100,12 @@ def read_meta(folder: Path) -> Meta | None:
     has_tokens = None not in (meta.tokenizer, meta.counts, meta.splits.get("train"))
     has_needed_classes = ("classes" in meta.settings) == (meta.classes is not None)
     if meta.complete and not (has_tokens and has_needed_classes):
-        raise UserError(f"{path} is damaged: it is marked complete, but a stage is missing")
+        raise DataError(f"{path} is damaged: it is marked complete, but a stage is missing")
     arrays = [(meta.counts, 1)] if meta.counts else []
     arrays += [(meta.classes.array, meta.classes.num_levels)] if meta.classes else []
     for array, per_word in arrays:
         if meta.tokenizer and array.length != per_word * meta.tokenizer.vocab_size:
-            raise UserError(f"{path} is damaged: an array has not one value for each word")
+            raise DataError(f"{path} is damaged: an array has not one value for each word")
     return meta
 
 
@@ -143,7 +143,7 @@ def requested_meta(
         paths["classes"] = [Path(data.dir, classes.file)]
     for path in chain.from_iterable(paths.values()):
         if path.resolve().parent == folder.resolve():
-            raise UserError(f"{path} is in the prepared folder: the corpus must be elsewhere")
+            raise DataError(f"{path} is in the prepared folder: the corpus must be elsewhere")
     described = cache(_described)  # every split of a hub folder has the same files
     inputs = {name: described(tuple(files)) for name, files in paths.items()}
     _warn_of_overlap(inputs, data)

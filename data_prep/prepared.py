@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.classes.class_file import lowest_classes
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from data_prep.meta import CLASSES, COUNTS, META, ClassesInfo, Meta, read_meta
 from data_prep.storage import ArrayInfo, map_array, open_to_read, verify_file, write_atomically
 from data_prep.tokenizer.serialization import (
@@ -80,7 +80,7 @@ class Prepared:
                 is out of range.
         """
         if split not in self.splits:
-            raise UserError(
+            raise DataError(
                 f"{self.folder} has no {split} split: give its files as data.files.{split}"
                 f" (prepared: {', '.join(self.splits)})"
             )
@@ -153,7 +153,7 @@ class Prepared:
 
     def _verify_speller(self) -> None:
         if self.meta.speller_sha256 is None:
-            raise UserError(f"{self.folder} has no {SPELLER}: run `lm prepare` (models of words)")
+            raise DataError(f"{self.folder} has no {SPELLER}: run `lm prepare` (models of words)")
         if SPELLER not in self._verified:
             verify_file(self.folder / SPELLER, self.meta.speller_sha256)
             self._verified.add(SPELLER)
@@ -161,7 +161,7 @@ class Prepared:
     @property
     def _classes(self) -> ClassesInfo:
         if self.meta.classes is None:
-            raise UserError(
+            raise DataError(
                 f"{self.folder} was prepared without word classes: run `lm prepare` with"
                 " output.tree: two_level or multi_level"
             )
@@ -185,9 +185,9 @@ def open_prepared(folder: Path | str) -> Prepared:
     folder = Path(folder)
     meta = read_meta(folder)
     if meta is None:
-        raise UserError(
+        raise DataError(
             f"{folder} is not a prepared folder: it has no {META} (run `lm prepare` first)"
         )
     if not meta.complete:
-        raise UserError(f"{folder} is half prepared: run `lm prepare` again to finish it")
+        raise DataError(f"{folder} is half prepared: run `lm prepare` again to finish it")
     return Prepared(folder, meta)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.corpus.lines import text_lines
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 
 _log = logging.getLogger(__name__)
 
@@ -53,10 +53,10 @@ def read_class_levels(
     for place, name, word in _read_pairs(path, file_format):
         index = id_of_word.get(word)
         if index is not None and name_of_id.setdefault(index, name) != name:
-            raise UserError(f"{place}: {word!r} already has another class")
+            raise DataError(f"{place}: {word!r} already has another class")
     unknown = [w for i, w in enumerate(words) if i not in name_of_id and w not in SENTENCE_WORDS]
     if unknown:
-        raise UserError(
+        raise DataError(
             f"{path}: {len(unknown)} of the vocabulary's {len(words)} words have no class, "
             f"the first is {unknown[0]!r}"
         )
@@ -132,7 +132,7 @@ def _parse_line(text: str, file_format: FileFormat, place: str) -> tuple[str, st
         "srilm": "class [probability] word",
         "taxonomy": "word TAB class/subclass/…",
     }[file_format]
-    raise UserError(f"{place}: expected {expected} ({file_format}), got {text[:80]!r}")
+    raise DataError(f"{place}: expected {expected} ({file_format}), got {text[:80]!r}")
 
 
 def _is_probability(text: str) -> bool:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.errors import UserError
+from data_prep.errors import DataError, UserError
 from data_prep.storage import open_to_read, write_hashed
 from data_prep.tokenizer.punctuation import EOS, UNK
 from data_prep.tokenizer.word_index import WORDS_PER_CHUNK, WordIndex
@@ -205,9 +205,9 @@ class Speller:
         except _DAMAGED as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{path} is damaged") from error
+            raise DataError(f"{path} is damaged") from error
         if made_for != tokenizer_sha256:
-            raise UserError(f"{path} was made for another vocabulary: run `lm prepare` again")
+            raise DataError(f"{path} was made for another vocabulary: run `lm prepare` again")
         return speller
 
     def _log_p(self, words: Sequence[str]) -> Floats:

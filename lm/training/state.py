@@ -257,7 +257,8 @@ class TrainingState:
             NotFiniteError: if no more steps may be skipped.
         """
         num_allowed, progress = self.config.train.skip_nonfinite_steps, self.progress
-        if self.fabric.device.type == "cuda" and not num_allowed:
+        on_gpu = self.fabric.device.type == "cuda" or self.graph.records
+        if on_gpu and not num_allowed:
             self.num_nonfinite += ~norm.isfinite()
             return True
         if norm.isfinite():
