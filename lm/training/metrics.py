@@ -1,6 +1,7 @@
 """The lines of `metrics.csv`, the figures of a run over its steps, and their picture."""
 
 import csv
+import io
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
@@ -29,6 +30,8 @@ class Metrics:
 def read_metrics(path: Path) -> list[Metrics]:
     """Read the complete lines of a `metrics.csv`; none if there is no file.
 
+    What follows a NUL, or the last line end, was not written completely.
+
     Raises:
         DataError: if a line is not one of figures.
     """
@@ -38,19 +41,20 @@ def read_metrics(path: Path) -> list[Metrics]:
     may_lack: dict[str, Any] = {"valid_perplexity": None, "skipped_steps": 0}  # of older versions
     lines = []
     with open(path, newline="", errors="replace") as file:
-        reader = csv.DictReader(file)
-        try:
-            columns = {*(reader.fieldnames or types), "skipped_steps"}
-            if absent := types.keys() - columns:
-                raise ValueError(f"no column {min(absent)}")
-            for row in reader:
-                values = {name: types[name](row[name]) for name in types if row.get(name)}
-                if types.keys() <= (complete := may_lack | values).keys():
-                    lines.append(Metrics(**complete))
-        except (ValueError, csv.Error) as error:
-            raise DataError(
-                f"{path}, line {reader.line_num}, is damaged ({error}): delete it to continue"
-            ) from error
+        written = file.read().partition("\0")[0]
+    reader = csv.DictReader(io.StringIO(written[: written.rfind("\n") + 1], newline=""))
+    try:
+        columns = {*(reader.fieldnames or types), "skipped_steps"}
+        if absent := types.keys() - columns:
+            raise ValueError(f"no column {min(absent)}")
+        for row in reader:
+            values = {name: types[name](row[name]) for name in types if row.get(name)}
+            if types.keys() <= (complete := may_lack | values).keys():
+                lines.append(Metrics(**complete))
+    except (ValueError, csv.Error) as error:
+        raise DataError(
+            f"{path}, line {reader.line_num}, is damaged ({error}): delete it to continue"
+        ) from error
     return lines
 
 

@@ -48,7 +48,7 @@ def test_a_line_of_metrics_that_has_no_figures_is_named(
 ) -> None:
     run = train(tmp_path / "run", "--train.max_steps=1")
     with open(run / "metrics.csv", "ab") as file:
-        file.write(b"1,2,\xff\0,4,5,6,7,8\n")
+        file.write(b"1,2,\xff,4,5,6,7,8\n")
     assert re.fullmatch(
         rf"{run}/metrics.csv, line 3, is damaged \(.*\): delete it to continue",
         failed(run, "--train.max_steps=2", "--resume", "auto"),

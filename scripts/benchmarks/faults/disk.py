@@ -7,7 +7,7 @@ what has been written or renamed since. The disk may have each of these changes 
     names   of a folder that was not synchronized after a rename, a link or a deletion: each is as
             it was synchronized or as it is now
     bytes   of a file that was not synchronized after a write: as synchronized, empty if it never
-            was; as now; or the first bytes of now, then zeros
+            was; as now; or the first bytes of the change, then zeros
 
 `policy` "dropped" takes what was synchronized and nothing else; "any" draws at random.
 
@@ -114,7 +114,9 @@ class Disk:
         link = self.journal / f"{number}.link"
         path = live or (link if link.exists() else None)
         now = path.read_bytes() if path else kept
-        torn = now[: rng.randrange(len(now) + 1)].ljust(len(now), b"\0")
+        shorter = min(len(kept), len(now))
+        first = next((i for i in range(shorter) if kept[i] != now[i]), shorter)
+        torn = now[: rng.randrange(first, len(now) + 1)].ljust(len(now), b"\0")
         return rng.choice((kept, now, torn)) if now != kept else kept
 
 

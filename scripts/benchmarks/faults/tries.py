@@ -43,7 +43,8 @@ class Tries:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.work, self.rng = folder, Work(folder), random.Random(seed)
-        self.tried, self.data, self.half = folder / "tried", folder / "data", folder / "half"
+        self.tried = folder / "tried" / "run"  # no other run next to it has data to take over
+        self.data, self.half = folder / "data", folder / "half"
         self.truth: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
         self.num_moments: dict[str, int] = {}
@@ -155,7 +156,7 @@ class Tries:
     def _empty(self) -> None:
         if self.tried.exists():
             shutil.rmtree(self.tried)
-        self.tried.mkdir()
+        self.tried.mkdir(parents=True)
 
     def _take_half(self) -> None:
         shutil.rmtree(self.tried)

@@ -114,8 +114,8 @@ def damage(path: Path, rng: random.Random) -> bytes:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file of a prepared folder, by name."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    """SHA-256 of every file of a prepared folder, by name; not those that a killed process left."""
+    files = [path for path in sorted(folder.rglob("*")) if not path.name.startswith(".")]
     return {str(path.relative_to(folder)): _sha256(path.read_bytes()) for path in files}
 
 
