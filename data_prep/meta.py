@@ -5,8 +5,10 @@ it and the settings and files of a request decides which stages are done again. 
 here and in `tokenizer.serialization`; none is ever taken from the content of a file.
 """
 
+import hashlib
+import json
 import logging
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -89,6 +91,8 @@ class Meta(Strict):
     classes: ClassesInfo | None = None
     """None in a complete folder: it was prepared without classes."""
     complete: bool = False
+    checksum: str = field(default="", compare=False)
+    """SHA-256 of the other keys, which `write_meta` adds; empty in folders of earlier versions."""
 
 
 def read_meta(folder: Path) -> Meta | None:
@@ -97,6 +101,8 @@ def read_meta(folder: Path) -> Meta | None:
     if not path.exists():
         return None
     meta: Meta = read_json(path, Meta, FORMAT_VERSION)
+    if meta.checksum not in ("", _checksum(meta)):
+        raise DataError(f"{path} is damaged: its SHA-256 is not the recorded one")
     has_tokens = None not in (meta.tokenizer, meta.counts, meta.splits.get("train"))
     has_needed_classes = ("classes" in meta.settings) == (meta.classes is not None)
     if meta.complete and not (has_tokens and has_needed_classes):
@@ -111,7 +117,12 @@ def read_meta(folder: Path) -> Meta | None:
 
 def write_meta(folder: Path, meta: Meta) -> None:
     """Replace `meta.json` of a prepared folder, atomically."""
-    write_json_atomically(folder / META, asdict(meta))
+    write_json_atomically(folder / META, asdict(replace(meta, checksum=_checksum(meta))))
+
+
+def _checksum(meta: Meta) -> str:
+    content = asdict(replace(meta, checksum=""))
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def requested_settings(
