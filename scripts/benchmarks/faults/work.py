@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from data_prep.errors import UserError
+from data_prep.meta import META
 from lm.cli import main
 from lm.training.checkpoint import load_checkpoint, save_checkpoint
 from lm.training.metrics import read_metrics
@@ -116,7 +117,9 @@ def damage(path: Path, rng: random.Random) -> bytes:
 def contents(folder: Path) -> dict[str, str]:
     """SHA-256 of every file of a prepared folder, by name; not those that a killed process left."""
     files = [path for path in sorted(folder.rglob("*")) if not path.name.startswith(".")]
-    return {str(path.relative_to(folder)): _sha256(path.read_bytes()) for path in files}
+    found = {str(path.relative_to(folder)): _sha256(path.read_bytes()) for path in files}
+    record = json.loads((folder / META).read_text())  # its splits may be in another order
+    return found | {META: json.dumps(record, sort_keys=True)}
 
 
 def outcome(run: Path, *, is_whole: bool = True) -> dict[str, Any]:
