@@ -211,7 +211,12 @@ def run_readers(run: Path, data: Path, folder: Path) -> Iterator[tuple[str, Read
     ):
         target = copy(file.parent, name)[0]
         yield name, Reader(target / file.name, read, count, content=file.read_bytes())
-    with zipfile.ZipFile(run / "checkpoints" / "last.ckpt") as archive:
+    yield "pickle", pickle_reader(run / "checkpoints" / "last.ckpt", folder / "pickle.ckpt")
+
+
+def pickle_reader(checkpoint: Path, path: Path) -> Reader:
+    """Reader of a checkpoint whose pickle is mutated, with checksums that fit."""
+    with zipfile.ZipFile(checkpoint) as archive:
         entries = {each: archive.read(each) for each in archive.namelist()}
     pickled = next(name for name in entries if name.endswith("data.pkl"))
 
@@ -222,8 +227,7 @@ def run_readers(run: Path, data: Path, folder: Path) -> Iterator[tuple[str, Read
                 archive.writestr(name, entry)
         return file.getvalue()
 
-    path = folder / "pickle.ckpt"
-    yield "pickle", Reader(path, load_checkpoint, 100, archived, entries[pickled])
+    return Reader(path, load_checkpoint, 100, archived, entries[pickled])
 
 
 @pytest.fixture(scope="module")
