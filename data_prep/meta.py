@@ -5,8 +5,10 @@ it and the settings and files of a request decides which stages are done again. 
 here and in `tokenizer.serialization`; none is ever taken from the content of a file.
 """
 
+import hashlib
+import json
 import logging
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any, Literal, cast
 from numpy.typing import NDArray
 
 from data_prep.corpus.loader import SPLITS, hub_folder, input_files, splits
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from data_prep.settings import (
     ClassesConfig,
     DataConfig,
@@ -89,6 +91,8 @@ class Meta(Strict):
     counts: ArrayInfo | None = None
     classes: ClassesInfo | None = None  # None in a complete folder: it was prepared without classes
     complete: bool = False
+    checksum: str = field(default="", compare=False)
+    """SHA-256 of the other keys, which `write_meta` adds; empty in folders of earlier versions."""
 
 
 def read_meta(folder: Path) -> Meta | None:
@@ -97,15 +101,17 @@ def read_meta(folder: Path) -> Meta | None:
     if not path.exists():
         return None
     meta: Meta = read_json(path, Meta, FORMAT_VERSION)
+    if meta.checksum not in ("", _checksum(meta)):
+        raise DataError(f"{path} is damaged: its SHA-256 is not the recorded one")
     counts, classes, tokenizer = meta.counts, meta.classes, meta.tokenizer
     has_tokens = None not in (tokenizer, counts, meta.splits.get("train"))
     has_needed_classes = ("classes" in meta.settings) == (classes is not None)
     if meta.complete and not (has_tokens and has_needed_classes):
-        raise UserError(f"{path} is damaged: it is marked complete, but a stage is missing")
+        raise DataError(f"{path} is damaged: it is marked complete, but a stage is missing")
     lengths: set[float] = {counts.length} if counts else set()
     lengths |= {classes.array.length / classes.num_levels} if classes else set()
     if tokenizer and lengths - {tokenizer.vocab_size}:
-        raise UserError(f"{path} is damaged: an array has not one value for each word")
+        raise DataError(f"{path} is damaged: an array has not one value for each word")
     return meta
 
 
@@ -139,7 +145,12 @@ def verify_stored(folder: Path, meta: Meta, name: str) -> None:
 
 def write_meta(folder: Path, meta: Meta) -> None:
     """Replace `meta.json` of a prepared folder, atomically."""
-    write_json_atomically(folder / META, asdict(meta))
+    write_json_atomically(folder / META, asdict(replace(meta, checksum=_checksum(meta))))
+
+
+def _checksum(meta: Meta) -> str:
+    content = asdict(replace(meta, checksum=""))
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def requested_settings(
@@ -171,7 +182,7 @@ def requested_meta(
         paths["classes"] = [Path(data.dir, classes.file)]
     for path in chain.from_iterable(paths.values()):
         if path.resolve().parent == folder.resolve():
-            raise UserError(f"{path} is in the prepared folder: the corpus must be elsewhere")
+            raise DataError(f"{path} is in the prepared folder: the corpus must be elsewhere")
     described = cache(_described)  # every split of a hub folder has the same files
     inputs = {name: list(map(described, files)) for name, files in paths.items()}
     training = {file.sha256 for file in inputs["train"]}

@@ -17,7 +17,7 @@ from typing import cast
 from data_prep.corpus.hints import compared, noted
 from data_prep.corpus.lines import read_lines
 from data_prep.corpus.loader import SPLITS
-from data_prep.errors import UserError
+from data_prep.errors import DataError, UserError
 from data_prep.meta import (
     CLASSES,
     COUNTS,
@@ -121,7 +121,7 @@ def prepare(
         changed = find_changes(found, requested) if found else {}
         differences = list(chain.from_iterable(changed.values()))
         if keep and found and found.complete and differences:
-            raise UserError(
+            raise DataError(
                 f"{folder} was prepared from something else ({'; '.join(differences)}), and a"
                 " run continues with the data it started with: undo that, or start another run"
             )
@@ -155,9 +155,9 @@ def open_made_by(
     if changed := setting_changes(prepared.meta.settings, requested):
         changes = "; ".join(chain.from_iterable(changed.values()))
         mistake = f"{folder} was prepared with other settings ({changes})"
-        raise UserError(f"{mistake}: run `lm prepare` with these settings first")
+        raise DataError(f"{mistake}: run `lm prepare` with these settings first")
     if classes is not None and prepared.meta.classes is None:
-        raise UserError(f"{folder} was prepared without word classes: run `lm prepare` first")
+        raise DataError(f"{folder} was prepared without word classes: run `lm prepare` first")
     return prepared
 
 
@@ -169,7 +169,7 @@ def _check_owner(folder: Path) -> None:
     with suppress(UserError):
         if read_meta(folder) is not None:
             return
-    raise UserError(
+    raise DataError(
         f"{folder / present[0]} is not from a preparation and would be replaced: choose another"
         " data.prepared_dir"
     )

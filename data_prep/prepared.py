@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.classes.class_file import lowest_classes
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from data_prep.meta import (
     CLASSES,
     COUNTS,
@@ -72,7 +72,7 @@ class Prepared:
         UserError if the split was not prepared, or the file is absent or damaged.
         """
         if split not in self.splits:
-            raise UserError(
+            raise DataError(
                 f"{self.folder} has no {split} split: give its files as data.files.{split}"
                 f" (prepared: {', '.join(self.splits)})"
             )
@@ -107,7 +107,7 @@ class Prepared:
     def speller(self) -> Speller:
         """Return the model of the spellings of unknown words; UserError if there is none."""
         if self.meta.speller_sha256 is None:
-            raise UserError(f"{self.folder} has no {SPELLER}: run `lm prepare` (models of words)")
+            raise DataError(f"{self.folder} has no {SPELLER}: run `lm prepare` (models of words)")
         self._verify(SPELLER)
         return Speller.load(self.folder / SPELLER, self.tokenizer_sha256)
 
@@ -124,7 +124,7 @@ class Prepared:
     @property
     def _classes(self) -> ClassesInfo:
         if self.meta.classes is None:
-            raise UserError(
+            raise DataError(
                 f"{self.folder} was prepared without word classes: run `lm prepare` with"
                 " output.tree: two_level or multi_level"
             )
@@ -146,9 +146,9 @@ def open_prepared(folder: Path | str) -> Prepared:
     folder = Path(folder)
     meta = read_meta(folder)
     if meta is None:
-        raise UserError(
+        raise DataError(
             f"{folder} is not a prepared folder: it has no {META} (run `lm prepare` first)"
         )
     if not meta.complete:
-        raise UserError(f"{folder} is half prepared: run `lm prepare` again to finish it")
+        raise DataError(f"{folder} is half prepared: run `lm prepare` again to finish it")
     return Prepared(folder, meta)

@@ -23,7 +23,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from data_prep.errors import UserError
+from data_prep.errors import BusyError, DataError, StorageError, UserError
 from data_prep.settings import NonNegative, Strict
 
 CHUNK_BYTES = 1 << 24
@@ -91,12 +91,12 @@ def map_array(
     with open_to_read(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes != expected_bytes:
-            raise UserError(
+            raise DataError(
                 f"{path} is damaged: {num_bytes} bytes, expected {expected_bytes}"
                 f" ({info.length} × {info.dtype})"
             )
         if file.read(len(header)) != header:
-            raise UserError(
+            raise DataError(
                 f"{path} is damaged: its header is not that of {info.length} × {info.dtype}"
             )
         if verify:
@@ -118,13 +118,13 @@ def _verify_values(
     check_sha256(path, digest.hexdigest(), info.sha256)
     if below is not None and not least <= lowest <= highest < below:
         worst = lowest if lowest < least else highest
-        raise UserError(f"{path} holds the value {worst}: expected {least} to {below - 1}")
+        raise DataError(f"{path} holds the value {worst}: expected {least} to {below - 1}")
 
 
 def check_sha256(path: Path, found: str, expected: str | None) -> None:
     """UserError if the checksum of a file is not the recorded one."""
     if found != expected:
-        raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one")
+        raise DataError(f"{path} is damaged: its SHA-256 is not the recorded one")
 
 
 def sha256_file(path: Path | str) -> str:
@@ -154,7 +154,7 @@ def write_atomically(
                 file.flush()
                 _sync(file.fileno())
             os.replace(temporary, path)
-            _sync_folder(path.parent)
+            sync(path.parent)
     finally:
         with suppress(OSError):  # of a read-only file system
             temporary.unlink(missing_ok=True)
@@ -181,17 +181,20 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents if they do not exist; UserError if that fails."""
+    """Make a folder and its parents if they do not exist, durably; UserError if that fails."""
+    new = [each for each in (path, *path.parents) if not each.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
+        for each in new:
+            sync(each.parent)
     except OSError as error:
         file = next((each for each in (path, *path.parents) if each.is_file()), None)
         reason = error.strerror if file is None else f"{file} is a file, not a folder"
-        raise UserError(f"{path} cannot be written: {reason}") from error
+        raise StorageError(f"{path} cannot be written: {reason}") from error
 
 
 @contextmanager
@@ -226,11 +229,11 @@ def new_folder(path: Path) -> Iterator[Path]:
             temporary.mkdir()
             yield temporary
             for each in [*temporary.iterdir(), temporary]:
-                _sync_folder(each)
+                sync(each)
             os.replace(temporary, path)
-            _sync_folder(path.parent)
+            sync(path.parent)
         except FileNotFoundError as error:
-            raise UserError(f"{path} is written by another process at the same time") from error
+            raise BusyError(f"{path} is written by another process at the same time") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -265,16 +268,16 @@ def read_json(path: Path, kind: type[Any], format_version: int) -> Any:
     try:
         record = TypeAdapter(dict[str, Any]).validate_json(content)
         if (found := record.get("format_version")) != format_version:
-            raise UserError(f"{path} has format version {found}: expected {format_version}")
+            raise DataError(f"{path} has format version {found}: expected {format_version}")
         return TypeAdapter(kind).validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         if first["type"] == "unexpected_keyword_argument":
-            raise UserError(
+            raise DataError(
                 f"{path}: unknown key {where}: use the version of sqrtlm that wrote the file"
             ) from error
-        raise UserError(
+        raise DataError(
             f"{path} is damaged: {where}: {first['msg']}".replace(": : ", ": ")
         ) from error
 
@@ -295,15 +298,15 @@ def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
         try:
             lock = os.open(path, os.O_RDONLY)  # in another user's folder
         except OSError:
-            raise UserError(f"{path.parent} cannot be written: {error.strerror}") from error
+            raise StorageError(f"{path.parent} cannot be written: {error.strerror}") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
         except BlockingIOError as error:
-            raise UserError(str(busy)) from error
+            raise BusyError(str(busy)) from error
         except OSError as error:
             if error.errno not in UNSUPPORTED:
-                raise UserError(f"{path} cannot be locked: {error.strerror}") from error
+                raise StorageError(f"{path} cannot be locked: {error.strerror}") from error
             _log.warning("%s: %s: two processes must not write here", path, error.strerror)
         yield
     finally:
@@ -315,7 +318,19 @@ def open_to_read(path: Path) -> BufferedReader:
     try:
         return open(path, "rb")
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def sync(path: Path) -> None:
+    """Write the names in a folder, or a file, to the disk, if they are there and may be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except (PermissionError, FileNotFoundError):
+        return
+    try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _sync(descriptor: int) -> None:
@@ -325,18 +340,6 @@ def _sync(descriptor: int) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-
-
-def _sync_folder(path: Path) -> None:
-    """Write the names in a folder, or a file, to the disk, if they may be read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except PermissionError:
-        return
-    try:
-        _sync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _npy_header(dtype: np.dtype[Any], length: int) -> bytes:

@@ -42,7 +42,7 @@ def command() -> None:
         sys.stderr.write("lm: interrupted\n")
         code = 130
     except ImportError as error:
-        message, code = f"too little memory (ulimit -v) to load a library: {error}", 2
+        message, code = f"too little memory (ulimit -v) to load a library: {error}", 7
         if was_interrupted:  # NumPy's import replaces a KeyboardInterrupt by an ImportError
             message, code = "interrupted", 130
         elif "map segment" not in str(error):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from data_prep.errors import UserError
+from data_prep.errors import OutOfMemoryError, StorageError, UserError
 from lm import __version__
 from lm.commands import (
     classes,
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb, by default that of the process's command line.
 
     Returns:
-        The exit code: 0; 2 after a user's mistake, which is one line on stderr; 141 if the reader
-        of stdout has closed it.
+        The exit code: 0; that of a `UserError`, which is one line on stderr; 6 and 7 where the
+        system refuses a file or memory; 141 if the reader of stdout has closed it.
     """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     ours = "WARNING" if _is_further_process() else "INFO"
@@ -58,15 +58,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _flush()
     except BrokenPipeError:
         return 141
-    except (UserError, OSError) as error:
-        if os.environ.get("LM_TRACEBACK"):
+    except (UserError, OSError, MemoryError, RuntimeError) as error:
+        text, code = _described(error)
+        if code is None or os.environ.get("LM_TRACEBACK"):
             raise
-        text = str(error)
-        if isinstance(error, OSError) and error.strerror:
-            text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         print("lm: " + " ".join(text.split()), file=sys.stderr)
-        return 2
+        return code
     return 0
+
+
+def _described(error: Exception) -> tuple[str, int | None]:
+    """The message of an error and its exit code; None for a mistake of the program."""
+    if isinstance(error, UserError):
+        return str(error), error.exit_code
+    text = str(error)
+    if isinstance(error, OSError):
+        reason = error.strerror or text
+        return f"{error.filename}: {reason}" if error.filename else reason, StorageError.exit_code
+    is_short = isinstance(error, MemoryError) or re.search("allocate memory|out of memory", text)
+    return f"out of memory: {text}", OutOfMemoryError.exit_code if is_short else None
 
 
 def run_process() -> int:
@@ -184,7 +194,7 @@ def _flush() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise
-        raise UserError(f"stdout cannot be written: {error.strerror}") from error
+        raise StorageError(f"stdout cannot be written: {error.strerror}") from error
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:

@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_is_named(
     path = copied_run / "checkpoints" / "last.ckpt"
     damage(path)
     message = untouched(
-        *("train", tiny, "--resume=auto", "--train.max_steps=30", f"--run_dir={copied_run}"),
+        *("train", tiny, f"--resume={path}", "--train.max_steps=30", f"--run_dir={copied_run}"),
         f"--data.prepared_dir={copied_run / 'data'}",
     )
     assert message.startswith(f"{path} is damaged")

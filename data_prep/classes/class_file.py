@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.corpus.lines import TextFile
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 
 _log = logging.getLogger(__name__)
 
@@ -49,10 +49,10 @@ def read_class_levels(
     for place, name, word in _read_pairs(path, file_format):
         index = id_of_word.get(word)
         if index is not None and name_of_id.setdefault(index, name) != name:
-            raise UserError(f"{place}: {word!r} already has another class")
+            raise DataError(f"{place}: {word!r} already has another class")
     unknown = [w for i, w in enumerate(words) if i not in name_of_id and w not in SENTENCE_WORDS]
     if unknown:
-        raise UserError(
+        raise DataError(
             f"{path}: {len(unknown)} of the vocabulary's {len(words)} words have no class, "
             f"the first is {unknown[0]!r}"
         )
@@ -119,7 +119,7 @@ def _read_pairs(path: Path, file_format: FileFormat) -> Iterator[tuple[str, str,
                 yield place, name, word
             case _:
                 problem = f"expected {expected} ({file_format}), got {line[:80]!r}"
-                raise UserError(f"{place}: {problem}")
+                raise DataError(f"{place}: {problem}")
 
 
 def _is_probability(text: str) -> bool:

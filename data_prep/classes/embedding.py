@@ -20,7 +20,7 @@ from data_prep.classes.assignment import (
     smallest_classes,
     without_empty_classes,
 )
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 
 DoubleArray = NDArray[np.float64]
 
@@ -62,7 +62,7 @@ def embedding_classes(
     vocab_size = len(counts)
     capacity = max_words or -(-vocab_size // num_word_classes)
     if capacity * num_word_classes < vocab_size:
-        raise UserError(
+        raise DataError(
             f"classes.max_words: {num_word_classes} classes of at most {capacity} words hold "
             f"{num_word_classes * capacity} words, but {vocab_size} are to be clustered"
         )

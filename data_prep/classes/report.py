@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from data_prep.classes.bigrams import TOKENS_PER_CHUNK, IntArray, Tokens
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def class_report(
             f"got classes of {len(word_class)} words and {len(tokens)} tokens"
         )
     if len(tokens) < 2:
-        raise UserError(
+        raise DataError(
             f"a class report needs at least two tokens of training text, got {len(tokens)}"
         )
     num_word_classes = int(word_class.max()) + 1

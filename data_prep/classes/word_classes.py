@@ -18,7 +18,7 @@ from scipy import sparse
 from data_prep.classes.bigrams import IntArray, Tokens, count_bigrams
 from data_prep.classes.class_file import lowest_classes, read_class_levels
 from data_prep.classes.embedding import embedding_classes
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from data_prep.settings import ClassesConfig
 
 WordClass = NDArray[np.int32]
@@ -56,7 +56,7 @@ def build_class_levels(
     """
     vocab_size, depth = len(counts), settings.depth or 2
     if settings.shortlist > vocab_size:
-        raise UserError(f"classes.shortlist = {settings.shortlist} is more than {vocab_size} words")
+        raise DataError(f"classes.shortlist = {settings.shortlist} is more than {vocab_size} words")
     if settings.method == "file":
         return _levels_from_file(settings, words(), folder)
     lowest = min(settings.num_word_classes or round(vocab_size ** (1 - 1 / depth)), vocab_size)
@@ -189,14 +189,14 @@ def _with_other_words(
 def _levels_from_file(settings: ClassesConfig, words: Sequence[str], folder: Path) -> WordClass:
     """The classes of `settings.file`; UserError without one, or for another number of classes."""
     if settings.file is None:
-        raise UserError(
+        raise DataError(
             "classes.file: `classes.method: file` needs the name of a word → class file"
         )
     path = folder / settings.file
     levels = read_class_levels(path, settings.file_format, words, settings.depth)
     found = int(lowest_classes(levels).max()) + 1
     if settings.num_word_classes not in (None, found):
-        raise UserError(
+        raise DataError(
             f"classes.num_word_classes: {settings.num_word_classes} requested, "
             f"but the vocabulary has {found} classes in {path}"
         )

@@ -18,7 +18,7 @@ from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import IO, Any, cast
 
-from data_prep.errors import UserError
+from data_prep.errors import DataError, UserError
 from data_prep.storage import open_to_read
 
 CHUNK_BYTES = 1 << 16
@@ -76,7 +76,7 @@ def reading(name: str) -> Iterator[None]:
     except UserError:
         raise
     except reading_errors() as error:
-        raise UserError(f"{name} cannot be read: {one_line(error)}") from error
+        raise DataError(f"{name} cannot be read: {one_line(error)}") from error
 
 
 def reading_errors() -> tuple[type[Exception], ...]:
@@ -106,7 +106,7 @@ def decompressed(
     if ZIP.match(head) and file.seekable():
         member = _only_member(file, name)
     elif compression is None and head and COMPRESSED_NAME.search(name):
-        raise UserError(
+        raise DataError(
             f"{name}: damaged, or not compressed in spite of its name: restore or rename it"
         )
     if member is not None:
@@ -115,7 +115,7 @@ def decompressed(
         file = BufferedReader(_Stream(_decompress(file, compression, name)), CHUNK_BYTES)
     is_plain = compression is None and member is None
     if problem := no_text(file.peek(HEAD_BYTES), name if is_plain else "FILE", table):
-        raise UserError(f"{name}: the file is {problem}")
+        raise DataError(f"{name}: the file is {problem}")
     yield file
 
 
@@ -147,11 +147,11 @@ def _only_member(file: BufferedReader, name: str) -> IO[bytes]:
             problem = f"a zip archive with {found}: {_UNPACK}"
             if names[:1] in (["[Content_Types].xml"], ["mimetype"]):
                 problem = f"an office document or an e-book: {_EXPORT}"
-            raise UserError(f"{name}: the file is {problem}")
+            raise DataError(f"{name}: the file is {problem}")
         return archive.open(members[0])
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{name}: the zip archive cannot be read: {reason}") from error
+        raise DataError(f"{name}: the zip archive cannot be read: {reason}") from error
 
 
 class _Stream(RawIOBase):
@@ -188,7 +188,7 @@ def _decompress(file: BufferedReader, new: Callable[[], Any], name: str) -> Iter
             chunk, is_complete = decompressor.unused_data, decompressor.eof
             decompressor = None if is_complete else decompressor
     if decompressor is not None:
-        raise UserError(f"{name} cannot be read: it ends before its end-of-stream marker")
+        raise DataError(f"{name} cannot be read: it ends before its end-of-stream marker")
 
 
 def wide_encoding(head: bytes) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from data_prep.corpus.formats import COMPRESSED_NAME, HEAD_BYTES, PARQUET, reading
 from data_prep.corpus.lines import TextFile, csv_rows, read_text, records
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from data_prep.storage import open_to_read
 
 NUM_LINES = 100
@@ -48,14 +48,14 @@ def find_text(path: Path, field: str | None) -> TextFile:
     format = _format(path)
     if format == "text" and field is not None:
         if field not in next(csv_rows(read_text(str(path)), strict=False), {}):
-            raise UserError(f"{path}: plain text has no column {field}: leave out --text-field")
+            raise DataError(f"{path}: plain text has no column {field}: leave out --text-field")
         format = "csv"
     if format == "text":
         return TextFile(path)
     with reading(str(path)):
         rows = list(islice(records(path, format), NUM_LINES))
     if not rows:
-        raise UserError(f"{path}: the file has no row")
+        raise DataError(f"{path}: the file has no row")
     names = [str(name) for name in dict.fromkeys(chain.from_iterable(rows))]
     cells = {name: [row[name] for row in rows if row.get(name)] for name in names}
     texts = [name for name in names if cells[name] and all(map(_is_text, cells[name]))]
@@ -66,7 +66,7 @@ def find_text(path: Path, field: str | None) -> TextFile:
         columns = ", ".join(map(repr, names))
         problem = f"{found[0]!r} is no column of text: " if found else ""
         problem += f"name the column of the text, --text-field=NAME, of {columns}"
-        raise UserError(f"{path}: {problem}")
+        raise DataError(f"{path}: {problem}")
     return TextFile(path, format, found[0])
 
 

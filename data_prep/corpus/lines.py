@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from data_prep.corpus.formats import COLUMN_ALONE, decompressed, likely_encoding, reading
 from data_prep.corpus.loader import ROWS_PER_BATCH, hub_rows, input_files, split_files, split_key
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from data_prep.settings import BYTE_ORDER_MARK, DataConfig
 from data_prep.storage import open_to_read
 
@@ -53,7 +53,7 @@ def read_lines(data: DataConfig, split: str) -> Iterator[str]:
         lines = filter(str.strip, lines)
     first = next(lines, None)
     if first is None:
-        raise UserError(
+        raise DataError(
             f"{split_key(data, split)}: the corpus has no line{split_files(data, split)}"
         )
     yield first
@@ -122,7 +122,7 @@ def records(path: Path, format: str, field: str | None = None) -> Iterator[dict[
         header = next(lines, "")
         if field not in (None, header.strip('"')) and not {*CSV_SEPARATORS} & {*header}:
             expected = "expected a first line of names, separated by a comma, tab, semicolon or |"
-            raise UserError(f"{path}: {expected}, got {header!r:.60}")
+            raise DataError(f"{path}: {expected}, got {header!r:.60}")
         yield from csv_rows(chain([header], lines))
         return
     for number, line in enumerate(lines, 1):
@@ -132,7 +132,7 @@ def records(path: Path, format: str, field: str | None = None) -> Iterator[dict[
             found = [_json_value(line, number)] if line.strip() else []
         for record in found:
             if not isinstance(record, dict):
-                raise UserError(f"{path}, line {number}: expected JSON objects, got {record!r:.40}")
+                raise DataError(f"{path}, line {number}: expected JSON objects, got {record!r:.40}")
             yield record
 
 
@@ -161,7 +161,7 @@ def _column_rows(
     first = list(islice(rows, ROWS_PER_BATCH))  # a row of JSON may lack a column
     if first and not any(field in row for row in first):
         columns = ", ".join(map(repr, dict.fromkeys(chain.from_iterable(first))))
-        raise UserError(f"data.text_field is {field!r}: {name} has only the columns {columns}")
+        raise DataError(f"data.text_field is {field!r}: {name} has only the columns {columns}")
     num_rows, num_nulls = 0, 0
     for num_rows, row in enumerate(chain(first, rows), 1):
         if (text := row.get(field)) in nulls:
@@ -171,7 +171,7 @@ def _column_rows(
             others = ", ".join(repr(each) for each, value in row.items() if isinstance(value, str))
             mistake = f"{text!r:.40}, not text," if not isinstance(text, str) else "a NUL character"
             hint = f"; columns of text: {others}" if others and not isinstance(text, str) else ""
-            raise UserError(f"{name}, row {num_rows}: {mistake} in {field!r}{hint}")
+            raise DataError(f"{name}, row {num_rows}: {mistake} in {field!r}{hint}")
         if not text.isascii():
             text.encode()  # a surrogate in JSON is no character
         text = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
@@ -197,7 +197,7 @@ def _decoded(file: BinaryIO, name: str) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 place = f"at byte {error.start + 1} of the line (0x{raw[error.start]:02x})"
                 mistake = f"invalid UTF-8 {place}: {likely_encoding(raw)}"
-                raise UserError(f"{name}, line {number}: {mistake}") from error
+                raise DataError(f"{name}, line {number}: {mistake}") from error
             if "\0" in decoded:
-                raise UserError(f"{name}, line {number}: a NUL character")
+                raise DataError(f"{name}, line {number}: a NUL character")
             yield decoded.removeprefix(BYTE_ORDER_MARK)

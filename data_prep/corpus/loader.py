@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_prep.corpus.formats import one_line, reading_errors
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from data_prep.settings import DataConfig
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def splits(data: DataConfig) -> list[str]:
         offered = _hub_with(data, "train")
         return [split for split in SPLITS if HUB_SPLITS[split] in offered]
     if not data.files.train:
-        raise UserError(
+        raise DataError(
             "data.files.train is not set: expected the files of the training split, or data.hub"
         )
     return [split for split in SPLITS if getattr(data.files, split)]
@@ -47,7 +47,7 @@ def input_files(data: DataConfig, split: str) -> list[Path]:
         return [] if folder is None else _visible_files(folder, folder.rglob("*"))
     given = getattr(data.files, split)
     if not given:
-        raise UserError(
+        raise DataError(
             f"data.files.{split} is not set: expected a file, a glob, a folder or a list"
         )
     names = [given] if isinstance(given, str) else given
@@ -81,7 +81,7 @@ def _expanded(folder: Path, name: str, key: str) -> list[Path]:
     if path.is_dir():
         found = _visible_files(path, path.iterdir())
         if not found:
-            raise UserError(f"{key}: the folder {path} has no files")
+            raise DataError(f"{key}: the folder {path} has no files")
         return found
     matches = glob.glob(name, root_dir=folder, recursive=True)
     found = sorted(folder / match for match in matches if (folder / match).is_file())
@@ -89,7 +89,7 @@ def _expanded(folder: Path, name: str, key: str) -> list[Path]:
         hint = ""
         if not Path(name).is_absolute() and folder == Path("."):
             hint = ": names are relative to the current folder, or to data.dir if it is given"
-        raise UserError(f"{key}: there is no file {path.absolute()}{hint}")
+        raise DataError(f"{key}: there is no file {path.absolute()}{hint}")
     return found
 
 
@@ -126,13 +126,13 @@ def load_hub(data: DataConfig) -> dict[str, "IterableDataset"]:
         with _silent_datasets():
             return dict(load_dataset(name, data.hub_config, streaming=True))
     except reading_errors() as error:
-        raise UserError(f"data.hub {data.hub} cannot be opened: {one_line(error)}") from error
+        raise DataError(f"data.hub {data.hub} cannot be opened: {one_line(error)}") from error
 
 
 def _hub_with(data: DataConfig, split: str) -> dict[str, "IterableDataset"]:
     """The splits of `data.hub`, `split` among them."""
     if HUB_SPLITS[split] not in (offered := load_hub(data)):
-        raise UserError(
+        raise DataError(
             f"data.hub {data.hub} has no split {HUB_SPLITS[split]} (it has {', '.join(offered)})"
         )
     return offered

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from data_prep.corpus.formats import is_compressed, open_text
 from data_prep.corpus.lines import TextFile
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from data_prep.settings import BYTE_ORDER_MARK
 
 Unit = Literal["lines", "documents", "rows"]
@@ -67,7 +67,7 @@ def check_file(path: Path) -> None:
     if not path.is_file():  # a pipe cannot be read twice
         is_read_twice = path.exists() or str(path) == "-"
         problem = "give a file, which is read more than once" if is_read_twice else "no such file"
-        raise UserError(f"{path}: {problem}")
+        raise DataError(f"{path}: {problem}")
 
 
 def read_sample(text: TextFile) -> Sample:
@@ -91,7 +91,7 @@ def read_sample(text: TextFile) -> Sample:
                     lines.append(line)
                     num_read = num_bytes
     if not any(line.strip() for line in lines):
-        raise UserError(f"{text.path}: the text has no word")
+        raise DataError(f"{text.path}: the text has no word")
     return Sample(lines, min(1.0, num_read / num_bytes), num_bytes, num_rows)
 
 

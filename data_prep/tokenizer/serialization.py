@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from data_prep.settings import NonNegative, Positive, Strict
 from data_prep.storage import (
     open_to_read,
@@ -107,7 +107,7 @@ def load_tokenizer(folder: Path | str, *, verify: bool = True) -> Tokenizer:
             split_punctuation=description.split_punctuation,
         )
     except ValueError as error:
-        raise UserError(f"{Path(folder, MODEL_FILE[description.kind])}: {error}") from error
+        raise DataError(f"{Path(folder, MODEL_FILE[description.kind])}: {error}") from error
 
 
 def verify_tokenizer(folder: Path, sha256: str) -> None:
@@ -119,13 +119,13 @@ def _read(folder: Path, verify: bool, sha256: str | None = None) -> tuple[Tokeni
     """The description of a tokenizer, and the content of its other file."""
     path = folder / TOKENIZER
     if sha256 is not None and sha256_file(path) != sha256:
-        raise UserError(f"{path} is not the tokenizer that the token files were written with")
+        raise DataError(f"{path} is not the tokenizer that the token files were written with")
     description: TokenizerFile = read_json(path, TokenizerFile, FORMAT_VERSION)
     path = folder / MODEL_FILE[description.kind]
     with open_to_read(path) as file:
         content = file.read()
     if verify and hashlib.sha256(content).hexdigest() != description.sha256:
-        raise UserError(f"{path} is damaged: its SHA-256 differs from the one in {TOKENIZER}")
+        raise DataError(f"{path} is damaged: its SHA-256 differs from the one in {TOKENIZER}")
     return description, content
 
 

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.errors import UserError
+from data_prep.errors import DataError, UserError
 from data_prep.storage import open_to_read, write_hashed
 from data_prep.tokenizer.punctuation import EOS, UNK
 from data_prep.tokenizer.word_index import WORDS_PER_CHUNK, WordIndex
@@ -44,7 +44,7 @@ ORDER = 7
 """n; less if the keys of n-grams would not fit into 64 bits."""
 MAX_TYPES = 500_000
 """Most types counted; of more, every k-th in order of frequency."""
-_DAMAGED = (ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+_DAMAGED = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What reading a damaged file raises, `NotImplementedError` included."""
 MAX_CHARACTERS = (1 << 16) - 3
 BEFORE, END, OTHER, FIRST = 0, 1, 2, 3
@@ -193,9 +193,9 @@ class Speller:
         except _DAMAGED as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{path} is damaged") from error
+            raise DataError(f"{path} is damaged") from error
         if made_for != tokenizer_sha256:
-            raise UserError(f"{path} was made for another vocabulary: run `lm prepare` again")
+            raise DataError(f"{path} was made for another vocabulary: run `lm prepare` again")
         return speller
 
     def _log_p(self, words: Sequence[str]) -> Floats:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.punctuation import EOS, UNK, separate_words
 from data_prep.tokenizer.tokenizer import line_batches, split_at_special
@@ -41,7 +41,7 @@ def count_words(lines: Iterable[str], settings: TokenizerConfig) -> WordCounts:
     (['<eos>', '<unk>', 'the'], [2, 2, 2], ['cat', 'dog'], 0)
     """
     if settings.vocab_size is not None and settings.vocab_size < 3:
-        raise UserError(
+        raise DataError(
             f"tokenizer.vocab_size is {settings.vocab_size}:"
             f" expected at least 3, {UNK} and {EOS} included"
         )
@@ -99,7 +99,7 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
     import sentencepiece
 
     if settings.vocab_size is None:
-        raise UserError(
+        raise DataError(
             "tokenizer.vocab_size is not set: tokenizer.kind sentencepiece needs a number of pieces"
         )
     sentences = chain.from_iterable(map(_sentences, lines))
@@ -129,7 +129,7 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise UserError(_training_mistake(str(error), settings.vocab_size)) from error
+        raise DataError(_training_mistake(str(error), settings.vocab_size)) from error
     return model.getvalue()
 
 

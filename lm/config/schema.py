@@ -216,6 +216,15 @@ class TrainConfig(Strict):
     """Number of steps between validations. Default: validate at the end of each epoch."""
     checkpoint_every_steps: Positive | None = None
     """Number of steps between writes of last.ckpt. Default: write it after each validation only."""
+    keep_checkpoints: NonNegative = 0
+    """Number of the newest checkpoints that are kept as step-N.ckpt, next to last.ckpt and
+    best.ckpt, each as large as last.ckpt. --resume auto continues from the newest one that is not
+    damaged."""
+    skip_nonfinite_steps: NonNegative = 0
+    """Number of steps of the run whose gradient may be infinite or not a number: they change no
+    parameter. The next one ends the run before it does. On a GPU with 0, the run ends where losses
+    are read next, before anything is logged or saved; otherwise the host waits for every step. Not
+    with precision: 16-mixed, which skips such steps itself."""
     threads: Annotated[int, Field(gt=0, le=MAX_THREADS)] | None = None
     """Number of CPU threads, for training and by default for the commands that use the model.
     Default: PyTorch's choice."""

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data_prep.errors import UserError
+from data_prep.errors import CheckpointError, StorageError
 from data_prep.settings import NonNegative, Positive, Strict
 from data_prep.storage import read_json, sha256_file, write_atomically, write_json_atomically
 from lm.config import ModelConfig, OutputConfig, WordTable
@@ -61,7 +61,7 @@ def save_model(folder: Path, weights: dict[str, Tensor], description: Descriptio
         reason = re.search(r"I/O error: (.*) \(os error", str(error))
         if reason is None:
             raise
-        raise UserError(f"{folder / WEIGHTS} cannot be written: {reason[1]}") from error
+        raise StorageError(f"{folder / WEIGHTS} cannot be written: {reason[1]}") from error
     write_json_atomically(folder / DESCRIPTION, asdict(description) | {"weights_sha256": sha256})
 
 
@@ -78,7 +78,7 @@ def load_model(
     """
     description, weights = description or read_description(folder), folder / WEIGHTS
     if sha256_file(weights) != description.weights_sha256:
-        raise UserError(f"{weights} is damaged, or not described by {DESCRIPTION}")
+        raise CheckpointError(f"{weights} is damaged, or not described by {DESCRIPTION}")
     config, context = description.model, description.context
     output = replace(description.output, backend="auto")  # of this device, not of the training
     table = replace(description.word_table, row_wise=False)
@@ -98,10 +98,10 @@ def load_model(
             )
         model.load_state_dict(state, assign=True)
     except (SafetensorError, ValueError, RuntimeError) as error:
-        raise UserError(f"{weights} does not fit {DESCRIPTION}: {error}") from error
+        raise CheckpointError(f"{weights} does not fit {DESCRIPTION}: {error}") from error
     for name, id in (("eos_id", description.eos_id), ("unk_id", description.unk_id)):
         if id is not None and id >= model.output.vocab_size:
-            raise UserError(
+            raise CheckpointError(
                 f"{folder / DESCRIPTION} is damaged: {name} is {id}, and the model has"
                 f" {model.output.vocab_size} words"
             )
@@ -112,12 +112,12 @@ def read_description(folder: Path) -> Description:
     """Read `model.json` of a run; a UserError says that it is absent, damaged or too old."""
     path = folder / DESCRIPTION
     if folder.is_file():
-        raise UserError(f"{folder} is a file, not the folder of a run")
+        raise CheckpointError(f"{folder} is a file, not the folder of a run")
     if not path.exists():
         hint = "`lm train CONFIG` trains one" if folder.exists() else "there is no such folder"
         if (folder / "config.yaml").exists():
             hint = f"`lm train {folder} --resume auto` continues the training"
-        raise UserError(f"{folder}: no trained model here ({DESCRIPTION} is missing); {hint}")
+        raise CheckpointError(f"{folder}: no trained model here ({DESCRIPTION} is missing); {hint}")
     description: Description = read_json(path, Description, FORMAT_VERSION)
     return description
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 
 NON_WORDS = r"<[^>]*>|\[.*\]|\{.*\}|\+\+.*\+\+|![A-Z_]+|#\d+|sil|SIL"
 """Labels that are no words: in brackets of any kind or `++`, HTK's `!NULL`, Kaldi's `#0`, `sil`."""
@@ -27,7 +27,7 @@ class NonWords:
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
-            raise UserError(f"--non-words {pattern!r}: no regular expression: {error}") from error
+            raise DataError(f"--non-words {pattern!r}: no regular expression: {error}") from error
         self._counts: Counter[str] = Counter()
 
     def __contains__(self, label: str) -> bool:
@@ -137,7 +137,7 @@ def refuse_transcripts(name: str, lines: Sequence[str]) -> None:
     """Raise a UserError if a file of references, of which no line is empty, has a known format."""
     for format, (applies, _) in _TRANSCRIPTS.items():
         if lines and applies(lines):
-            raise UserError(f"{name} is {format}: write lines id words")
+            raise DataError(f"{name} is {format}: write lines id words")
 
 
 def format_of(name: str, lines: Iterable[str]) -> Format:
@@ -148,7 +148,7 @@ def format_of(name: str, lines: Iterable[str]) -> Format:
     filled = [line for line in lines if line.strip()]
     for format, (applies, remedy) in _FOREIGN.items():
         if filled and applies(filled):
-            raise UserError(f"{name} is {format}: {remedy}")
+            raise DataError(f"{name} is {format}: {remedy}")
     if any(map(_SLF.match, filled)) and re.match(r"\s*(?:#|\w+\s*=)", filled[0]):
         return "slf"
     if len(filled) < 2 or "\t" in filled[0] or len(filled[0].split()) > 1:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data_prep.corpus.lines import read_text
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from lm.rescoring.formats import NUMBER, NonWords, format_of
 from lm.rescoring.nbest import finite_number
 
@@ -98,11 +98,11 @@ def read_lattices(
         paths = [path for path in sorted(Path(name).iterdir()) if SLF_NAME.fullmatch(path.name)]
         files = {str(path): list(read_text(str(path))) for path in paths}
         if not files:
-            raise UserError(f"{name}: no lattice here (expected *.slf, *.lat or *.htk)")
+            raise DataError(f"{name}: no lattice here (expected *.slf, *.lat or *.htk)")
     lattices: list[Lattice] = []
     for path, content in files.items():
         if (format := format_of(path, content)) == "list":
-            raise UserError(f"{path} is no lattice in HTK's or Kaldi's format")
+            raise DataError(f"{path} is no lattice in HTK's or Kaldi's format")
         if format == "slf":
             lattices.append(_read_slf(path, content, non_words))
         else:
@@ -110,9 +110,9 @@ def read_lattices(
     non_words.log(name)
     ids = [lattice.id for lattice in lattices]
     if (repeated := Counter(ids).most_common(1)[0])[1] > 1:
-        raise UserError(f"{name}: utterance {repeated[0]} has two lattices")
+        raise DataError(f"{name}: utterance {repeated[0]} has two lattices")
     if len({lattice.has_first_pass for lattice in lattices}) > 1:
-        raise UserError(f"{name}: some lattices have scores of a language model, others have not")
+        raise DataError(f"{name}: some lattices have scores of a language model, others have not")
     return lattices
 
 
@@ -124,7 +124,7 @@ def _slf_fields(line: str, place: str) -> dict[str, str]:
             problem = f"expected fields NAME=VALUE, got {line[:60]!r}"
             if any(value[:1] in ("'", '"') for value in fields.values()):
                 problem += ": a quotation mark is not closed"
-            raise UserError(f"{place}: {problem}")
+            raise DataError(f"{place}: {problem}")
         key, value = match[1], match[2]
         if value[:1] in ("'", '"') and value[-1] == value[0] and len(value) > 1:
             value = value[1:-1]
@@ -133,7 +133,7 @@ def _slf_fields(line: str, place: str) -> dict[str, str]:
             try:
                 value = b"".join(parts).decode()
             except (UnicodeDecodeError, ValueError) as error:
-                raise UserError(f"{place}: the bytes of {value} are not UTF-8") from error
+                raise DataError(f"{place}: the bytes of {value} are not UTF-8") from error
         fields[_SHORT.get(key, key)], rest = value, rest[match.end() :].lstrip()
     return fields
 
@@ -155,7 +155,7 @@ def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
         fields = _slf_fields(line, place)
         if "I" in fields or "J" in fields:
             if "L" in fields:
-                raise UserError(f"{place}: a lattice in a lattice is not supported: expand it")
+                raise DataError(f"{place}: a lattice in a lattice is not supported: expand it")
             if "I" in fields:
                 nodes[fields["I"]] = fields.get("W")
             else:
@@ -165,14 +165,14 @@ def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
     for key, long, found in (("N", "NODES", nodes), ("L", "LINKS", links)):
         if header.get(key) not in (None, str(len(found))):
             counts = f"{long}={header[key]} in the header, and {len(found)} of them"
-            raise UserError(f"{name} is damaged or incomplete: {counts}")
+            raise DataError(f"{name} is damaged or incomplete: {counts}")
     base = finite_number(header.get("base", str(math.e)), name)
     scale = math.log(base) if base > 0 else 0.0
     arcs = []
     for place, fields in links:
         for node in map(fields.get, "SE"):
             if node not in nodes:
-                raise UserError(f"{place}: the link has no node, or an unknown one: {node}")
+                raise DataError(f"{place}: the link has no node, or an unknown one: {node}")
         acoustic, first_pass = (_scaled(fields.get(key), scale, place) for key in "al")
         word = fields.get("W") or nodes[fields["E"]]
         arcs.append((fields["S"], fields["E"], word, acoustic, first_pass))
@@ -180,7 +180,7 @@ def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
     starts = [header["start"]] if "start" in header else sorted(sources - targets)
     finals = [header["end"]] if "end" in header else sorted(targets - sources)
     if len(starts) != 1 or starts[0] not in nodes:
-        raise UserError(f"{name}: expected one start node, got {' '.join(starts) or 'none'}")
+        raise DataError(f"{name}: expected one start node, got {' '.join(starts) or 'none'}")
     match = SLF_NAME.fullmatch(Path(name).name)
     if utterance := header.get("U"):
         match = _UTTERANCE.fullmatch(utterance)
@@ -217,7 +217,7 @@ def _kaldi_costs(text: str, row: str) -> tuple[float, float]:
     """Acoustic and first-pass score of costs."""
     first_pass, *others = text.split(",")
     if not others:
-        raise UserError(
+        raise DataError(
             f"{row}: expected two states, a word and costs graph,acoustic, or a final state and its"
             f" costs, got {text!r} for costs (OpenFst's single weights are of no use: which cost?)"
         )
@@ -238,7 +238,7 @@ def _check_symbols(name: str, blocks: dict[int, list[_Row]], word_column: dict[i
         with_symbols = {id for id, label in labels if not label.isdecimal()}
         if labels and not with_symbols:
             script = f"int2sym.pl -f {column + 1} words.txt"
-            raise UserError(f"{name}: the words are numbers: replace them ({script}) first")
+            raise DataError(f"{name}: the words are numbers: replace them ({script}) first")
         suspects += sorted({id for id, _ in labels} - with_symbols)
     if suspects:
         others = f" and {len(suspects) - 1:,} others" if len(suspects) > 1 else ""
@@ -258,7 +258,7 @@ def _read_kaldi(name: str, lines: Iterable[str], non_words: NonWords) -> Iterato
     _check_symbols(name, blocks, word_column)
     for block, ((place, title), *rows) in blocks.items():
         if len(title) != 1:
-            raise UserError(f"{place}: expected the id of an utterance, got {' '.join(title)!r}")
+            raise DataError(f"{place}: expected the id of an utterance, got {' '.join(title)!r}")
         arcs: list[tuple[str, str, str | None, float, float]] = []
         finals, word = [], word_column[block]
         for row, fields in rows:
@@ -266,7 +266,7 @@ def _read_kaldi(name: str, lines: Iterable[str], non_words: NonWords) -> Iterato
             labels, costs = fields[:num_labels], [*fields[num_labels:], "0,0"]
             is_whole = len(labels) == num_labels and len(costs) <= 2
             if not all(map(str.isdecimal, labels[:2])) or not is_whole:
-                raise UserError(f"{row}: expected two states, a word and costs")
+                raise DataError(f"{row}: expected two states, a word and costs")
             acoustic, first_pass = _kaldi_costs(costs[0], row)
             if num_labels > 1:
                 arcs.append((labels[0], labels[1], labels[word], acoustic, first_pass))
@@ -310,15 +310,15 @@ def _ordered(
     try:
         order = list(TopologicalSorter(before).static_order())
     except CycleError as error:
-        raise UserError(f"{place}: a cycle through the node {error.args[1][0]}") from error
+        raise DataError(f"{place}: a cycle through the node {error.args[1][0]}") from error
     if not finals:
-        raise UserError(f"{place}: no end node")
+        raise DataError(f"{place}: no end node")
     for node, *_ in finals:
         if node != start and node not in before:
-            raise UserError(f"{place}: no arc leads to the end node {node}")
+            raise DataError(f"{place}: no arc leads to the end node {node}")
     kept = _reached(begin, after) & _reached(end, before)
     if end not in kept:
-        raise UserError(f"{place}: no path leads from the start to an end node")
+        raise DataError(f"{place}: no path leads from the start to an end node")
     number = {node: k for k, node in enumerate(node for node in order if node in kept)}
     numbered = [
         Arc(number[s], number[t], non_words.word(label), *scores)
@@ -353,5 +353,5 @@ def _scaled(text: str | None, scale: float, place: str) -> float:
     if scale:
         return value * scale
     if value <= 0:
-        raise UserError(f"{place}: expected a probability, as base=0 says, got {text!r}")
+        raise DataError(f"{place}: expected a probability, as base=0 says, got {text!r}")
     return math.log(value)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.corpus.lines import read_text
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from lm.rescoring.formats import NUMBER, NonWords
 from lm.rescoring.references import first_columns, keyed_lines
 
@@ -74,10 +74,10 @@ def read_nbest(
     non_words = NonWords() if non_words is None else non_words
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise UserError(f"{name}: the n-best list is empty")
+        raise DataError(f"{name}: the n-best list is empty")
     is_kaldi = "\t" not in numbered[0][1]
     if costs and not is_kaldi:
-        raise UserError(f"{name}: files of costs belong to Kaldi's layout; this one has tabs")
+        raise DataError(f"{name}: files of costs belong to Kaldi's layout; this one has tabs")
     num_scores = numbered[0][1].count("\t") - 1
     rows: dict[str, list[tuple[str, list[float]]]] = {}
     kaldi_keys: set[str] = set()
@@ -88,11 +88,11 @@ def read_nbest(
             key, _, text = line.partition(" ")
             id, _, rank = key.rpartition("-")
             if not id or not rank.isdecimal():
-                raise UserError(f"{place}: expected a tab, or a key utterance-N, got {key!r}")
+                raise DataError(f"{place}: expected a tab, or a key utterance-N, got {key!r}")
             if key in kaldi_keys:
-                raise UserError(f"{place}: {key} is in the list already")
+                raise DataError(f"{place}: {key} is in the list already")
             if not all(key in each for each in costs):
-                raise UserError(f"{place}: {key} has no cost in the files of costs{hint}")
+                raise DataError(f"{place}: {key} has no cost in the files of costs{hint}")
             kaldi_keys.add(key)
             scores = [-each[key] for each in costs]
         else:
@@ -100,15 +100,15 @@ def read_nbest(
             text = columns.pop() if columns else ""
             if not len(columns) == num_scores <= MAX_SCORES:
                 expected = f"an id, {min(max(num_scores, 0), MAX_SCORES)} scores and a hypothesis"
-                raise UserError(f"{place}: expected {expected}, got {len(columns)} scores")
+                raise DataError(f"{place}: expected {expected}, got {len(columns)} scores")
             scores = [finite_number(column, place) for column in columns]
         if id.split() != [id] and id:
-            raise UserError(
+            raise DataError(
                 f"{place}: expected a tab after an id without spaces, got {id!r}; {_COLUMNS}"
             )
         if "\t" in text or not id:
             missing = "no tab" if is_kaldi else "an id before the first tab"
-            raise UserError(f"{place}: expected {missing}")
+            raise DataError(f"{place}: expected {missing}")
         rows.setdefault(id, []).append((non_words.without(text), scores))
     flat = [row for group in rows.values() for row in group]
     non_words.log(name)
@@ -127,15 +127,15 @@ def read_nbest(
 def _check_layout(name: str, lines: Sequence[str], is_kaldi: bool) -> None:
     """Refuse scores where hypotheses should be, and names of columns."""
     if _HEADER.fullmatch(lines[0]):
-        raise UserError(f"{name}: the first line has names of columns, {lines[0]!r}: remove it")
+        raise DataError(f"{name}: the first line has names of columns, {lines[0]!r}: remove it")
     if is_kaldi and all(re.match(r"\S+\s+-?\d+\.\d+(e[+-]?\d+)?(\s|$)", line) for line in lines):
-        raise UserError(
+        raise DataError(
             f"{name}: a number comes before the words of each line: scores of Kaldi's layout are in"
             " files of costs (--acoustic-costs, --lm-costs)"
         )
     is_score = re.compile(rf".*\t\s*(?=.*[-+.e]){NUMBER}\s*").fullmatch
     if all(map(is_score, lines)):
-        raise UserError(f"{name}: the last column has numbers alone, {_COLUMNS}")
+        raise DataError(f"{name}: the last column has numbers alone, {_COLUMNS}")
 
 
 def _check_signs(nbest: NBest) -> None:
@@ -169,7 +169,7 @@ def finite_number(text: str, place: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise UserError(f"{place}: expected a finite score, got {text!r}")
+        raise DataError(f"{place}: expected a finite score, got {text!r}")
     return value
 
 
@@ -183,6 +183,6 @@ def read_costs(name: str) -> dict[str, float]:
     for place, key, words in keyed_lines(first_columns(name), "cost"):
         if len(words) != 1:
             line = " ".join([key, *words])
-            raise UserError(f"{place}: expected utterance-N and a cost, got {line!r}")
+            raise DataError(f"{place}: expected utterance-N and a cost, got {line!r}")
         costs[key] = finite_number(words[0], place)
     return costs

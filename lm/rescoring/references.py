@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from data_prep.corpus.hints import UNSPACED
 from data_prep.corpus.lines import read_text
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from lm.rescoring.formats import NonWords, refuse_transcripts
 
 _TRN = re.compile(r"(.*?)\s*\((\S+)\)\s*")
@@ -37,7 +37,7 @@ def keyed_lines(
     keys = set()
     for place, key, text in lines:
         if key in keys:
-            raise UserError(f"{place}: {key} has a {what} already")
+            raise DataError(f"{place}: {key} has a {what} already")
         if key:
             keys.add(key)
             yield place, key, text.split()
@@ -115,7 +115,7 @@ def _of_stm(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:
             continue
         place, first = channels.setdefault(recording, (place, channel))
         if first != channel:
-            raise UserError(
+            raise DataError(
                 f"{place}: {recording} has several channels, {first} and {channel}: give each an id"
                 " of its own in the first column"
             )

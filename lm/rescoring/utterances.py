@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_prep.corpus.lines import read_text
-from data_prep.errors import UserError
+from data_prep.errors import DataError, UserError
 from lm.rescoring.formats import NonWords, format_of
 from lm.rescoring.lattice import Lattice, read_lattices
 from lm.rescoring.lattice_search import WordModel, to_nbest
@@ -46,7 +46,7 @@ class Utterances:
         lines = [] if (is_folder := Path(name).is_dir()) else list(_read(name))
         if is_folder or format_of(name, lines) != "list":
             if costs:
-                raise UserError(f"{name}: files of costs belong to n-best lists in Kaldi's layout")
+                raise DataError(f"{name}: files of costs belong to n-best lists in Kaldi's layout")
             lattices = read_lattices(name, lines, non_words)
             nbest = to_nbest(name, lattices)
         else:
@@ -82,5 +82,5 @@ def _read(name: str) -> Iterator[str]:
     except UserError as error:
         if str(error).endswith("a NUL character"):
             command = "lattice-copy ark:FILE ark,t:-"
-            raise UserError(f"{error}: Kaldi's binary lattices as text: {command}") from error
+            raise DataError(f"{error}: Kaldi's binary lattices as text: {command}") from error
         raise

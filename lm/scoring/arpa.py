@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.corpus.lines import read_text
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -26,7 +26,9 @@ TOLERANCE = 0.1
 _log = logging.getLogger(__name__)
 BLOCK = 1 << 16
 """Lines that are converted at once."""
-_HEADING = re.compile(r"ngram[ \t]+(\d+)[ \t]*=[ \t]*(\d+)|\\(\d+)-grams:|\\end\\", re.IGNORECASE)
+_HEADING = re.compile(
+    r"ngram[ \t]+(\d+)[ \t]*=[ \t]*(\d+)|\\(\d{1,2})-grams:|\\end\\", re.IGNORECASE
+)
 _CONVERT = "convert it by compile-lm --text=yes {} FILE.arpa"
 _QUANTIZED = "a quantized file of IRSTLM: give the ARPA file that it was made from"
 _OTHERS = {
@@ -104,7 +106,7 @@ def _blocks(path: Path) -> Iterator[tuple[int, int, list[str]]]:
         if not has_begun:
             for begin, what in _OTHERS.items():
                 if line.startswith(begin):
-                    raise UserError(f"{path} is {what.format(path)}")
+                    raise DataError(f"{path} is {what.format(path)}")
             has_begun = line.lower() == "\\data\\"
         elif not is_ngram and (match := _HEADING.fullmatch(line)):
             if match[1]:
@@ -112,12 +114,12 @@ def _blocks(path: Path) -> Iterator[tuple[int, int, list[str]]]:
             order = int(match[3] or 0)
             is_complete = line.lower() == "\\end\\"
     if not has_begun:
-        raise UserError(f"{path} is not an ARPA file: it has no line \\data\\")
+        raise DataError(f"{path} is not an ARPA file: it has no line \\data\\")
     if not is_complete:
-        raise UserError(f"{path} is not complete: it has no line \\end\\")
+        raise DataError(f"{path} is not complete: it has no line \\end\\")
     for n in sorted(expected | found):
         if expected.get(n, 0) != found.get(n, 0):
-            raise UserError(
+            raise DataError(
                 f"{path} is damaged: its head states {expected.get(n, 0):,} {n}-grams, and"
                 f" {found.get(n, 0):,} follow"
             )
@@ -136,12 +138,12 @@ def _columns(
     if not order or fields.null_count:
         number = first + (fields.is_null().index(True).as_py() if order else 0)
         expected = f"expected log10 P, {order} words and perhaps a back-off weight"
-        raise UserError(f"{place} {number}: {expected}")
+        raise DataError(f"{place} {number}: {expected}")
     log_prob, *columns, backoff = fields.flatten()
     backoff = compute.if_else(compute.equal(backoff, ""), "0", backoff)
     values = [compute.cast(each, "float64").to_numpy() for each in (log_prob, backoff)]
     if (values[0] > 0).any():
         number = int((values[0] > 0).argmax())
         problem = f"log10 P is {values[0][number]:g}, above 0: no probability"
-        raise UserError(f"{place} {first + number}: {problem}; estimate the model again")
+        raise DataError(f"{place} {first + number}: {problem}; estimate the model again")
     return values[0] * NATS_PER_LOG10, values[1] * NATS_PER_LOG10, columns

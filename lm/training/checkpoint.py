@@ -6,82 +6,146 @@ verified in one pass, then the tensors are mapped privately, so that a page take
 used and a change never reaches the file. A mapping of a file that is replaced later remains valid.
 """
 
+import logging
 import os
 import pickle
+import re
 import shutil
+import struct
 import zipfile
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from data_prep.errors import UserError
-from data_prep.storage import make_folder, temporary_name, write_atomically
+from data_prep.errors import CheckpointError, StorageError
+from data_prep.storage import make_folder, sync, temporary_name, write_atomically
 
 FORMAT_VERSION = 2
+"""The number changes when a version can no longer read what earlier ones have written."""
 LAST, BEST = "last.ckpt", "best.ckpt"
+_NUMBERED = re.compile(r"step-(\d+)\.ckpt$")
+_log = logging.getLogger(__name__)
+_DAMAGE = (
+    *(pickle.UnpicklingError, LookupError, TypeError, ValueError, EOFError, AttributeError),
+    *(AssertionError, struct.error),
+)
+"""Errors of torch's unpickler that mean that the bytes are not its own."""
 
 
 def save_checkpoint(checkpoint: dict[str, Any], path: Path, *copies: Path) -> None:
     """Write tensors and plain data; copies are other names of one file where possible.
 
     Raises:
-        UserError: if the disk is full; a previous file is then unchanged.
+        StorageError: if the disk is full; a previous file is then unchanged.
     """
     make_folder(path.parent)
+    num_bytes, free = _num_bytes(checkpoint), shutil.disk_usage(path.parent).free
+    if num_bytes > free:
+        raise StorageError(
+            f"{path}: a checkpoint has {num_bytes / 1e6:,.0f} MB, and the disk has"
+            f" {free / 1e6:,.0f} MB free; {what_remains(path)}"
+        )
     try:
         write_atomically(path, lambda file: torch.save(checkpoint, file))
     except RuntimeError as error:
         if "unexpected pos" not in str(error):
             raise
-        raise UserError(f"{path}: the disk is full; {what_remains(path)}") from error
+        raise StorageError(f"{path}: the disk is full; {what_remains(path)}") from error
     for copy in copies:
         link = temporary_name(copy)
         link.unlink(missing_ok=True)
         try:
             os.link(path, link)
             os.replace(link, copy)
+            sync(copy.parent)
         except OSError:  # for instance a file system without hard links
             with open(path, "rb") as file:
                 write_atomically(copy, partial(shutil.copyfileobj, file, length=1 << 20))
 
 
+def _num_bytes(value: Any) -> int:
+    """Bytes of all tensors in nested containers, a little less than those of their file."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    values = value.values() if isinstance(value, dict) else value
+    return sum(map(_num_bytes, values)) if isinstance(value, dict | list | tuple) else 0
+
+
+def numbered_name(step: int) -> str:
+    """Name of a checkpoint that `train.keep_checkpoints` keeps."""
+    return f"step-{step}.ckpt"
+
+
+def keep_newest(folder: Path, num_kept: int) -> None:
+    """Delete all but the newest numbered checkpoints of a folder."""
+    found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NUMBERED.match(path.name))]
+    for _, path in sorted(found, reverse=True)[num_kept:]:
+        path.unlink()
+
+
 def what_remains(path: Path) -> str:
-    """A few words on the checkpoint that a failure leaves at `path`."""
-    return "the last checkpoint is untouched" if path.exists() else "there is no checkpoint yet"
+    """A few words on the checkpoint that a failure to write `path` leaves in its folder."""
+    has_last = path.with_name(LAST).exists()
+    return "the last checkpoint is untouched" if has_last else "there is no checkpoint yet"
+
+
+def load_newest(last: Path) -> tuple[Path, dict[str, Any]]:
+    """Read the last checkpoint or, if that is damaged, the newest in its folder that is not.
+
+    A warning says why the last one is passed over; its error is raised if no other can be read.
+    """
+    try:
+        return last, load_checkpoint(last)
+    except CheckpointError as error:
+        refused = error
+    found: list[tuple[int, Path, dict[str, Any]]] = []
+    for path in sorted(last.parent.glob("*.ckpt")):
+        if not path.samefile(last):
+            try:
+                checkpoint = load_checkpoint(path)
+                found.append((checkpoint["progress"]["batches_done"], path, checkpoint))
+            except CheckpointError as error:
+                _log.warning("%s", error)
+    if not found:
+        raise refused
+    _, path, checkpoint = max(found, key=itemgetter(0))
+    _log.warning("%s: it is passed over for %s", refused, path)
+    return path, checkpoint
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint as plain data, its tensors on the CPU and mapped privately.
 
     Raises:
-        UserError: if the file is absent, damaged, contains more than plain data, or was written by
-            another version.
+        CheckpointError: if the file is absent, damaged, contains more than plain data, or has a
+            format of another version.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             if archive.testzip() is not None:  # reads all files in small pieces
                 raise zipfile.BadZipFile
     except OSError as error:
-        raise UserError(f"{path}: cannot read the checkpoint: {error.strerror}") from error
+        raise CheckpointError(f"{path}: cannot read the checkpoint: {error.strerror}") from error
     except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
         raise _damaged(path) from error
     try:
         checkpoint: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
+    except (*_DAMAGE, RuntimeError) as error:
         if "allocate memory" in str(error):
             raise
         raise _damaged(path) from error
     if not isinstance(checkpoint, dict) or "format_version" not in checkpoint:
         raise _damaged(path)
-    if checkpoint["format_version"] != FORMAT_VERSION:
-        raise UserError(f"{path} was written by another version of sqrtlm and cannot be continued")
+    if (found := checkpoint["format_version"]) != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format {found} of checkpoints, and this version of sqrtlm reads"
+            f" {FORMAT_VERSION}: continue with the version that env.json of the run names"
+        )
     return checkpoint
 
 
-def _damaged(path: Path) -> UserError:
-    best = path.with_name(BEST)
-    other = best.exists() and not best.samefile(path)
-    hint = f": continue from the best one with --resume {best}" if other else ""
-    return UserError(f"{path} is damaged, or not a checkpoint of sqrtlm{hint}")
+def _damaged(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged, or not a checkpoint of sqrtlm")

@@ -30,6 +30,7 @@ class Progress:
     tokens_done: int = 0  # over all devices
     best_perplexity: float = math.inf  # the lowest of all validations
     num_bad_validations: int = 0  # that did not improve on it
+    skipped_steps: int = 0  # whose gradient was not finite
     nll: float = 0.0  # nats summed over the tokens since the last line of `metrics.csv`
     num_tokens: int = 0  # number of these tokens
     seconds: float = 0.0  # training time, without validation and checkpoints

@@ -45,6 +45,8 @@ def why_eager(train: TrainConfig, num_processes: int, *, on_gpu: bool) -> str | 
         return ""
     if num_processes > 1 or train.strategy != "auto":
         return "several devices communicate"
+    if train.skip_nonfinite_steps:
+        return "the host reads whether gradients are finite (train.skip_nonfinite_steps)"
     if train.precision == "16-mixed":
         return "the host reads whether gradients in fp16 are finite"
     return None

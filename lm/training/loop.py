@@ -22,7 +22,7 @@ from lm.evaluation import perplexity_rule, token_unit
 from lm.model.files import DESCRIPTION, read_description
 from lm.run import Run
 from lm.training.batches import Batch, Batches
-from lm.training.checkpoint import load_checkpoint
+from lm.training.checkpoint import load_checkpoint, load_newest
 from lm.training.clock import Progress
 from lm.training.devices import build_fabric, launched
 from lm.training.environment import peak_memory
@@ -55,8 +55,9 @@ def train(
 
     Args:
         run: the run, opened by its configuration.
-        resume: `auto` continues the run's last checkpoint, or starts a new run if there is none;
-            a path continues that checkpoint; None starts a new run in an empty folder.
+        resume: `auto` continues the newest checkpoint of the run that is not damaged, or starts a
+            new run if there is none; a path continues that checkpoint and no other; None starts a
+            new run in an empty folder.
         progress: whether to show a progress bar on stderr.
         stop_after_validation: whether to end the run after its first validation, whose figures are
             then the last line of `metrics.csv`; without a validation split it has no effect.
@@ -84,7 +85,10 @@ def train(
             checkpoint = check_folder(config, resume)
         if checkpoint is not None:
             check_tokenizer(folder, run.prepared)
-            saved = load_checkpoint(checkpoint)
+            if resume == "auto":
+                checkpoint, saved = load_newest(checkpoint)
+            else:
+                saved = load_checkpoint(checkpoint)
         if checkpoint is None or saved is None or not _is_complete(config, batches, saved):
             if checkpoint is not None:
                 _log.info("continuing from %s", checkpoint)
@@ -197,15 +201,23 @@ def train_step(state: TrainingState) -> float:
 def update(state: TrainingState, batches: Sequence[Batch]) -> None:
     """The device's part of a step, which reads nothing from the host but tensors."""
     fabric, optimizer, clip = state.fabric, state.optimizer, state.config.optim.clip
+    before, is_finite = None, True
+    if state.config.train.skip_nonfinite_steps:
+        before = state.carried_loss.nll.clone(), state.carried_loss.carried
     for number, batch in enumerate(batches, start=1):
         with fabric.no_backward_sync(state.loss, enabled=number < len(batches)):
             fabric.backward(state.loss(batch))
-    if clip:
+    if clip or not state.scales_loss:
         # Not `fabric.clip_gradients`, which sums the norms in the order of the optimizer's groups:
         # the result must not depend on how parameters are grouped.
         fabric.strategy.precision.unscale_gradients(optimizer.optimizer)
-        clip_gradients(state.model, state.parameters, clip)
-    optimizer.step()
+        norm = clip_gradients(state.model, state.parameters, clip)
+        is_finite = state.scales_loss or state.is_finite(norm)
+    if is_finite:
+        optimizer.step()
+    elif before is not None:
+        state.carried_loss.undo(*before)
+        state.num_tokens -= sum(batch.targets.numel() for batch in batches)
     for parameter in state.parameters:
         parameter.grad = None
     state.carried_loss.keep()

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from data_prep.errors import UserError
+from data_prep.errors import OutOfMemoryError, UserError
 from lm.config import to_dict, validate
 from lm.output.backends import choose_backend, saved_bytes
 from lm.output.backends.base import Problem
@@ -99,7 +99,7 @@ def check_memory(run: Run) -> None:
     if available is None or estimate.total <= (limit := (1 + TOLERANCE) * available):
         return
     graph = f" a CUDA graph {_gb(estimate.graph)}," if estimate.graph else ""
-    raise UserError(
+    raise OutOfMemoryError(
         f"training {run.config.name} needs {_gb(estimate.total)} of memory (weights"
         f" {_gb(estimate.weights)}, gradients {_gb(estimate.gradients)}, optimizer"
         f" {_gb(estimate.optimizer)}, a batch {_gb(estimate.batch)},{graph}"

@@ -1,13 +1,14 @@
 """The lines of `metrics.csv`, the figures of a run over its steps, and their picture."""
 
 import csv
+import io
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from data_prep.storage import write_atomically
 
 
@@ -23,29 +24,37 @@ class Metrics:
     valid_perplexity: float | None  # of the whole validation split; None where it was not measured
     seconds: float  # training time so far, without validation and checkpoints
     tokens_per_second: float  # tokens since the previous line over their training time
+    skipped_steps: int = 0  # so far, see `train.skip_nonfinite_steps`
 
 
 def read_metrics(path: Path) -> list[Metrics]:
     """Read the complete lines of a `metrics.csv`; none if there is no file.
 
+    What follows a NUL, or the last line end, was not written completely.
+
     Raises:
-        UserError: if a line is not one of figures.
+        DataError: if a line is not one of figures.
     """
     if not path.exists():
         return []
     types = {field.name: int if field.type is int else float for field in fields(Metrics)}
+    may_lack: dict[str, Any] = {"valid_perplexity": None, "skipped_steps": 0}  # of older versions
     lines = []
     with open(path, newline="", errors="replace") as file:
-        reader = csv.DictReader(file)
-        try:
-            for row in reader:
-                if all(row.get(name) or name == "valid_perplexity" for name in types):
-                    values: Any = {n: types[n](row[n]) if row[n] else None for n in types}
-                    lines.append(Metrics(**values))
-        except (ValueError, csv.Error) as error:
-            raise UserError(
-                f"{path}, line {reader.line_num}, is damaged ({error}): delete it to continue"
-            ) from error
+        written = file.read().partition("\0")[0]
+    reader = csv.DictReader(io.StringIO(written[: written.rfind("\n") + 1], newline=""))
+    try:
+        columns = {*(reader.fieldnames or types), "skipped_steps"}
+        if absent := types.keys() - columns:
+            raise ValueError(f"no column {min(absent)}")
+        for row in reader:
+            values = {name: types[name](row[name]) for name in types if row.get(name)}
+            if types.keys() <= (complete := may_lack | values).keys():
+                lines.append(Metrics(**complete))
+    except (ValueError, csv.Error) as error:
+        raise DataError(
+            f"{path}, line {reader.line_num}, is damaged ({error}): delete it to continue"
+        ) from error
     return lines
 
 

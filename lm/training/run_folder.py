@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from data_prep.errors import UserError
+from data_prep.errors import CheckpointError, DataError, UserError
 from data_prep.prepared import Prepared
 from data_prep.storage import sha256_file, write_hashed, write_json_atomically
 from data_prep.tokenizer.serialization import TOKENIZER, verify_tokenizer
@@ -26,6 +26,8 @@ _FREE_ON_RESUME = (
     "train.devices",
     "train.threads",
     "train.checkpoint_every_steps",
+    "train.keep_checkpoints",
+    "train.skip_nonfinite_steps",
     "train.max_",
 )
 """Keys, or prefixes of keys, that may differ between a run and its continuation."""
@@ -49,7 +51,7 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
     checkpoint = last if resume in (None, "auto") else Path(resume)
     if not checkpoint.exists():
         if resume not in (None, "auto"):
-            raise UserError(f"--resume {resume}: no such checkpoint")
+            raise CheckpointError(f"--resume {resume}: no such checkpoint")
         return None
     if resume != "auto" and not written.exists():
         written = checkpoint.parent.parent / "config.yaml"
@@ -85,7 +87,7 @@ def check_tokenizer(folder: Path, prepared: Prepared) -> None:
     path = folder / TOKENIZER
     if path.exists() and (found := sha256_file(path)) != prepared.tokenizer_sha256:
         verify_tokenizer(folder, found)
-        raise UserError(
+        raise DataError(
             f"{prepared.folder} was prepared again, with another tokenizer than that of {folder}"
         )
 

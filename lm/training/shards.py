@@ -90,22 +90,22 @@ def columns_of(states: list[tuple[Tensor, ...]], rank: int, world_size: int) -> 
     return tuple(part[:, rank::world_size].contiguous() for part in whole)
 
 
-def clip_gradients(model: LanguageModel, parameters: Sequence[Tensor], largest: float) -> None:
+def clip_gradients(model: LanguageModel, parameters: Sequence[Tensor], largest: float) -> Tensor:
     """Scale the gradients of all processes so that their norm as one vector is at most `largest`.
 
     Like `torch.nn.utils.clip_grad_norm_` of all parameters of the model, with the tables of all
-    processes in the norm.
+    processes in the norm. They are not scaled if `largest` is 0. Returns the norm before.
     """
     dealt = model.dealt_tables
-    if not dealt:
-        torch.nn.utils.clip_grad_norm_(parameters, largest)
-        return
     grads: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             grads[name in dealt].append(parameter.grad)
-    norms = {of: torch.nn.utils.get_total_norm(each) for of, each in grads.items()}
-    squares = norms[True].square().to(model.device)
-    dist.all_reduce(squares)
-    total = (norms[False].square() + squares).sqrt()
-    torch.nn.utils.clip_grads_with_norm_(parameters, largest, total)
+    total = torch.nn.utils.get_total_norm(grads[False])
+    if dealt:
+        squares = torch.nn.utils.get_total_norm(grads[True]).square().to(model.device)
+        dist.all_reduce(squares)
+        total = (total.square() + squares).sqrt()
+    if largest:
+        torch.nn.utils.clip_grads_with_norm_(parameters, largest, total)
+    return total

@@ -1,5 +1,6 @@
 """The state of a training run: everything that a continuation needs, and how it is restored."""
 
+import logging
 import math
 from dataclasses import asdict, replace
 from typing import Any
@@ -8,7 +9,8 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from data_prep.errors import UserError
+from data_prep.errors import CheckpointError, DataError, NotFiniteError
+from data_prep.storage import sync
 from lm.evaluation import evaluate
 from lm.model.build import build_model, without_weights
 from lm.model.files import Description, save_model
@@ -18,7 +20,15 @@ from lm.model.lstm import LSTM
 from lm.output.sharded import DealtRows
 from lm.run import Run
 from lm.training.batches import Batch, Batches
-from lm.training.checkpoint import BEST, FORMAT_VERSION, LAST, save_checkpoint, what_remains
+from lm.training.checkpoint import (
+    BEST,
+    FORMAT_VERSION,
+    LAST,
+    keep_newest,
+    numbered_name,
+    save_checkpoint,
+    what_remains,
+)
 from lm.training.clock import Clock, Progress
 from lm.training.cuda_graph import InputBuffers, StepGraph
 from lm.training.metrics import Metrics
@@ -31,12 +41,9 @@ from lm.training.shards import (
     placement_of,
 )
 
+_log = logging.getLogger(__name__)
 MAX_NATS = 700.0
 """Loss per token from which a run counts as diverged: its perplexity has 300 digits."""
-
-
-class Diverged(UserError):
-    """The loss grew beyond `MAX_NATS`, or is not a number."""
 
 
 class CarriedLoss(nn.Module):
@@ -68,6 +75,11 @@ class CarriedLoss(nn.Module):
         self.nll += loss.detach().double() * batch.targets.numel()
         return loss / self.num_batches
 
+    def undo(self, nll: Tensor, carried: State | None) -> None:
+        """Put the sum of losses and the carried state where they were before the step."""
+        self.nll.copy_(nll)
+        self.carried = carried
+
     def keep(self) -> None:
         """Put the carried state where it was before the step: a CUDA graph reads it there."""
         if self.carried is not None and self._kept is not None:
@@ -90,12 +102,12 @@ class TrainingState:
         if saved is not None:
             num_saved, num_devices = len(saved["devices"]), fabric.world_size
             if num_saved != num_devices and train.strategy != "shard_output":
-                raise UserError(
+                raise CheckpointError(
                     f"the checkpoint was written by {num_saved} devices,"
                     f" this continuation has {num_devices} (train.devices)"
                 )
             if saved["text_sha256"] != run.prepared.splits["train"].sha256:
-                raise UserError("the training split was prepared again, from another text")
+                raise DataError("the training split was prepared again, from another text")
             if self.word_table.row_wise and "optimizers" not in saved["optimizer"]:
                 # of a version in which `auto` meant dense gradients of a table of this size
                 self.word_table = replace(self.word_table, row_wise=False, optimizer=None)
@@ -114,6 +126,7 @@ class TrainingState:
         if saved is not None:
             self.restore(saved)
         self.num_tokens = 0  # of this process, in `CarriedLoss.nll`
+        self.num_nonfinite = torch.zeros_like(self.carried_loss.nll)  # steps since it was read
         self.graph = StepGraph(fabric, train, optimizer)
         shape = batches.seq_len, batches.batch_size // batches.world_size
         self.inputs = InputBuffers(train.accumulate, shape, fabric.device)
@@ -141,6 +154,11 @@ class TrainingState:
         if saved is not None:
             _load_weights(model, saved["model"], config.train.precision)
         return model
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the precision is fp16, whose scale is found by gradients that are not finite."""
+        return self.config.train.precision == "16-mixed"
 
     @property
     def step(self) -> int:
@@ -199,11 +217,14 @@ class TrainingState:
     def gather_losses(self) -> None:
         """Add the losses since the last call, of all devices, to the progress."""
         total = self.carried_loss.nll
-        sums = torch.stack([total, total.new_tensor(self.num_tokens)])
+        sums = torch.stack([total, total.new_tensor(self.num_tokens), self.num_nonfinite])
         total.zero_()
+        self.num_nonfinite.zero_()
         self.num_tokens = 0
         self.fabric.all_reduce(sums, reduce_op="sum")
-        nll, num_tokens = sums.tolist()
+        nll, num_tokens, num_nonfinite = sums.tolist()
+        if num_nonfinite:
+            raise self._not_finite("the gradient was not finite before", "")
         if num_tokens:
             self._check_loss(nll / num_tokens)
         self.progress.nll += nll
@@ -225,11 +246,38 @@ class TrainingState:
 
     def _check_loss(self, loss: float) -> None:
         if not loss < MAX_NATS:
-            raise Diverged(
-                f"the loss became {loss:.4g} nats per token before step {self.step};"
-                f" {what_remains(self.run.folder / 'checkpoints' / LAST)}"
-                " (a lower optim.lr or optim.clip may help)"
-            )
+            raise self._not_finite(f"the loss became {loss:.4g} nats per token before", "")
+
+    def is_finite(self, norm: Tensor) -> bool:
+        """Whether the gradient of a step is finite, by its norm; if not, the step may be skipped.
+
+        On a GPU the host does not wait for the answer, unless `train.skip_nonfinite_steps` is set:
+        such steps are counted, and it is True. The count is read with the losses.
+
+        Raises:
+            NotFiniteError: if no more steps may be skipped.
+        """
+        num_allowed, progress = self.config.train.skip_nonfinite_steps, self.progress
+        on_gpu = self.fabric.device.type == "cuda" or self.graph.records
+        if on_gpu and not num_allowed:
+            self.num_nonfinite += ~norm.isfinite()
+            return True
+        if norm.isfinite():
+            return True
+        epoch, batch = divmod(progress.batches_done - 1, self.batches.per_epoch)
+        where = f" (batch {batch + 1} of epoch {epoch + 1})"
+        if progress.skipped_steps >= num_allowed:
+            raise self._not_finite("the gradient is not finite in", where)
+        progress.skipped_steps += 1
+        _log.warning("step %d is skipped: its gradient is not finite%s", self.step, where)
+        return False
+
+    def _not_finite(self, problem: str, where: str) -> NotFiniteError:
+        return NotFiniteError(
+            f"{problem} step {self.step}{where};"
+            f" {what_remains(self.run.folder / 'checkpoints' / LAST)}"
+            " (a lower optim.lr or optim.clip may help)"
+        )
 
     def take_metrics(self, learning_rate: float, valid_perplexity: float | None) -> Metrics:
         """The figures since the last call, with the learning rate of the last step."""
@@ -242,6 +290,7 @@ class TrainingState:
             learning_rate=learning_rate,
             train_perplexity=math.exp(progress.nll / max(progress.num_tokens, 1)),
             valid_perplexity=valid_perplexity,
+            skipped_steps=progress.skipped_steps,
             seconds=round(progress.seconds, 3),
             tokens_per_second=round(progress.num_tokens / max(seconds, 1e-9)),
         )
@@ -269,8 +318,11 @@ class TrainingState:
                     valid_perplexity=valid_perplexity,
                 )
                 save_model(folder, checkpoint["model"], description)
-            names = (BEST, LAST) if is_best else (LAST,)
-            save_checkpoint(checkpoint, *(folder / "checkpoints" / name for name in names))
+            sync(folder / "metrics.csv")  # whose lines a continuation does not repeat
+            num_kept, folder = self.config.train.keep_checkpoints, folder / "checkpoints"
+            names = [BEST] * is_best + [numbered_name(self.step)] * (num_kept > 0) + [LAST]
+            save_checkpoint(checkpoint, *(folder / name for name in names))
+            keep_newest(folder, num_kept)
         self.fabric.barrier()  # no process may exit while the first one writes
 
     def _to_checkpoint(self) -> dict[str, Any]:
@@ -330,12 +382,12 @@ def _load_weights(model: LanguageModel, weights: dict[str, Tensor], precision: s
     for name, parameter in model.named_parameters():
         dtype = weights.get(name, parameter).dtype
         if dtype != parameter.dtype:
-            raise UserError(
+            raise CheckpointError(
                 f"{name} is {dtype} in the checkpoint, and {parameter.dtype} under"
                 f" train.precision: {precision}"
             )
     try:
         model.load_state_dict(convert_weights(model, weights, held_rows), assign=True)
     except (RuntimeError, ValueError) as error:
-        problem = " ".join(str(error).split())
-        raise UserError(f"the checkpoint does not fit the configuration: {problem}") from error
+        problem = f"the checkpoint does not fit the configuration: {' '.join(str(error).split())}"
+        raise CheckpointError(problem) from error

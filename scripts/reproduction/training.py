@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.errors import UserError
+from data_prep.errors import NotFiniteError, UserError
 from lm.evaluation import as_json, evaluate_split, perplexity
 from lm.run import Run as TrainingRun
 from lm.run import TrainedRun
@@ -21,7 +21,6 @@ from lm.scoring.ngram import NGramModel
 from lm.training.loop import train
 from lm.training.metrics import Metrics, read_metrics
 from lm.training.run_folder import check_folder
-from lm.training.state import Diverged
 from scripts.benchmarks.kneser_ney import write_model
 from scripts.benchmarks.reporting import commit
 from scripts.reproduction.runs import TOP, Run, Validation
@@ -47,7 +46,7 @@ def train_and_validate(run: Run, data_dir: str, runs: Path, *, progress: bool) -
     diverged, start, resumes = None, time.process_time(), (folder / "metrics.csv").exists()
     try:
         _train(run, data_dir, folder, progress=progress)
-    except Diverged as error:
+    except NotFiniteError as error:
         diverged = str(error)
     cpu_seconds = None if resumes else time.process_time() - start
     metrics = read_metrics(folder / "metrics.csv")

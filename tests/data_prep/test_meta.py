@@ -1,8 +1,10 @@
 """Every difference from the record is named, and only what depends on it is done again."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,7 +12,15 @@ import pytest
 
 from data_prep import meta as meta_module
 from data_prep.errors import UserError
-from data_prep.meta import Meta, find_changes, requested_meta, requested_settings, setting_changes
+from data_prep.meta import (
+    Meta,
+    find_changes,
+    read_meta,
+    requested_meta,
+    requested_settings,
+    setting_changes,
+)
+from data_prep.prepare import prepare
 from data_prep.settings import ClassesConfig, DataConfig, Files, SplitFiles, TokenizerConfig
 from data_prep.storage import sha256_file
 from tests.data_prep.conftest import FILES, Corpus
@@ -182,3 +192,19 @@ def test_a_deleted_setting_differs_unless_it_has_its_former_default() -> None:
     for cost, changes in ((0.0, {}), (0.1, {"classes": ["classes.column_cost: 0.1 → None"]})):
         before = {"classes": {"method": "exchange", "column_cost": cost}}
         assert setting_changes(before, now) == changes
+
+
+def test_every_changed_figure_of_the_record_is_detected(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("the cat sat\nthe dog\n")
+    folder, files = tmp_path / "data", SplitFiles(train="train.txt")
+    data = DataConfig(dir=str(tmp_path), files=files)
+    prepare(data, TokenizerConfig(), None, folder, progress=False)
+    path, content = folder / "meta.json", (folder / "meta.json").read_text()
+    assert read_meta(folder) is not None
+    for digit in re.finditer(r"\d", content):
+        other = (int(digit[0]) + 1) % 10
+        path.write_text(f"{content[: digit.start()]}{other}{content[digit.end() :]}")
+        with pytest.raises(UserError, match=r"meta\.json(: unknown| is damaged| has format)"):
+            read_meta(folder)
+    path.write_text(re.sub(r'"checksum": "\w+"', '"checksum": ""', content))
+    assert read_meta(folder) is not None  # of an earlier version

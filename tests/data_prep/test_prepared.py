@@ -89,7 +89,10 @@ def test_damaged_arrays_are_refused_by_name(
 def test_a_damaged_record_is_refused(
     prepared: Prepared, old: bytes, new: bytes, message: str
 ) -> None:
-    replaced(prepared.folder / "meta.json", old, new)
+    path = prepared.folder / "meta.json"
+    checksum = f'"checksum": "{open_prepared(prepared.folder).meta.checksum}"'.encode()
+    replaced(path, checksum, b'"checksum": ""')  # as in folders of earlier versions
+    replaced(path, old, new)
     with pytest.raises(UserError, match=message):
         open_prepared(prepared.folder)
 

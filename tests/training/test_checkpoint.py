@@ -125,7 +125,9 @@ def test_files_that_are_no_checkpoint_of_this_version_are_refused(tmp_path: Path
     torch.save({"state": torch.zeros(3)}, path)
     assert_refused(path)
     torch.save(CHECKPOINT | {"format_version": FORMAT_VERSION - 1}, path)
-    assert_refused(path, "was written by another version of sqrtlm and cannot be continued")
+    message = f"has format {FORMAT_VERSION - 1} of checkpoints, and this version of sqrtlm reads"
+    message += f" {FORMAT_VERSION}: continue with the version that env.json of the run names"
+    assert_refused(path, message)
 
 
 class Trap:

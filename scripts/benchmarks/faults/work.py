@@ -1,0 +1,168 @@
+"""The work that faults interrupt: a tiny corpus, commands on it, and what they must come to."""
+
+import hashlib
+import io
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from data_prep.errors import UserError
+from data_prep.meta import META
+from lm.cli import main
+from lm.training.checkpoint import load_checkpoint, save_checkpoint
+from lm.training.metrics import read_metrics
+
+WORDS = ("the", "a", "old", "cat", "dog", "bird", "man", "sees", "hears", "likes", "today", "often")
+CONFIG = """\
+name: tiny
+data: {{dir: {corpus}, files: {{train: train.txt, valid: valid.txt, test: test.txt}}}}
+model: {{hidden: 8, layers: 1, dropout: 0.2}}
+optim: {{lr: 0.01}}
+train:
+  {{max_steps: 12, batch_size: 2, seq_len: 8, val_every_steps: 4, checkpoint_every_steps: 3,
+   threads: 1, accelerator: cpu}}
+log: {{every_steps: 4}}
+"""
+LAST = Path("checkpoints", "last.ckpt")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code, and what it printed to stderr."""
+
+    code: int
+    message: str
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether it is a user's error on one line, the last one."""
+        lines = self.message.splitlines()
+        is_clear = bool(lines) and lines[-1].startswith("lm: ") and "Traceback" not in self.message
+        return 2 <= self.code < 128 and is_clear
+
+    def names(self, folder: Path) -> bool:
+        """Whether it is a refusal that names a file below a folder."""
+        return self.is_refusal and str(folder) in self.message.splitlines()[-1]
+
+
+class Work:
+    """The corpus and the configuration of tiny runs below a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.config = folder, folder / "tiny.yaml"
+        corpus = folder / "corpus"
+        corpus.mkdir()
+        rng = random.Random(0)
+        for split, num_lines in (("train", 60), ("valid", 8), ("test", 8)):
+            lines = [" ".join(rng.choices(WORDS, k=6)) for _ in range(num_lines)]
+            (corpus / f"{split}.txt").write_text("\n".join(lines) + "\n")
+        self.config.write_text(CONFIG.format(corpus=corpus))
+
+    def arguments(self, verb: str, run: Path, *options: str) -> list[str]:
+        """The command `prepare` or `train` of a run."""
+        return [verb, str(self.config), "--no-progress", f"--run_dir={run}", *options]
+
+
+def lm(arguments: Sequence[str]) -> Ended:
+    """Run a command in this process; an exception is not caught, except `SystemExit`."""
+    err = io.StringIO()
+    with redirect_stderr(err), redirect_stdout(io.StringIO()):
+        try:
+            code = main(arguments)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return Ended(code, err.getvalue())
+
+
+@contextmanager
+def prepared_to_fail(note: Callable[[int], None]) -> Iterator[None]:
+    """A `with` block in which `note(steps)` is called once a checkpoint is said to be saved.
+
+    Curves are not drawn in it: that takes longer than the rest of a tiny run.
+    """
+
+    def noted(checkpoint: dict[str, Any], *paths: Path) -> None:
+        save_checkpoint(checkpoint, *paths)
+        note(checkpoint["progress"]["batches_done"])
+
+    with (
+        mock.patch("lm.training.loop.draw_curves"),
+        mock.patch("lm.training.state.save_checkpoint", noted),
+    ):
+        yield
+
+
+def damage(path: Path, rng: random.Random) -> bytes:
+    """Flip a bit of a file, make 64 bytes zeros or cut it, in place; returns its bytes after."""
+    content = bytearray(path.read_bytes())
+    first = rng.randrange(len(content))
+    kind = rng.randrange(3)
+    if kind == 0:
+        content[first] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        content[first : first + 64] = bytes(len(content[first : first + 64]))
+    else:
+        del content[first:]
+    path.write_bytes(content)
+    return bytes(content)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of a prepared folder, by name; not those that a killed process left."""
+    files = [path for path in sorted(folder.rglob("*")) if not path.name.startswith(".")]
+    found = {str(path.relative_to(folder)): _sha256(path.read_bytes()) for path in files}
+    record = json.loads((folder / META).read_text())  # its splits may be in another order
+    return found | {META: json.dumps(record, sort_keys=True)}
+
+
+def outcome(run: Path, *, is_whole: bool = True) -> dict[str, Any]:
+    """All of a run that must not depend on interruptions, compared by `==`.
+
+    That is the state of the training and, unless it was continued in another folder, the model and
+    the lines of `metrics.csv`, without times.
+    """
+    checkpoint = load_checkpoint(run / LAST)
+    for name in [name for name in checkpoint["progress"] if name.endswith("seconds")]:
+        del checkpoint["progress"][name]
+    found = {"state": _digest(checkpoint)}
+    if not is_whole:
+        return found
+    metrics = [asdict(line) for line in read_metrics(run / "metrics.csv")]
+    for line in metrics:
+        del line["seconds"], line["tokens_per_second"]
+    return found | {
+        "model": _sha256((run / "model.safetensors").read_bytes()),
+        "description": json.loads((run / "model.json").read_text()),
+        "metrics": metrics,
+    }
+
+
+def steps_done(run: Path) -> int:
+    """The steps of the last checkpoint that can be read, 0 if there is none."""
+    try:
+        return int(load_checkpoint(run / LAST)["progress"]["batches_done"])
+    except UserError:
+        return 0
+
+
+def _digest(value: Any) -> str:
+    """SHA-256 of nested containers of tensors and plain data."""
+    if isinstance(value, torch.Tensor):
+        bytes_of = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return _sha256(f"{value.dtype} {tuple(value.shape)} ".encode() + bytes_of)
+    if isinstance(value, dict):
+        return _sha256(repr([(key, _digest(each)) for key, each in value.items()]).encode())
+    if isinstance(value, list | tuple):
+        return _sha256(repr([_digest(each) for each in value]).encode())
+    return repr(value)
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,116 @@
+"""Gradients that are not finite: the run stops before the update, or it is left out and counted."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data_prep.errors import NotFiniteError
+from lm.cli import main
+from lm.run import Run
+from lm.training import shards
+from lm.training.batches import Batches
+from lm.training.checkpoint import load_checkpoint
+from lm.training.devices import build_fabric
+from lm.training.metrics import read_metrics
+from lm.training.state import TrainingState
+
+SAVES = ["--train.checkpoint_every_steps=1", "--train.val_every_steps=4", "--log.every_steps=1"]
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`poison(numbers, value)`: the largest gradient of these steps of the process is `value`."""
+    clip = shards.clip_gradients
+
+    def patch(numbers: set[int], value: float = float("nan")) -> None:
+        calls = iter(range(1, 1000))
+
+        def poisoned(model: Any, parameters: Any, largest: float) -> Any:
+            if next(calls) in numbers:
+                parameters[0].grad.view(-1)[0] = value
+            return clip(model, parameters, largest)
+
+        monkeypatch.setattr("lm.training.loop.clip_gradients", poisoned)
+
+    return patch
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("clip", ["0", "1"])
+def test_a_gradient_that_is_not_finite_stops_before_the_update_and_names_step_and_batch(
+    tmp_path: Path,
+    command: Callable[[Path], list[str]],
+    failed: Callable[..., str],
+    poison: Callable[..., None],
+    assert_same: Callable[[Path, Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+    value: float,
+    clip: str,
+) -> None:
+    options = [*SAVES, f"--optim.clip={clip}", "--train.max_steps=8"]
+    assert main([*command(tmp_path / "truth"), *options]) == 0
+    poison({6}, value)
+    assert failed(tmp_path / "run", *options) == (
+        "the gradient is not finite in step 6 (batch 6 of epoch 1); the last checkpoint is"
+        " untouched (a lower optim.lr or optim.clip may help)"
+    )
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert load_checkpoint(last)["progress"]["batches_done"] == 5
+    poison(set())
+    assert main([*command(tmp_path / "run"), *options, "--resume=auto"]) == 0
+    assert_same(tmp_path / "run", tmp_path / "truth")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_skipped_steps_change_no_parameter_and_are_counted(
+    tmp_path: Path,
+    command: Callable[[Path], list[str]],
+    failed: Callable[..., str],
+    poison: Callable[..., None],
+    accumulate: int,
+) -> None:
+    options = [*SAVES, f"--train.accumulate={accumulate}", "--train.skip_nonfinite_steps=2"]
+    run, last = tmp_path / "run", tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert main([*command(run), *options, "--train.max_steps=3"]) == 0
+    before = load_checkpoint(last)
+    weights, carried = before["model"], before["devices"][0]["carried"]
+    weights = {name: weight.clone() for name, weight in weights.items()}
+    poison({1, 2})
+    assert main([*command(run), *options, "--train.max_steps=5", "--resume=auto"]) == 0
+    after = load_checkpoint(last)
+    torch.testing.assert_close(after["model"], weights, rtol=0, atol=0)
+    torch.testing.assert_close(after["devices"][0]["carried"], carried, rtol=0, atol=0)
+    assert after["progress"]["skipped_steps"] == 2
+    lines = read_metrics(run / "metrics.csv")
+    assert [line.skipped_steps for line in lines] == [0, 0, 0, 1, 2]
+    assert [line.step for line in lines] == [1, 2, 3, 4, 5]
+    poison({1})
+    message = failed(run, *options, "--train.max_steps=6", "--resume=auto")
+    assert re.match(r"the gradient is not finite in step 6 \(batch \d+ of epoch 1\)", message)
+    assert all(weight.isfinite().all() for weight in load_file(run / "model.safetensors").values())
+
+
+def test_on_a_gpu_steps_that_are_not_finite_are_found_when_losses_are_read(
+    lstm_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is before anything is saved; a device of another name takes the place of a GPU."""
+    run = Run.read(lstm_run)
+    fabric = build_fabric(run)
+    path = lstm_run / "checkpoints" / "last.ckpt"
+    batches = Batches(run.config, run.prepared, 0, 1)
+    state = TrainingState(fabric, run, batches, load_checkpoint(path))
+    state.gather_losses()
+    gpu: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), all_reduce=fabric.all_reduce)
+    state.fabric = gpu
+    assert state.is_finite(torch.tensor(1.0))
+    state.gather_losses()
+    assert state.is_finite(torch.tensor(float("inf")))
+    with pytest.raises(NotFiniteError, match=r"^the gradient was not finite before step 24; the"):
+        state.gather_losses()
+    state.gather_losses()
