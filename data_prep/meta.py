@@ -31,9 +31,16 @@ FORMAT_VERSION = 1
 """The format of `meta.json`."""
 COUNTS = "counts.npy"
 CLASSES = "classes.npy"
+KNOWN = "{}-known.npy"
+"""How many items of each sequence of a split are not predicted."""
 
 TEXT_SETTINGS = ("format", "hub", "hub_config", "text_field", "keep_empty_lines")
 """Settings of `data` that change the text; the others locate files, whose content is hashed."""
+SEQUENCE_SETTINGS = (
+    *("sequences", "predict_eos", "user_field", "item_field", "time_field"),
+    *("split", "valid_from", "test_from"),
+)
+"""Settings of `data` that are recorded of independent sequences only."""
 TOKENIZER_SETTINGS = {
     "words": ("min_count", "lowercase", "split_punctuation"),
     "sentencepiece": ("model_type", "byte_fallback", "character_coverage", "max_sentences"),
@@ -118,8 +125,10 @@ def requested_settings(
 ) -> Settings:
     """Collect the settings that affect the prepared files, by section of the configuration."""
     tokenizer_settings = ("kind", "vocab_size", *TOKENIZER_SETTINGS[tokenizer.kind])
+    is_independent = data.sequences == "independent"
+    data_settings = (*TEXT_SETTINGS, *(SEQUENCE_SETTINGS if is_independent else ()))
     settings = {
-        "data": {name: getattr(data, name) for name in TEXT_SETTINGS},
+        "data": {name: getattr(data, name) for name in data_settings},
         "tokenizer": {name: getattr(tokenizer, name) for name in tokenizer_settings},
     }
     return settings if classes is None else settings | {"classes": asdict(classes)}
@@ -193,7 +202,7 @@ def _described(paths: tuple[Path, ...]) -> list[InputFile]:
 def _warn_of_overlap(inputs: dict[str, list[InputFile]], data: DataConfig) -> None:
     """Warn about files of two splits, except of hub folders, whose splits list the same files."""
     training = {file.sha256 for file in inputs["train"]}
-    for split in ("valid", "test") if data.hub is None else ():
+    for split in ("valid", "test") if data.hub is None and data.split == "files" else ():
         for file in inputs.get(split, []):
             if file.sha256 in training:
                 logger.warning("%s: %s is in the training split as well", split, file.name)

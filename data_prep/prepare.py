@@ -15,6 +15,8 @@ from itertools import chain
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from data_prep.corpus.hints import compared, noted
 from data_prep.corpus.lines import read_lines
 from data_prep.corpus.loader import SPLITS
@@ -22,6 +24,7 @@ from data_prep.errors import UserError
 from data_prep.meta import (
     CLASSES,
     COUNTS,
+    KNOWN,
     META,
     ClassesInfo,
     Meta,
@@ -54,7 +57,7 @@ from data_prep.tokenizer.serialization import (
     verify_tokenizer,
 )
 from data_prep.tokenizer.speller import SPELLER, Speller
-from data_prep.tokenizer.token_file import encode_split
+from data_prep.tokenizer.token_file import counted_known, encode_split
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
 from data_prep.tokenizer.vocabulary import WordCounts, count_words, train_sentencepiece
 
@@ -62,6 +65,7 @@ LOCK = ".lock"
 FILES = (
     *(META, TOKENIZER, *MODEL_FILE.values(), SPELLER, COUNTS, CLASSES),
     *map("{}.npy".format, SPLITS),
+    *map(KNOWN.format, SPLITS),
 )
 """Files that a preparation may replace."""
 
@@ -240,6 +244,7 @@ def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Se
         if split in requested.inputs
         and split not in changed
         and _is_intact(folder / f"{split}.npy", info.array, below)
+        and (info.known is None or _is_intact(folder / KNOWN.format(split), info.known))
     }
     if found.counts is None or not _is_intact(folder / COUNTS, found.counts):
         splits.pop("train", None)
@@ -291,7 +296,8 @@ def _is_intact(
 def _remove_stale(folder: Path, found: Meta, valid: Meta) -> None:
     """Delete the files that are no longer valid, after `meta.json` has ceased to describe them."""
     for split in found.splits.keys() - valid.splits.keys():
-        (folder / f"{split}.npy").unlink(missing_ok=True)
+        for name in (f"{split}.npy", KNOWN.format(split)):
+            (folder / name).unlink(missing_ok=True)
     if found.classes and not valid.classes:
         (folder / CLASSES).unlink(missing_ok=True)
     if found.speller_sha256 and not valid.speller_sha256:
@@ -360,13 +366,19 @@ class _Stages:
 
     def _encode(self, meta: Meta, split: Split, tokenizer: Tokenizer) -> Meta:
         lines, path = read_lines(self.data, split), self.folder / f"{split}.npy"
-        if split == "train":
+        num_known: list[int] = []
+        if self.data.sequences == "independent":
+            lines = counted_known(lines, split, num_known)
+        elif split == "train":
             others = {
                 each: read_lines(self.data, each) for each in meta.inputs if each in SPLITS[1:]
             }
             lines = noted(compared(lines, others), "train")
         info, occurrences = encode_split(lines, tokenizer, path, progress=self.progress)
         logger.info("%s: %d lines, %d tokens, %d unknown", split, info.lines, info.tokens, info.oov)
+        if any(num_known):
+            known = write_array(self.folder / KNOWN.format(split), [np.array(num_known)], "int64")
+            info = replace(info, known=known)
         meta = replace(meta, splits={**meta.splits, split: info})
         if split != "train":
             return meta

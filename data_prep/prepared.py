@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from data_prep.classes.class_file import lowest_classes
 from data_prep.errors import UserError
-from data_prep.meta import CLASSES, COUNTS, META, ClassesInfo, Meta, read_meta
+from data_prep.meta import CLASSES, COUNTS, KNOWN, META, ClassesInfo, Meta, read_meta
+from data_prep.sequences import Sequences, find_sequences
 from data_prep.storage import ArrayInfo, map_array, open_to_read, verify_file, write_atomically
 from data_prep.tokenizer.serialization import (
     MODEL_FILE,
@@ -85,6 +86,22 @@ class Prepared:
                 f" (prepared: {', '.join(self.splits)})"
             )
         return self._array(f"{split}.npy", self.splits[split].array, below=self.vocab_size)
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether each line is a sequence of its own: `data.sequences: independent`."""
+        return self.meta.settings["data"].get("sequences") == "independent"
+
+    def sequences(self, split: str) -> Sequences:
+        """Return the independent sequences of a split; raises as `tokens`."""
+        tokens, known = self.tokens(split), self.splits[split].known
+        return find_sequences(
+            tokens,
+            eos_id=self.eos_id,
+            unk_id=self.unk_id,
+            num_known=None if known is None else self._array(KNOWN.format(split), known),
+            predict_eos=bool(self.meta.settings["data"].get("predict_eos")),
+        )
 
     def counts(self) -> NDArray[np.int64]:
         """Return the occurrences of every id in the training split, int64 [N]."""

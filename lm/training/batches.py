@@ -5,9 +5,9 @@ Their order is a pure function of (seed, epoch, index) and does not depend on th
 Each token of the split is a target; its input is the token before it, `<eos>` for the first one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,13 +71,22 @@ class Batches:
                 f"the training split has {num_tokens} tokens; train.batch_size = {batch_size} and"
                 f" train.seq_len = {seq_len} require at least {shortest}"
             )
-        if batch_size % self.world_size:
-            raise UserError(
-                f"train.batch_size = {batch_size} must be a multiple of {self.world_size} devices"
-            )
         self.stream_len = num_tokens // batch_size
         windows_per_epoch = (num_tokens - 1) // seq_len // batch_size
         self.per_epoch = windows_per_epoch if self.shuffle else -(-self.stream_len // seq_len)
+        self._set_num_steps()
+        # What all batches read by; a plain array is indexed faster than a mapped one.
+        self._text = np.asarray(self.tokens) if isinstance(self.tokens, np.ndarray) else self.tokens
+        self._streams = np.arange(batch_size) * self.stream_len
+        self._places = np.arange(-1, seq_len)[:, None]
+
+    def _set_num_steps(self) -> None:
+        """The optimizer steps of the run; None: as many as the time allows."""
+        if self.batch_size % self.world_size:
+            raise UserError(
+                f"train.batch_size = {self.batch_size} must be a multiple of {self.world_size}"
+                " devices"
+            )
         limits = [] if self.max_steps is None else [self.max_steps]
         if self.max_epochs is not None:
             limits.append(self.max_epochs * self.per_epoch // self.accumulate)
@@ -86,11 +95,6 @@ class Batches:
                 f"train.max_epochs = {self.max_epochs} has fewer batches than"
                 f" train.accumulate = {self.accumulate}"
             )
-        # What all batches read by; a plain array is indexed faster than a mapped one.
-        self._text = np.asarray(self.tokens) if isinstance(self.tokens, np.ndarray) else self.tokens
-        self._streams = np.arange(batch_size) * self.stream_len
-        self._places = np.arange(-1, seq_len)[:, None]
-        # Of the run, by the optimizer; None: as many as the time allows.
         self.num_steps: int | None = min(limits, default=None)
 
     def __getitem__(self, number: int) -> Batch:
@@ -164,8 +168,16 @@ def _window_starts(seed: int, epoch: int, num_tokens: int, seq_len: int) -> NDAr
 def training_batches(
     config: Config, prepared: Prepared, *, rank: int = 0, world_size: int = 1
 ) -> Batches:
-    """The batches of a configuration: streams for an LSTM, which carries a state, else windows."""
-    return Batches(
+    """The batches of a configuration.
+
+    Those of a text are streams for an LSTM, which carries a state, else windows.
+    """
+    make: Callable[..., Batches] = Batches
+    if prepared.is_independent:
+        from lm.training.sequence_batches import SequenceBatches
+
+        make = partial(SequenceBatches, sequences=prepared.sequences("train"))
+    return make(
         prepared.tokens("train"),
         eos_id=prepared.eos_id,
         batch_size=config.train.batch_size,

@@ -18,7 +18,7 @@ from data_prep.errors import UserError
 from data_prep.storage import locked, make_folder
 from lm.config import Config
 from lm.device import keep_freed_memory
-from lm.evaluation import perplexity_rule, token_unit
+from lm.evaluation import ITEM, perplexity_rule, token_unit
 from lm.model.files import DESCRIPTION
 from lm.run import Run
 from lm.training.batches import Batch, Batches, training_batches
@@ -115,7 +115,8 @@ def train(
         split = next(name for name in ("test", "valid", "train") if name in run.prepared.splits)
         figure, description = "no validation split", run.description
         if description.valid_perplexity is not None:
-            rule = perplexity_rule(token_unit(config.tokenizer))
+            is_independent = run.prepared.is_independent
+            rule = perplexity_rule(ITEM if is_independent else token_unit(config.tokenizer))
             figure = f"validation perplexity {description.valid_perplexity:.2f}, {rule}"
         _log.info("%s has the model of step %d: %s", folder, description.step, figure)
         _log.info("next: lm evaluate %s --split %s", folder, split)
