@@ -21,13 +21,13 @@ from data_prep.corpus.lines import records
 from data_prep.corpus.loader import input_files
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig
-from data_prep.tokenizer.punctuation import EOS, UNK
 
 ROWS = 1 << 16
 """Rows of a file without columns that are in memory as Python objects."""
 SHARES = {"valid_from": 0.8, "test_from": 0.9}
 """Default shares of the events before each limit of a split by time."""
-_ESCAPED = re.compile(rf"^(?:{UNK}|{EOS})$|[%\s\x00-\x1f\x7f-\xa0\ufeff]")
+_ESCAPED = re.compile(r"^<(?:unk|eos)>$|[%\s\x00-\x1f\x7f-\xa0\ufeff]")
+"""What is written as in URLs: special words too, which no item is."""
 Ints = NDArray[np.int64]
 
 
@@ -72,7 +72,11 @@ def event_lines(data: DataConfig, split: str) -> Iterator[str]:
         valid, test = end - 2 * is_long, end - is_long
     elif data.split == "time":
         valid, test = (_first_from(events, name, data) for name in ("valid_from", "test_from"))
-    cuts = {"train": (begin, begin, valid), "valid": (begin, valid, test), "test": (begin, test, end)}
+    cuts = {
+        "train": (begin, begin, valid),
+        "valid": (begin, valid, test),
+        "test": (begin, test, end),
+    }
     if data.split == "files":
         cuts = dict.fromkeys(cuts, (begin, begin, end))
     for first, cut, last in zip(*(each.tolist() for each in cuts[split]), strict=True):
@@ -92,15 +96,14 @@ def _first_from(events: _Events, name: str, data: DataConfig) -> Ints:
             kinds = ["number", "date"]
             expected, found = kinds[events.is_date], kinds[is_date]
             raise UserError(f"{key}: expected a {expected}, as data.time_field has, got a {found}")
-    return events.begin + np.bincount(
-        events.user[events.time < limit], minlength=len(events.begin)
-    )
+    return events.begin + np.bincount(events.user[events.time < limit], minlength=len(events.begin))
 
 
 def _read(data: DataConfig, split: str) -> _Events:
     """Read and sort the events of the files of a split."""
     tables = [_table(path, data) for path in input_files(data, split)]
-    table = pyarrow.concat_tables(tables, promote_options="permissive")
+    with reading(f"data.files.{split}"):
+        table = pyarrow.concat_tables(tables, promote_options="permissive")
     user, item = (table[name].combine_chunks().dictionary_encode() for name in ("user", "item"))
     users = user.indices.to_numpy().astype(np.int64)
     times, is_date = np.zeros(len(users)), False
@@ -149,7 +152,7 @@ def _parquet_columns(path: Path, format: str, fields: list[str]) -> Any:
 
 
 def _record_columns(path: Path, format: str, fields: list[str]) -> Any:
-    rows, tables = records(path, format), []
+    rows, tables = records(path, format), list[Any]()
     while chunk := list(islice(rows, ROWS)):
         if not tables:
             _check_columns(path, fields, chunk[0])

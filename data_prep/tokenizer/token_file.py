@@ -106,5 +106,5 @@ def encode_split(
         array = write_array(path, encoded(bar), dtype)
     log_literals(path.stem, literals)
     oov, sha256 = int(occurrences[tokenizer.unk_id]), array.sha256
-    info = SplitInfo(dtype=dtype, tokens=array.length, oov=oov, sha256=sha256, **totals)
-    return info, occurrences
+    counted: dict[str, Any] = {"tokens": array.length, "oov": oov, **totals}
+    return SplitInfo(dtype=dtype, sha256=sha256, **counted), occurrences

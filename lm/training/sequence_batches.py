@@ -31,9 +31,11 @@ class SequenceBatches(Batches):
     of an epoch may have columns without any item.
 
     Example:
-        >>> sequences = Sequences(np.array([3, 4, 5, 6, 7]), *np.array([[0, 4], [4, 5], [0] * 2]), 0)
-        >>> settings = {"batch_size": 3, "seq_len": 4, "shuffle": True, "seed": 1}
-        >>> batch = SequenceBatches(sequences.tokens, sequences=sequences, eos_id=0, **settings)[0]
+        >>> from data_prep.sequences import find_sequences
+        >>> tokens = np.array([3, 4, 5, 6, 0, 7, 0])
+        >>> sequences = find_sequences(tokens, eos_id=0, unk_id=1)
+        >>> settings = {"batch_size": 3, "seq_len": 4, "shuffle": True, "seed": 1, "eos_id": 0}
+        >>> batch = SequenceBatches(tokens, sequences=sequences, **settings)[0]
         >>> sorted(batch.targets.T.tolist())
         [[-100, -100, -100, -100], [3, 4, 5, 6], [7, -100, -100, -100]]
     """
@@ -42,17 +44,16 @@ class SequenceBatches(Batches):
 
     def __post_init__(self) -> None:
         length = self.sequences.end - self.sequences.begin
-        self._num_windows = -(-length // self.seq_len)
-        num_windows = int(self._num_windows.sum())
-        if num_windows == 0:
+        self.num_windows = -(-length // self.seq_len)  # [S]
+        self.per_epoch = -(-int(self.num_windows.sum()) // self.batch_size)
+        if self.per_epoch == 0:
             raise UserError("the training split has no item")
-        self.per_epoch = -(-num_windows // self.batch_size)
         self._set_num_steps()
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, counted from the start of the first epoch."""
         epoch, index = divmod(number, self.per_epoch)
-        first, begin, end = (each[index] for each in _windows(self, epoch))  # [B]
+        first, begin, end = _windows(self, epoch)[:, index]
         tokens = np.full(((end - begin).max() + 1, len(begin)), IGNORED, np.int64)
         for column, (start, a, b) in enumerate(zip(first, begin, end, strict=True)):
             tokens[0, column] = self.sequences.tokens[a - 1] if a > start else self.eos_id
@@ -63,30 +64,32 @@ class SequenceBatches(Batches):
 
 
 @lru_cache(maxsize=1)  # all batches of an epoch need the same
-def _windows(batches: SequenceBatches, epoch: int) -> tuple[Ints, Ints, Ints]:
-    """Of each window [per_epoch, B]: the start of its sequence, its own start and its end.
+def _windows(batches: SequenceBatches, epoch: int) -> Ints:
+    """Of each window, the start of its sequence, its own start and its end [3, per_epoch, B].
 
     The first window of a sequence that is cut is shorter by a number that differs between epochs,
     so that their number does not.
     """
     rng = np.random.default_rng([batches.seed, epoch])
-    start, end, num_windows = (
-        np.repeat(each, batches._num_windows)
-        for each in (batches.sequences.begin, batches.sequences.end, batches._num_windows)
-    )
-    seq_len, slack = batches.seq_len, batches._num_windows * batches.seq_len
-    slack -= batches.sequences.end - batches.sequences.begin
-    slack[batches._num_windows < 2] = 0
-    shift = np.repeat(rng.integers(slack + 1), batches._num_windows)
-    number = np.arange(len(start)) - np.repeat(
-        np.cumsum(batches._num_windows) - batches._num_windows, batches._num_windows
-    )
-    begin = np.maximum(start, start + number * seq_len - shift)
-    end = np.minimum(end, start + (number + 1) * seq_len - shift)
-    num_empty = batches.per_epoch * batches.batch_size - len(start)
-    start, begin, end = (np.append(each, np.zeros(num_empty, np.int64)) for each in (start, begin, end))
-    order = rng.permutation(len(start))
-    group = np.arange(len(start)) // (SORTED_BATCHES * batches.batch_size)
-    order = order[np.lexsort(((end - begin)[order], group))].reshape(-1, batches.batch_size)
+    seq_len, per_sequence = batches.seq_len, batches.num_windows
+    length = batches.sequences.end - batches.sequences.begin
+    slack = np.where(per_sequence > 1, per_sequence * seq_len - length, 0)
+
+    def of_windows(values: Ints) -> Ints:
+        """The values [S] of sequences, of each window of theirs."""
+        return np.repeat(values, per_sequence)
+
+    start, end = of_windows(batches.sequences.begin), of_windows(batches.sequences.end)
+    shift = of_windows(rng.integers(slack + 1))
+    number = np.arange(len(start)) - of_windows(np.cumsum(per_sequence) - per_sequence)
+    limit = start + number * seq_len - shift
+    begin, end = np.maximum(start, limit), np.minimum(end, limit + seq_len)
+    num_all = batches.per_epoch * batches.batch_size
+    windows = np.zeros((3, num_all), np.int64)  # the rest is empty
+    windows[:, : len(start)] = start, begin, end
+    order = rng.permutation(num_all)
+    group = np.arange(num_all) // (SORTED_BATCHES * batches.batch_size)
+    length = (windows[2] - windows[1])[order]
+    order = order[np.lexsort((length, group))].reshape(-1, batches.batch_size)
     order = order[rng.permutation(len(order))]
-    return start[order], begin[order], end[order]
+    return windows[:, order]

@@ -13,7 +13,7 @@ from lm.output.backends.compiled.expansion_loops import expand, item_log_weight
 from lm.output.backends.compiled.row_operations import exp_row
 from lm.output.backends.compiled.sorting import push, replace_first
 
-EMITTED = "91a13dec0e6a41fe"
+EMITTED = "41666ec6c59763c9"
 """See `compiler`."""
 compiled = compiler(EMITTED)
 

@@ -1,0 +1,74 @@
+"""Recommending: the most probable next items of sequences, exact over the whole catalogue."""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from data_prep.corpus.events import item_word, word_item
+from data_prep.tokenizer.tokenizer import Tokenizer
+from lm.model.language_model import LanguageModel
+from lm.model.reader import Ints, read_lines
+from lm.output.decoding.search import TopK
+from lm.run import Run
+
+
+class Catalogue:
+    """The items of a run on independent sequences, and their token ids.
+
+    Attributes:
+        special: token ids that are no items.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._tokenizer: Tokenizer = run.tokenizer
+        self._is_escaped = run.config.data.user_field is not None
+        eos_id, unk_id = run.description.eos_id, run.description.unk_id
+        self.special = (eos_id,) if unk_id is None else (eos_id, unk_id)
+
+    def ids(self, items: Iterable[str | int]) -> list[int]:
+        """The token id of each item; those that are not in the catalogue are left out."""
+        words = [item_word(item) if self._is_escaped else str(item) for item in items]
+        encoded = self._tokenizer.encode_lines(words)
+        return [ids[0] for ids in encoded if len(ids) == 1 and ids[0] not in self.special]
+
+    def item(self, id: int) -> str:
+        """The item with a token id, as text."""
+        word = self._tokenizer.token(id)
+        return word_item(word) if self._is_escaped else word
+
+
+def recommend(
+    model: LanguageModel,
+    histories: Sequence[Sequence[int]],
+    k: int,
+    *,
+    special: Sequence[int],
+    exclude: Literal["nothing", "seen"] = "nothing",
+) -> TopK:
+    """The k most probable next items of each of some histories, [L, k].
+
+    Args:
+        model: in evaluation mode.
+        histories: the token ids of L sequences, which may be empty.
+        k: number of items of each, at most those that are not excluded from any.
+        special: token ids that are no items, the first of which is `<eos>`.
+        exclude: `seen` leaves out the items of its history.
+
+    Raises:
+        ValueError: if k is out of range.
+    """
+    eos_id = special[0]
+    num_known: Ints = np.array(list(map(len, histories)), np.int64)
+    lines = [[*history, eos_id] for history in histories]
+    hidden = torch.empty(len(lines), model.backbone.hidden_size, device=model.device)
+    for vectors, _, index in read_lines(model, lines, eos_id, num_known):
+        hidden[torch.from_numpy(index).to(hidden.device)] = vectors.to(hidden.dtype)
+    seen = [history if exclude == "seen" else () for history in histories]
+    excluded = torch.full((len(lines), len(special) + max(map(len, seen))), -1)
+    for row, history in zip(excluded, seen, strict=True):
+        row[: len(special)] = torch.tensor(special)
+        row[len(special) : len(special) + len(history)] = torch.tensor(history)
+    with torch.no_grad():
+        return model.output.topk(hidden, k, excluded=excluded.to(hidden.device))
