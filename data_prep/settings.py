@@ -69,11 +69,11 @@ class DataConfig(Strict):
     """
     sequences: Literal["stream", "independent"] = "stream"
     """stream: all lines of a split are one text. independent: each line is a sequence of its own,
-    such as the items of one user: nothing is carried from one to the next, and `<eos>` before the
-    first item is not predicted. Items that the training split lacks are left out; those to predict
-    are counted. After a tab in a line of validation or test are the items to predict (without one:
-    all). In training, longer sequences than `train.seq_len` are cut into windows, of which each
-    item is in one and predicted from the items before it there.
+    such as the items of one user: nothing is carried from one to the next, the first item is
+    predicted from `<eos>`, and the end is not predicted. In a line of validation or test, a tab
+    separates items that are known from those to predict. Items that the training split lacks are
+    left out; those to predict are counted. In training, sequences longer than `train.seq_len` are
+    cut into windows: each item is in one, predicted from the items before it there.
     """
     predict_eos: bool = False
     """independent: whether the end of each sequence is predicted as well."""

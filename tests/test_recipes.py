@@ -31,6 +31,8 @@ def small(config: Config, corpus: Path) -> list[str]:
         "data.hub_config": None,
         "data.format": "text",
         "data.prepared_dir": None,
+        "data.user_field": None,
+        "data.split": "files",
         "data.files": {split: str(corpus / f"{split}.txt") for split in ("train", "valid", "test")},
         "tokenizer.vocab_size": num_pieces if config.tokenizer.kind == "sentencepiece" else None,
         "classes.num_word_classes": None,

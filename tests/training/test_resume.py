@@ -60,6 +60,14 @@ RECIPES = {
         *("--word_table.gradients=row_wise", "--word_table.optimizer=adam"),
         "--train.val_every_steps=6",
     ],
+    "independent sequences, lstm": [
+        *("--data.sequences=independent", "--data.prepared_dir=null", "--train.seq_len=3"),
+        *("--train.val_every_steps=6", "--train.checkpoint_every_steps=4"),
+    ],
+    "independent sequences, transformer, their ends predicted": [
+        *("--data.sequences=independent", "--data.prepared_dir=null", "--train.accumulate=2"),
+        *("--data.predict_eos=true", "--model.backbone=transformer", "--train.val_every_steps=6"),
+    ],
     "lstm, two epochs, tied, bf16": [
         *("--train.max_epochs=2", "--train.max_steps=null", "--train.batch_size=16"),
         *("--word_table.tied=true", "--train.precision=bf16-mixed", "--optim.schedule=step"),
