@@ -17,7 +17,6 @@ are those between the 2.5 % and 97.5 % quantiles of means over users drawn with 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -173,11 +172,17 @@ def evaluate_ranking(
         raise UserError(f"{split}: there is no item of the catalogue to predict")
     counts = torch.from_numpy(prepared.counts().copy()).double()
     popularity = (counts / counts.sum()).log().to(run.model.device)
-    predict = partial(_predict, run.model, sequences, special=special, ks=ks, exclude=exclude)
-    model = predict(run.model.output.log_prob, progress=f"ranking {split}" if progress else None)
-    by_count = predict(lambda hidden: popularity.repeat(len(hidden), 1))
+    found = _predict(
+        run.model,
+        sequences,
+        [run.model.output.log_prob, lambda hidden: popularity.repeat(len(hidden), 1)],
+        special=special,
+        ks=ks,
+        exclude=exclude,
+        progress=f"ranking {split}" if progress else None,
+    )
     group = _popularity_groups(prepared.counts(), special)
-    figures = [_figures(each, sequences, ks, group, num_items) for each in (model, by_count)]
+    model, by_count = (_figures(each, sequences, ks, group, num_items) for each in found)
     per_user = sequences.num_predicted + sequences.num_left_out
     return RankingReport(
         users=int((per_user > 0).sum()),
@@ -185,9 +190,9 @@ def evaluate_ranking(
         items=num_items,
         excluded=exclude,
         unknown_targets=int(sequences.num_left_out.sum()),
-        excluded_targets=int(np.isinf(model.rank).sum()),
-        model=figures[0],
-        popularity=figures[1],
+        excluded_targets=int(np.isinf(found[0].rank).sum()),
+        model=model,
+        popularity=by_count,
     )
 
 
@@ -195,42 +200,45 @@ def evaluate_ranking(
 def _predict(
     model: LanguageModel,
     sequences: Sequences,
-    log_prob_of: Callable[[Tensor], Tensor],
+    log_probs_of: Sequence[Callable[[Tensor], Tensor]],
     *,
     special: Sequence[int],
     ks: Sequence[int],
     exclude: Exclude,
     progress: str | None = None,
-) -> _Predictions:
-    """Rank every target; `log_prob_of` hidden vectors [P, H] is [P, N]."""
+) -> list[_Predictions]:
+    """Rank every target in several ways, each of which makes [P, N] of hidden vectors [P, H]."""
     lines, num_known = sequences.lines(), sequences.num_known
     num_read = np.zeros_like(num_known)  # targets so far
-    eos_id = special[0]
-    is_recommended = np.zeros((len(ks), model.vocab_size), bool)
-    found: list[tuple[NDArray[Any], ...]] = []
+    is_recommended = np.zeros((len(log_probs_of), len(ks), model.vocab_size), bool)
+    found: list[list[tuple[NDArray[Any], ...]]] = [[] for _ in log_probs_of]
     total, disable = int(sequences.num_predicted.sum()), True if progress is None else None
+    step = max(1, BLOCK_ELEMENTS // model.vocab_size)
     with tqdm(total=total, desc=progress, unit="item", disable=disable) as bar:
-        for hidden, targets, index in read_lines(model, lines, eos_id, num_known):
+        for all_hidden, all_targets, index in read_lines(model, lines, special[0], num_known):
             place = num_known[index] + num_read[index] + _occurrence(index)
             np.add.at(num_read, index, 1)
-            for block in torch.split(
-                torch.arange(len(index)), max(1, BLOCK_ELEMENTS // model.vocab_size)
-            ):
-                log_prob = log_prob_of(hidden[block])
-                log_prob[:, special] = -torch.inf
-                own = log_prob.gather(1, targets[block, None])
-                if exclude == "seen":
-                    pairs = zip(index[block], place[block], strict=True)
-                    seen = [lines[each][:end].astype(np.int64) for each, end in pairs]
-                    row = np.repeat(np.arange(len(seen)), list(map(len, seen)))
+            for first in range(0, len(index), step):
+                block = slice(first, first + step)
+                hidden, target, sequence = all_hidden[block], all_targets[block], index[block]
+                pairs = zip(sequence, place[block] * (exclude == "seen"), strict=True)
+                seen = [lines[each][:end].astype(np.int64) for each, end in pairs]
+                row = np.repeat(np.arange(len(seen)), list(map(len, seen)))
+                for way, log_prob_of in enumerate(log_probs_of):
+                    log_prob = log_prob_of(hidden)
+                    own = log_prob.gather(1, target[:, None])
+                    log_prob[:, special] = -torch.inf
                     log_prob[row, np.concatenate(seen)] = -torch.inf
-                rank, expected, best = _rank(log_prob, own, targets[block], ks)
-                for number, k in enumerate(ks):
-                    is_recommended[number, best[:, :k][best[:, :k] >= 0]] = True
-                found.append((index[block], targets[block].cpu().numpy(), rank, expected))
-                bar.update(len(block))
-    sequence, target, rank, hits = map(np.concatenate, zip(*found, strict=True))
-    return _Predictions(sequence, target, rank, hits, is_recommended)
+                    rank, expected, best = _rank(log_prob, own, target, ks)
+                    for number, k in enumerate(ks):
+                        items = best[:, :k]
+                        is_recommended[way, number, items[items >= 0]] = True
+                    found[way].append((sequence, target.cpu().numpy(), rank, expected))
+                bar.update(len(target))
+    return [
+        _Predictions(*map(np.concatenate, zip(*each, strict=True)), some)  # type: ignore[call-arg]
+        for each, some in zip(found, is_recommended, strict=True)
+    ]
 
 
 def _occurrence(values: NDArray[Any]) -> Ints:

@@ -86,10 +86,10 @@ def by_hand(model: LanguageModel, sequences: Sequences, exclude: str) -> dict[st
 
 
 def measured(model: LanguageModel, sequences: Sequences, exclude: str) -> ranking.Ranked:
-    found = ranking._predict(
+    (found,) = ranking._predict(
         model,
         sequences,
-        model.output.log_prob,
+        [model.output.log_prob],
         special=[EOS, UNK],
         ks=KS,
         exclude=exclude,  # type: ignore[arg-type]
@@ -120,8 +120,8 @@ def test_users_do_not_affect_each_other(backbone: str) -> None:
     sequences, permuted = some_sequences(), some_sequences(order)
     figures = []
     for each in (sequences, permuted):
-        found = ranking._predict(
-            model, each, model.output.log_prob, special=[EOS, UNK], ks=KS, exclude="seen"
+        (found,) = ranking._predict(
+            model, each, [model.output.log_prob], special=[EOS, UNK], ks=KS, exclude="seen"
         )
         ranks: list[list[float]] = [[] for _ in each.begin]
         for user, rank in zip(found.sequence, found.rank, strict=True):
