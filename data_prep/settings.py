@@ -5,9 +5,9 @@ coercion. Imports nothing heavy, so that a command line can read a configuration
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -26,6 +26,11 @@ class Strict:
     """Base of dataclasses that pydantic validates without coercion; unknown keys are errors."""
 
     __pydantic_config__ = STRICT
+
+
+def without_deleted(section: dict[str, Any], **deleted: Any) -> dict[str, Any]:
+    """A section without the deleted keys that have the values which earlier versions gave them."""
+    return {key: value for key, value in section.items() if (key, value) not in deleted.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,10 +175,6 @@ class ClassesConfig(Strict):
     """embedding, exchange: maximum number of words in one class; default ⌈N / C⌉ (equal sizes),
     twice that for exchange. With `clustered_words`, N and C are those of the clustered words.
     """
-    column_cost: Annotated[float, Field(ge=0)] = 0.0
-    """exchange: cost in nats of one logit of one token; above 0, frequent words are put into
-    smaller classes.
-    """
     file: str | None = None
     """file: the word → class file; a relative path starts at `data.dir`."""
     file_format: Literal["mkcls", "brown", "srilm", "taxonomy"] = "mkcls"
@@ -181,3 +182,8 @@ class ClassesConfig(Strict):
     [probability] word) or `taxonomy` (word TAB class/subclass/…). multi_level requires brown, whose
     bits it takes as child numbers, or taxonomy.
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_deleted(cls, section: Any) -> Any:
+        return without_deleted(section, column_cost=0.0) if isinstance(section, dict) else section

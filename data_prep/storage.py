@@ -284,6 +284,10 @@ def read_json(path: Path, kind: type[Any], format_version: int) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
+        if first["type"] == "unexpected_keyword_argument":
+            raise UserError(
+                f"{path}: unknown key {where}: use the version of sqrtlm that wrote the file"
+            ) from error
         raise UserError(
             f"{path} is damaged: {where}: {first['msg']}".replace(": : ", ": ")
         ) from error

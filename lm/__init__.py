@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LineScore", "LoadedModel", "State", "Step", "load"]
 __version__ = "0.2.0"
+SPIN_COUNT = 1_000
+"""Iterations for which idle OpenMP threads spin."""
 
 
 def load(
@@ -49,18 +51,16 @@ def load(
     import sys
     from pathlib import Path
 
-    from lm.openmp import limit_spinning
-
     check_packages()
     if "torch" not in sys.modules:
         limit_spinning()
     from lm.device import set_num_threads
     from lm.loaded import LoadedModel
-    from lm.run import Run
+    from lm.run import TrainedRun
 
     if threads is not None:
         set_num_threads(threads)
-    run = Run(Path(path), device=str(device))
+    run = TrainedRun(Path(path), str(device))
     return LoadedModel(run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary)
 
 
@@ -74,6 +74,21 @@ def check_packages() -> None:
     if file != Path(__file__).resolve().parents[1] / "data_prep" / "__init__.py":
         hiding = file if file.name != "__init__.py" else file.parent
         raise ImportError(f"{hiding} hides the package data_prep of sqrtlm: rename it")
+
+
+def limit_spinning() -> None:
+    """Set how long idle OpenMP threads spin, unless the user has; before torch is imported.
+
+    After each parallel region, idle threads of libgomp spin for `GOMP_SPINCOUNT` iterations before
+    they sleep. On a quiet computer this saves wake-ups. On a busy one it takes processor time from
+    threads that have work: libgomp's 300,000 iterations make training up to a hundred times slower
+    there. `SPIN_COUNT` loses little on either. It changes no result, unlike the number of threads,
+    which orders sums.
+    """
+    import os
+
+    if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def __getattr__(name: str) -> Any:

@@ -27,8 +27,7 @@ def command() -> None:
             number = getattr(signal, name)
             if signal.getsignal(number) == signal.SIG_DFL:  # not ignored, as under `nohup`
                 signal.signal(number, terminate)
-        from lm import check_packages
-        from lm.openmp import limit_spinning
+        from lm import check_packages, limit_spinning
 
         try:
             check_packages()

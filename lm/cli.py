@@ -30,7 +30,7 @@ from lm.commands import (
     train,
 )
 from lm.commands.arguments import OVERRIDES
-from lm.config.reference import describe_keys, describe_usual_keys
+from lm.config.reference import describe_usual_keys
 
 _VERBS = {
     module.__name__.rpartition(".")[2]: module
@@ -124,14 +124,6 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help() + (f"\n{describe_usual_keys()}\n" if lists_keys else "")
 
 
-class _HelpOnAllKeys(argparse.Action):
-    """Prints the help of the verb and every key, and ends the process."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        print(f"{argparse.ArgumentParser.format_help(parser)}\n{describe_keys()}")
-        parser.exit()
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of a verb; `verb` is its name, `overrides` those of the configuration, if any."""
     parser = _Parser(
@@ -148,14 +140,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         verb = verbs.add_parser(
             name, help=module.HELP, description=description, epilog=epilog, allow_abbrev=False
         )
-        if epilog:
-            text = "show this help with every key of the configuration, and exit"
-            verb.add_argument("--help-all", action=_HelpOnAllKeys, nargs=0, help=text)
         exclusive = getattr(module, "EXCLUSIVE", ())
         group = verb.add_mutually_exclusive_group() if exclusive else verb
         for option, settings in module.OPTIONS.items():
             (group if option in exclusive else verb).add_argument(option, **settings)
-    options, rest = parser.parse_known_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given and not given[0].startswith("-") and given[0] not in _VERBS:
+        hint = _similar(given[0], _VERBS) or f": the commands are {', '.join(_VERBS)}"
+        raise UserError(f"unknown command {given[0]}{hint}")
+    options, rest = parser.parse_known_args(given)
     # Options before an optional FILE make argparse take it for absent, and then for unknown
     # (CPython issue 59317).
     if getattr(options, "file", "") is None and rest and not re.match("-.", rest[0]):

@@ -35,7 +35,7 @@ from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines as read_independent
 from lm.model.reader import read_text
-from lm.run import Run
+from lm.run import TrainedRun
 
 EOS_RULE = "one <eos> after every line, empty lines too; the first token is predicted from <eos>"
 MAX_WORD_BYTES = 35
@@ -261,36 +261,15 @@ def perplexity_rule(unit: str, spelled: bool = False) -> str:
     return f"per {unit} and line end, unknown words {rule}"
 
 
-class _Overflow(float):
-    """exp(nats) that is infinite as a float, and in JSON null; its text has the exponent."""
-
-    nats: float
-
-    def __format__(self, spec: str) -> str:
-        exponent, digits = divmod(self.nats / math.log(10), 1)
-        return f"{10**digits:.2f}e+{exponent:.0f}".rjust(int(spec.partition(".")[0] or 0))
-
-    def __str__(self) -> str:
-        return format(self, "")
-
-
 def perplexity(nll: float, count: int) -> float:
-    """exp(nll / count); infinity if it exceeds a float, NaN if nothing is counted.
-
-    >>> f"{perplexity(9624.0, 2):.2f} {perplexity(9624.0, 2)}"
-    '6.68e+2089 6.68e+2089'
-    """
+    """exp(nll / count); infinity if it exceeds a float, NaN if nothing is counted."""
     if count == 0:
         return math.nan
-    if nll / count < 700:
-        return math.exp(nll / count)
-    overflow = _Overflow("inf")
-    overflow.nats = nll / count
-    return overflow if math.isfinite(nll) else math.inf
+    return math.exp(nll / count) if nll / count < 700 else math.inf
 
 
 def evaluate_split(
-    run: Run, split: str, *, progress: bool = True, open_vocabulary: bool = False
+    run: TrainedRun, split: str, *, progress: bool = True, open_vocabulary: bool = False
 ) -> Evaluation:
     """Evaluate the model of a run on a split of its corpus: `train`, `valid` or `test`.
 
@@ -327,7 +306,7 @@ def evaluate_split(
 
 
 def evaluate_text(
-    run: Run, lines: Iterable[str], *, progress: bool = True, open_vocabulary: bool = False
+    run: TrainedRun, lines: Iterable[str], *, progress: bool = True, open_vocabulary: bool = False
 ) -> Evaluation:
     """Evaluate the model of a run on the lines of a text, given without line ends.
 
@@ -357,7 +336,7 @@ def evaluate_text(
     return _described(result, run, run.tokenizer)
 
 
-def _spelled(result: Evaluation, run: Run, lines: list[str]) -> Evaluation:
+def _spelled(result: Evaluation, run: TrainedRun, lines: list[str]) -> Evaluation:
     """The figures of a text with its unknown words spelled."""
     spelling = float(spelling_nats(run, lines, result.oov).sum())
     nll = result.nll_nats + spelling
@@ -372,7 +351,7 @@ def _spelled(result: Evaluation, run: Run, lines: list[str]) -> Evaluation:
     )
 
 
-def spelling_nats(run: Run, lines: Sequence[str], oov: int) -> NDArray[np.float64]:
+def spelling_nats(run: TrainedRun, lines: Sequence[str], oov: int) -> NDArray[np.float64]:
     """-log P(word | `<unk>`) of each unknown word of lines, in order; none of a model of pieces.
 
     Raises:
@@ -387,7 +366,7 @@ def spelling_nats(run: Run, lines: Sequence[str], oov: int) -> NDArray[np.float6
     return np.zeros(0)
 
 
-def determines_bytes(run: Run, lines: Iterable[str]) -> bool:
+def determines_bytes(run: TrainedRun, lines: Iterable[str]) -> bool:
     """Whether tokens and spelled words determine every byte of lines, so that bits per byte exist.
 
     Pieces do; words do if the tokenizer keeps case and punctuation, single spaces separate them,
@@ -402,7 +381,7 @@ def determines_bytes(run: Run, lines: Iterable[str]) -> bool:
     return all(line == " ".join(each) and EOS not in each for line, each in words)
 
 
-def encode_text(run: Run, lines: Iterable[str]) -> tuple[NDArray[Any], TextCounts]:
+def encode_text(run: TrainedRun, lines: Iterable[str]) -> tuple[NDArray[Any], TextCounts]:
     """The tokens of a text, by a run's rule for empty lines, and what the text contains."""
     tokenizer = run.tokenizer
     text = list(lines if run.keeps_empty_lines else filter(str.strip, lines))
@@ -417,7 +396,9 @@ def encode_text(run: Run, lines: Iterable[str]) -> tuple[NDArray[Any], TextCount
     return np.concatenate(ids), counts
 
 
-def _described(result: Evaluation, run: Run, tokenizer: Tokenizer | TokenizerConfig) -> Evaluation:
+def _described(
+    result: Evaluation, run: TrainedRun, tokenizer: Tokenizer | TokenizerConfig
+) -> Evaluation:
     """The figures of a run's model, with what they count in words."""
     if result.unit == ITEM:
         return result

@@ -38,7 +38,7 @@ from lm.generation import Sample, Sampling, generate_text, search_text
 from lm.generation.items import Catalogue
 from lm.generation.text import checked_text, encode_prompt, tokens_without_text, unknown_words
 from lm.model.reader import read_prefix
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring import LineScore, Scorer
 
 Word = str | int
@@ -91,7 +91,7 @@ class LoadedModel:
 
     def __init__(
         self,
-        run: Run,
+        run: TrainedRun,
         *,
         vocabulary_size: int | None = None,
         open_vocabulary: bool = False,
@@ -99,12 +99,8 @@ class LoadedModel:
     ) -> None:
         self._run = run
         self.model, self.description, self.tokenizer = run.model, run.description, run.tokenizer
-        self._scorer = Scorer(
-            self.model,
-            self.tokenizer,
-            context=self.description.context,
-            vocabulary_size=vocabulary_size,
-            speller=run.open_speller if open_vocabulary else None,
+        self._scorer = Scorer.of(
+            run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary
         )
         self._open_vocabulary, self._warns = open_vocabulary, warn_of_unknown
         self.num_unseen = self._scorer.num_unseen
@@ -367,8 +363,7 @@ class LoadedModel:
     @cached_property
     def _catalogue(self) -> Catalogue | None:
         """The items of a model of independent sequences."""
-        has_config = (self._run.folder / "config.yaml").exists()
-        is_independent = has_config and self._run.config.data.sequences == "independent"
+        is_independent = self._run.has_config and self._run.config.data.sequences == "independent"
         return Catalogue(self._run) if is_independent else None
 
     def _item_ids(self, words: Sequence[Word]) -> list[int]:

@@ -36,7 +36,7 @@ from data_prep.storage import folder_to_fill, new_folder, write_hashed
 from data_prep.tokenizer.punctuation import STOPS, UNK, separate_words
 from lm.config import Config, validate
 from lm.output import ClassTree
-from lm.run import Run
+from lm.run import Parts, Run
 from lm.training.memory_estimate import estimate_memory
 
 RECIPE = """\
@@ -354,8 +354,7 @@ def fit(
     for hidden in by_tokens[next(below for below in by_tokens if num_tokens < below)]:
         content = Template(RECIPE + template).substitute(values, hidden=hidden)
         config = validate(yaml.safe_load(content), str(path))
-        run = Run(config.run_path, config)
-        run.tree = tree
+        run = Run(config, Parts(tree=tree))
         used, available = estimate_memory(run).total, run.available_bytes
         if available is None or used < MEMORY_SHARE * available:
             computing = f"{threads} thread{'s' * (threads > 1)}, {used / 1e9:.1f} GB of memory"

@@ -1,14 +1,16 @@
-"""A run, opened: each of its parts is read, verified and built once, when it is first used.
+"""Runs: `Run` is what a training run is computed from, `TrainedRun` what it results in.
 
-Every verb and `lm.load` receive a `Run`. This module imports torch only where a part requires it.
+Each part is read, verified and computed once, when it is first used, and never replaced. A part
+that cannot be had raises a `UserError` that names the file. This module imports torch only where a
+part requires it.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -32,95 +34,61 @@ TREE = "tree.txt"
 _log = logging.getLogger(__name__)
 
 
-class Run:
-    """The configuration of a run, and lazily what it leads to.
+class Parts(NamedTuple):
+    """Parts of a `Run` that the caller has already; the run computes the others."""
 
-    `Run.read` opens a configuration, to prepare its data and to train; `Run.open` opens the folder
-    of a trained model, to use it. A part that cannot be had raises a `UserError` that names the
-    file.
+    prepared: "Prepared | None" = None
+    tree: "ClassTree | None" = None
+    input_tree: "ClassTree | None" = None
+
+
+_NO_PARTS = Parts()
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What a training run is computed from: its configuration, and what follows from that.
 
     Attributes:
-        folder: folder of the run.
         config: the configuration.
+        given: parts that are not computed.
     """
 
-    def __init__(self, folder: Path, config: Config | None = None, *, device: str = "auto") -> None:
-        self.folder = folder
-        self._device_name = device
-        self._is_trained = config is None
-        if config is not None:
-            self.config = config
+    config: Config
+    given: Parts = _NO_PARTS
 
     @classmethod
     def read(cls, source: str | Path, overrides: Sequence[str] = ()) -> "Run":
-        """Open a configuration: a YAML file, or the folder of a run, with overrides."""
+        """Read a configuration: a YAML file, or the folder of a run, with overrides."""
         is_folder = Path(source).is_dir()
-        config = (load_run_config if is_folder else load_config)(Path(source), overrides)
-        return cls(config.run_path, config)
+        return cls((load_run_config if is_folder else load_config)(Path(source), overrides))
 
-    @classmethod
-    def open(cls, folder: str | Path, *, device: str = "auto", threads: int | None = None) -> "Run":
-        """Open the folder of a trained model.
+    @property
+    def folder(self) -> Path:
+        """Folder of the run."""
+        return self.config.run_path
 
-        Args:
-            folder: folder of the run.
-            device: `auto`, `cpu` or `cuda[:N]`; auto is the GPU if there is one where the model
-                fits, else the CPU.
-            threads: number of CPU threads, of the whole process; None: as the run was trained with.
+    def prepare(self, *, keep: bool = False, progress: bool = True) -> "Run":
+        """Prepare the data; returns the run that has them open.
 
-        Raises:
-            UserError: if there is no trained model, or no such device.
-        """
-        from lm.device import set_num_threads
-
-        run = cls(Path(folder), device=device)
-        if threads is None and (run.folder / "config.yaml").exists():
-            threads = run.config.train.threads
-        set_num_threads(threads)
-        return run
-
-    @cached_property
-    def config(self) -> Config:
-        """The configuration; that of a trained model if none was given."""
-        return load_run_config(self.folder)
-
-    @cached_property
-    def keeps_empty_lines(self) -> bool:
-        """Whether an empty line of a text is a line, as in the corpus: `data.keep_empty_lines`.
-
-        Without a `config.yaml` in the folder of a model, it is, with a warning.
-        """
-        if self._is_trained and not (self.folder / "config.yaml").exists():
-            _log.warning("%s has no config.yaml: empty lines are counted as lines", self.folder)
-            return True
-        return self.config.data.keep_empty_lines
-
-    def prepare(self, *, keep: bool = False, progress: bool = True) -> None:
-        """Prepare the data, which are then open; arguments are those of `data_prep.prepare`.
-
-        Other runs next to this one are looked at for the same data.
+        Arguments are those of `data_prep.prepare`. Other runs next to this one are looked at for
+        the same data.
         """
         from data_prep.prepare import prepare
 
-        others = sorted(self.config.run_path.absolute().parent.glob("*/data"))
+        others = sorted(self.folder.absolute().parent.glob("*/data"))
         preparation = self.config.preparation
-        self.prepared = prepare(*preparation, keep=keep, progress=progress, others=others)
+        prepared = prepare(*preparation, keep=keep, progress=progress, others=others)
+        return replace(self, given=Parts(prepared))
 
     @cached_property
     def prepared(self) -> "Prepared":
-        """The prepared data; of a trained model, with the tokenizer that it has."""
+        """The prepared data."""
         from data_prep.prepare import open_made_by
-        from data_prep.prepared import open_prepared
 
-        if not self._is_trained:
-            return open_made_by(*self.config.preparation)
-        prepared = open_prepared(self.config.prepared_path)
-        if prepared.tokenizer_sha256 != self.description.tokenizer_sha256:
-            raise UserError(
-                f"{prepared.folder} was prepared again, with another tokenizer than that of"
-                f" {self.folder}"
-            )
-        return prepared
+        if self.given.prepared is not None:
+            return self.given.prepared
+        return open_made_by(*self.config.preparation)
 
     def check_classes(self) -> None:
         """Check that the folder of the run has the classes of the prepared data, if it has any.
@@ -144,6 +112,8 @@ class Run:
         """The tree of softmaxes over the words of the prepared data; None for `adaptive`."""
         from lm.model.build import build_tree
 
+        if self.given.tree is not None:
+            return self.given.tree
         config = self.config
         if self._keeps_tree():
             config = replace(config, output=replace(config.output, tree=str(self.folder / TREE)))
@@ -167,7 +137,9 @@ class Run:
         """The tree whose paths input vectors sum, if it is not `tree`."""
         from lm.model.build import build_input_tree
 
-        return build_input_tree(self.prepared) if self.config.has_input_tree else None
+        if self.given.input_tree is not None or not self.config.has_input_tree:
+            return self.given.input_tree
+        return build_input_tree(self.prepared)
 
     @cached_property
     def pieces(self) -> "torch.Tensor | None":
@@ -247,12 +219,78 @@ class Run:
             return build_model(*sections, input_tree=input_tree, pieces=pieces, counts=counts)
 
     def changed(self, config: Config) -> "Run":
-        """A run of the same data and tree by another configuration."""
-        run = Run(self.folder, config)
-        run.tree, run.input_tree = self.tree, self.input_tree
-        if "prepared" in vars(self):
-            run.prepared = self.prepared
+        """A run of the same data and trees by another configuration."""
+        return Run(config, Parts(self.given.prepared, self.tree, self.input_tree))
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedRun:
+    """What a training run results in: a folder with a model and its tokenizer.
+
+    Attributes:
+        folder: folder of the run.
+        device_name: `auto`, `cpu` or `cuda[:N]`, see `lm.device.choose_device`.
+    """
+
+    folder: Path
+    device_name: str = "auto"
+
+    @classmethod
+    def open(
+        cls, folder: str | Path, *, device: str = "auto", threads: int | None = None
+    ) -> "TrainedRun":
+        """Open the folder of a trained model, and set the CPU threads of the process.
+
+        Args:
+            folder: folder of the run.
+            device: `auto`, `cpu` or `cuda[:N]`; auto is the GPU if there is one where the model
+                fits, else the CPU.
+            threads: number of CPU threads, of the whole process; None: as the run was trained with.
+
+        Raises:
+            UserError: if there is no trained model, or no such device.
+        """
+        from lm.device import set_num_threads
+
+        run = cls(Path(folder), device)
+        if threads is None and run.has_config:
+            threads = run.config.train.threads
+        set_num_threads(threads)
         return run
+
+    @property
+    def has_config(self) -> bool:
+        """Whether the folder has the configuration, which the model alone does not require."""
+        return (self.folder / "config.yaml").exists()
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration that the model was trained with."""
+        return load_run_config(self.folder)
+
+    @cached_property
+    def keeps_empty_lines(self) -> bool:
+        """Whether an empty line of a text is a line, as in the corpus: `data.keep_empty_lines`.
+
+        Without a configuration, it is, with a warning.
+        """
+        if not self.has_config:
+            _log.warning("%s has no config.yaml: empty lines are counted as lines", self.folder)
+            return True
+        return self.config.data.keep_empty_lines
+
+    @cached_property
+    def prepared(self) -> "Prepared":
+        """The prepared data, with the tokenizer of the model."""
+        from data_prep.prepared import open_prepared
+
+        prepared = open_prepared(self.config.prepared_path)
+        if prepared.tokenizer_sha256 != self.description.tokenizer_sha256:
+            raise UserError(
+                f"{prepared.folder} was prepared again, with another tokenizer than that of"
+                f" {self.folder}"
+            )
+        return prepared
 
     @cached_property
     def description(self) -> "Description":
@@ -295,7 +333,7 @@ class Run:
 
     @cached_property
     def model(self) -> "LanguageModel":
-        """The trained model, in evaluation mode, on `device`."""
+        """The model, in evaluation mode, on `device`."""
         from lm.model.files import load_model
 
         return load_model(self.folder, self.description)[0].to(self.device)
@@ -306,4 +344,4 @@ class Run:
         from lm.device import choose_device
         from lm.model.files import WEIGHTS
 
-        return choose_device(self._device_name, (self.folder / WEIGHTS).stat().st_size)
+        return choose_device(self.device_name, (self.folder / WEIGHTS).stat().st_size)

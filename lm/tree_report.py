@@ -15,15 +15,12 @@ class LevelReport:
     """The nodes that have the same number of ancestors."""
 
     num_nodes: int
-    num_words: int
-    """Number of words among the children of these nodes."""
+    num_words: int  # number of words among the children of these nodes
     min_children: int
     median_children: float
     max_children: int
-    visits_per_token: float
-    """Share of the tokens whose path has a node of this level."""
-    columns_per_token: float
-    """Average number of logits of this level that are computed for a token."""
+    visits_per_token: float  # share of the tokens whose path has a node of this level
+    columns_per_token: float  # average number of logits of this level that are computed for a token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +28,12 @@ class NodeReport:
     """A node of the tree."""
 
     node: int
-    parent: int | None
-    """The node that it is a child of; None for the root."""
-    level: int
-    """Number of ancestors."""
+    parent: int | None  # the node that it is a child of; None for the root
+    level: int  # number of ancestors
     children: int
-    words: int
-    """Number of words below it."""
-    token_mass: float
-    """Share of the tokens that are words below it."""
-    top_words: tuple[int, ...]
-    """Ids of the most frequent words below it, most frequent first."""
+    words: int  # number of words below it
+    token_mass: float  # share of the tokens that are words below it
+    top_words: tuple[int, ...]  # ids of the most frequent words below it, most frequent first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +42,9 @@ class TreeReport:
 
     vocab_size: int
     num_nodes: int
-    depth: int
-    """Largest number of nodes on a word's path."""
-    visits_per_token: float
-    """Average number of nodes on a token's path."""
-    columns_per_token: float
-    """Average number of logits that are computed for a token."""
+    depth: int  # largest number of nodes on a word's path
+    visits_per_token: float  # average number of nodes on a token's path
+    columns_per_token: float  # average number of logits that are computed for a token
     levels: tuple[LevelReport, ...]
     nodes: tuple[NodeReport, ...]
     """The nodes with the most tokens, depth first: each after its parent."""

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from lm.openmp import limit_spinning
+from lm import limit_spinning
 
 TINY = """\
 name: tiny
@@ -38,6 +38,12 @@ def main(arguments: list[str]) -> int:
     from lm.cli import main as command
 
     return command(arguments)
+
+
+def corpus_of(folder: Path, text: str) -> list[str]:
+    """Options that train on a text, without a validation split, in `run`."""
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    return [f"--data.dir={folder}", "--data.files={train: text.txt}", f"--run_dir={folder / 'run'}"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -190,6 +196,18 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folder
 
     return train
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`printed(*arguments)`: what a command prints on stdout."""
+
+    def run(*arguments: object) -> str:
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import torch
 from lm import __version__
 from lm.cli import main
 from lm.config.reference import USUAL_KEYS, describe_keys
+from tests.conftest import corpus_of
 
 Complaint = Callable[..., str]
 TREE_FILES = {
@@ -56,22 +57,16 @@ def test_every_command_has_help(
     assert option in help_text
     assert ("--section.key=value" in help_text) == (verb in {"prepare", "train", "classes", "info"})
     assert len(help_text.splitlines()) < 60
-    assert ("--help-all" in help_text) == ("--section.key=value" in help_text)
     assert all(f"  {key}: " in help_text for key in USUAL_KEYS if verb in {"prepare", "train"})
-
-
-def test_help_all_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["train", "--help-all"])
-    assert capsys.readouterr().out.endswith(describe_keys() + "\n")
 
 
 def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"sqrtlm {__version__}\n"
-    assert main(["config", "word_table"]) == 0
-    assert capsys.readouterr().out == describe_keys("word_table") + "\n"
+    for arguments in ([], ["word_table"]):
+        assert main(["config", *arguments]) == 0
+        assert capsys.readouterr().out == describe_keys(*arguments) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +126,8 @@ def test_what_cannot_be_trained_is_named_before_the_run_begins(
     ("arguments", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["fly"], "argument COMMAND: invalid choice: 'fly'"),
+        (["fly"], "unknown command fly: the commands are new, prepare, train, evaluate, "),
+        (["evalute", "r"], "unknown command evalute; did you mean evaluate?"),
         (["evaluate"], "the following arguments are required: RUN"),
         (["evaluate", "r", "--split", "all"], "argument --split: invalid choice: 'all'"),
         (["evaluate", "r", "--splitt=test"], "unknown option --splitt=test; did you mean --split?"),
@@ -155,61 +151,23 @@ def test_wrong_arguments_are_named_in_one_line(
     assert untouched(*arguments).startswith(message)
 
 
-@pytest.mark.parametrize("option", ["temperature=-1.0", "temperature=nan", "top-p=0", "top-p=1.5"])
-def test_wrong_options_of_generate_are_named(
-    lstm_run: Path, untouched: Complaint, option: str
-) -> None:
-    name, value = option.replace("-p", "_p").split("=")
-    message = untouched("generate", lstm_run, f"--{option}")
-    assert re.fullmatch(rf"generate: {name} must be .*, got {float(value)}", message)
-
-
 @pytest.mark.parametrize("verb", ["evaluate", "generate", "classes", "info"])
 def test_a_folder_without_a_model_or_prepared_data_is_named(
     tiny: Path, tmp_path: Path, untouched: Complaint, verb: str
 ) -> None:
     (tmp_path / "empty").mkdir()
-    for folder in (tmp_path / "empty", tmp_path / "absent"):
+    remedies = {"empty": "`lm train CONFIG` trains one", "absent": "there is no such folder"}
+    for name, remedy in remedies.items():
+        folder = tmp_path / name
         if verb in ("evaluate", "generate"):
-            expected = f"{folder}: no trained model here (model.json is missing)"
-            is_there = folder.exists()
-            expected += (
-                "; `lm train CONFIG` trains one" if is_there else "; there is no such folder"
-            )
+            expected = f"{folder}: no trained model here (model.json is missing); {remedy}"
             assert untouched(verb, folder) == expected
-        else:
-            if folder.exists():
-                expected = f"{folder}: no run here (config.yaml is missing): lm train CONFIG begins"
-                assert untouched(verb, folder).startswith(expected)
-            message = untouched(verb, tiny, f"--run_dir={folder}")
-            assert message.startswith(
-                f"{folder}/data is not a prepared folder: it has no meta.json"
-            )
-
-
-def corpus_of(folder: Path, content: bytes) -> list[str]:
-    """Options that train on a file with these bytes."""
-    path = folder / "text.txt"
-    path.write_bytes(content)
-    return [f"--data.dir={folder}", "--data.files={train: text.txt}", f"--run_dir={folder / 'run'}"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"a b\nc \xff d\n", "UTF-8"),
-        (b"a b\nc \0 d\n", "NUL"),
-        (b"", "the corpus has no line"),
-    ],
-)
-def test_a_corpus_that_is_not_text_is_named_with_the_reason(
-    tiny: Path, tmp_path: Path, complaint: Complaint, content: bytes, message: str
-) -> None:
-    printed = complaint("train", tiny, *corpus_of(tmp_path, content))
-    assert message in printed
-    assert f"{tmp_path}/text.txt" in printed
-    assert (tmp_path / "text.txt").read_bytes() == content
-    assert not (tmp_path / "run" / "config.yaml").exists()
+            continue
+        expected = f"{folder}/data is not a prepared folder: it has no meta.json"
+        assert untouched(verb, tiny, f"--run_dir={folder}").startswith(expected)
+    if verb in ("classes", "info"):
+        expected = f"{tmp_path}/empty: no run here (config.yaml is missing): lm train CONFIG begins"
+        assert untouched(verb, tmp_path / "empty").startswith(expected)
 
 
 def test_a_folder_with_a_run_is_unchanged(
@@ -224,22 +182,44 @@ def test_a_folder_with_a_run_is_unchanged(
     assert contents(lstm_run) == before
 
 
-@pytest.mark.parametrize("options", [[], ["--json"]])
-@pytest.mark.parametrize("verb", ["evaluate", "generate"])
+@pytest.mark.parametrize("verb", ["evaluate", "generate", "score", "rescore"])
 def test_threads_are_those_of_the_run_unless_given(
-    lstm_run: Path, monkeypatch: pytest.MonkeyPatch, verb: str, options: list[str]
+    lstm_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
+    (tmp_path / "list").write_text("u\t-1\tthe cat\n")
+    more = {"score": [f"{tmp_path}/list"], "rescore": [f"{tmp_path}/list", "--lm-weight=1"]}
     counts: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    assert main([verb, str(lstm_run), *options]) == 0
-    assert main([verb, str(lstm_run), "--threads=2", *options]) == 0
+    for option in ([], ["--threads=2"]):
+        assert main([verb, str(lstm_run), *more.get(verb, []), *option]) == 0
     assert counts == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        ("evaluate RUN --text", "text"),
+        ("score RUN", "text"),
+        ("rescore RUN --lm-weight=1 --non-words=", "hypotheses"),
+    ],
+)
+def test_special_words_of_a_text_are_reported(
+    lstm_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, what: str
+) -> None:
+    counted = f"{what}: the text contains <eos> (1) and <unk> (3), counted as special words"
+    for text, is_reported in (("the <unk> cat <eos>", True), ("the cat", False)):
+        (tmp_path / "list").write_text(f"u\t-1\t{text}\nu\t-2\t{text.replace('eos', 'unk')}\n")
+        caplog.clear()
+        caplog.set_level("INFO")
+        assert main([*command.replace("RUN", str(lstm_run)).split(), f"{tmp_path}/list"]) == 0
+        assert ("special words" in caplog.text) == is_reported
+        assert (counted in caplog.messages) == is_reported
 
 
 def test_evaluating_a_split_that_was_not_prepared_says_which_there_are(
     tiny: Path, tmp_path: Path, complaint: Complaint
 ) -> None:
-    options = corpus_of(tmp_path, b"the cat sees a dog\n" * 40)
+    options = corpus_of(tmp_path, "the cat sees a dog\n" * 40)
     assert main(["train", str(tiny), "--no-progress", "--train.max_steps=1", *options]) == 0
     message = complaint("evaluate", tmp_path / "run", "--split=valid")
     assert message == (
@@ -266,19 +246,18 @@ def test_a_tree_without_classes_neither_prepares_nor_reports_them(
     tiny: Path,
     tmp_path: Path,
     complaint: Complaint,
-    capsys: pytest.CaptureFixture[str],
+    printed: Callable[..., str],
     tree: str,
 ) -> None:
-    options = [f"--output.tree={tree}", f"--run_dir={tmp_path}"]
+    options = [f"--output.tree={tree}", f"--run_dir={tmp_path / 'run'}"]
     assert main(["prepare", str(tiny), *options]) == 0
-    assert not (tmp_path / "data" / "classes.npy").exists()
+    assert not (tmp_path / "run" / "data" / "classes.npy").exists()
     if tree in ("full", "adaptive"):
         assert complaint("classes", tiny, *options) == (
             f"output.tree: {tree} has no word classes to report on"
         )
     else:
-        assert main(["classes", str(tiny), *options]) == 0
-        assert "columns per token" in capsys.readouterr().out
+        assert "columns per token" in printed("classes", tiny, *options)
 
 
 def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(

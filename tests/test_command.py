@@ -9,16 +9,18 @@ import subprocess
 import sys
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import pytest
 
+import lm
 from lm.cli import main
+from tests.conftest import corpus_of
 
 
-def corpus_of(folder: Path, text: str) -> list[str]:
-    """Options that train on a text, without a validation split."""
-    (folder / "text.txt").write_text(text, encoding="utf-8")
-    return [f"--data.dir={folder}", "--data.files={train: text.txt}", f"--run_dir={folder / 'run'}"]
+def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The outcome of a process of Python, whose output is text."""
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
 
 
 HEAVY = [
@@ -31,7 +33,6 @@ HEAVY = [
     ("arguments", "needed"),
     [
         ("--help", set()),
-        ("train --help-all", set()),
         ("config", set()),
         ("generate RUN --tokens=3", {"torch", "tqdm"}),
         ("evaluate RUN", {"torch", "tqdm"}),
@@ -48,29 +49,22 @@ def test_a_command_imports_only_the_libraries_that_it_uses(
         "import sys\nfrom lm.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
-    command = [sys.executable, "-c", code]
-    for argument in arguments.split():
-        given = argument.replace("RUN", str(lstm_run))
-        command.append(given.replace("TEXT", str(corpus / "test.txt")))
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    given = arguments.replace("RUN", str(lstm_run)).replace("TEXT", str(corpus / "test.txt"))
+    done = python("-c", code, *given.split(), check=True)
     *printed, imported = done.stdout.splitlines()
     assert set(ast.literal_eval(imported)) == needed
     keys = "model.hidden: int > 0, ≤ 1048576 = 200\n    H: size of the backbone's output"
-    assert (keys in "\n".join(printed)) == (arguments in ("train --help-all", "config"))
+    assert (keys in "\n".join(printed)) == (arguments == "config")
 
 
 def test_characters_that_stdout_lacks_are_escaped_as_in_json(tiny: Path, tmp_path: Path) -> None:
     options = [str(tiny), *corpus_of(tmp_path, 40 * "é 😀\n")]
     assert main(["prepare", *options]) == 0
     for option in ([], ["--json"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "lm", "classes", *options, *option],
-            capture_output=True,
-            check=True,
-            env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        )
-        assert rb"\u00e9" in done.stdout
-        assert rb"\ud83d\ude00" in done.stdout
+        ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+        done = python("-m", "lm", "classes", *options, *option, check=True, env=ascii_only)
+        assert r"\u00e9" in done.stdout
+        assert r"\ud83d\ude00" in done.stdout
     words = [word for words in json.loads(done.stdout)["top_words"] for word in words]
     assert {"é", "😀"} <= set(words)
 
@@ -115,16 +109,28 @@ def test_sigterm_deletes_unfinished_files_and_is_one_line(tmp_path: Path) -> Non
         "command()\n"
     )
     (tmp_path / "my.txt").write_text("the cat sees a dog\n" * 40)
-    options = ["new", "my.yaml", "--text=my.txt"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *options],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
-    )
+    here = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": os.getcwd()}}
+    done = python("-c", code, "new", "my.yaml", "--text=my.txt", **here)
     assert (done.returncode, done.stdout, done.stderr) == (143, "", "lm: terminated\n")
     assert [path.name for path in tmp_path.iterdir()] == ["my.txt"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "count"),
+    [("", str(lm.SPIN_COUNT)), ("GOMP_SPINCOUNT", "7"), ("OMP_WAIT_POLICY", "None")],
+)
+def test_idle_threads_spin_shortly_unless_the_user_has_chosen(setting: str, count: str) -> None:
+    code = (
+        "import os, sys\n"
+        "from lm.__main__ import command\n"
+        "assert not {'torch', 'numpy'} & sys.modules.keys()\n"
+        "try: command()\n"
+        "except SystemExit: print(os.environ.get('GOMP_SPINCOUNT'))\n"
+    )
+    user = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in user}
+    done = python("-c", code, "--version", env=environment | ({setting: "7"} if setting else {}))
+    assert done.stdout.splitlines()[-1:] == [count], done.stderr
 
 
 def test_nothing_is_imported_before_an_interruption_is_handled() -> None:
@@ -132,9 +138,7 @@ def test_nothing_is_imported_before_an_interruption_is_handled() -> None:
         f"import sys; sys.path.insert(0, {os.getcwd()!r}); before = set(sys.modules)\n"
         "import lm.__main__; print(*sorted(set(sys.modules) - before))"
     )
-    # Without site, which may import modules itself.
-    command = [sys.executable, "-I", "-S", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = python("-I", "-S", "-c", code, check=True)  # without site, which may import modules
     assert done.stdout == "__future__ lm lm.__main__\n"
 
 
@@ -152,7 +156,7 @@ def test_an_interruption_while_libraries_are_imported_is_no_traceback(becomes: s
         "from lm.__main__ import command\n"
         "command()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True)
+    done = python("-c", code, "--help")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "lm: interrupted\n")
 
 
@@ -204,17 +208,11 @@ def test_a_file_of_the_user_that_hides_a_package_is_named(
 ) -> None:
     (tmp_path / hiding).parent.mkdir(exist_ok=True)
     (tmp_path / hiding).touch()
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
+    here = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}}
     message = f"{tmp_path}/{name} hides the package data_prep of sqrtlm: rename it"
     load = f"import lm; lm.load({str(lstm_run)!r})"
     for command in (["-c", load], ["-c", "from lm import State"], ["-m", "lm", "config", "seed"]):
-        done = subprocess.run(
-            [sys.executable, *command],
-            capture_output=True,
-            text=True,
-            env=environment,
-            cwd=tmp_path,
-        )
+        done = python(*command, **here)
         last = (done.stderr.splitlines() or [""])[-1]
         if name is None:  # without a file, a folder is no package that hides another
             assert (done.returncode, last) == (0, "")

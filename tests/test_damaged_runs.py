@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from shutil import copytree
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from lm.cli import main
+from lm.run import Run, TrainedRun
 
 Complaint = Callable[..., str]
 Damage = Callable[[Path], None]
@@ -35,14 +37,23 @@ def copied_run(lstm_run: Path, prepared_dir: Path, tmp_path: Path) -> Path:
 
 
 def test_a_run_that_was_moved_is_evaluated_on_the_data_that_moved_with_it(
-    lstm_run: Path, copied_run: Path, capsys: pytest.CaptureFixture[str]
+    lstm_run: Path, copied_run: Path, printed: Callable[..., str]
 ) -> None:
-    results = []
-    for run in (lstm_run, copied_run):
-        assert main(["evaluate", str(run), "--json"]) == 0
-        results.append(json.loads(capsys.readouterr().out))
+    results = [json.loads(printed("evaluate", run, "--json")) for run in (lstm_run, copied_run)]
     assert results[0] == results[1]
     assert json.loads((copied_run / "evaluate-test.json").read_text()) == results[0]
+
+
+def test_a_run_cannot_be_changed_and_computes_its_parts_once(lstm_run: Path) -> None:
+    for run, parts in (
+        (Run.read(lstm_run), ("config", "prepared", "tree", "word_table", "pieces")),
+        (TrainedRun(lstm_run), ("folder", "description", "tokenizer", "model")),
+    ):
+        for part in parts:
+            found = getattr(run, part)
+            with pytest.raises(FrozenInstanceError):
+                setattr(run, part, found)
+            assert getattr(run, part) is found
 
 
 def test_a_run_whose_training_is_not_complete_names_the_command_that_continues_it(

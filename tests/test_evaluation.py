@@ -1,12 +1,12 @@
 """Evaluation: each token once, from the right context; sums over counts; one function for all."""
 
-import gzip
 import json
 import math
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lm.model import reader
 from lm.model.build import build_model
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.training.metrics import read_metrics
 
 N, EOS, UNK = 9, 0, 1
@@ -109,7 +109,11 @@ def test_no_figure_depends_on_the_size_of_the_chunks(
 
 @BACKBONES
 def test_the_figures_follow_from_sums_and_counts(backbone: str) -> None:
-    model, tokens = make(backbone), text(40)
+    model, tokens = make(backbone).train(), text(40)
+    assert measured(model, tokens) == measured(model, tokens)
+    assert model.training
+    with pytest.raises(ValueError, match=r"^no tokens to evaluate$"):
+        measured(model, text(0))
     result, nll = measured(model, tokens), by_hand(model, tokens, 6)
     known = [value for value, word in zip(nll, tokens, strict=True) if word != UNK]
     total = sum(nll)
@@ -127,19 +131,6 @@ def test_the_figures_follow_from_sums_and_counts(backbone: str) -> None:
     assert result.perplexity == pytest.approx(product, rel=1e-12)
 
 
-def test_the_class_perplexity_is_that_of_summed_word_probabilities() -> None:
-    model, tokens = make("lstm"), text(20)
-    inputs = np.concatenate([[EOS], tokens[:-1]]).astype(np.int64)
-    with torch.no_grad():
-        hidden, _ = model.eval()(torch.from_numpy(inputs)[:, None])
-        probability = model.output.log_prob(hidden[:, 0]).exp()
-    same_class = (
-        torch.arange(N)[None, :] % 3 == torch.from_numpy(tokens.astype(np.int64))[:, None] % 3
-    )
-    expected = math.exp(-float((probability * same_class).sum(1).log().mean()))
-    assert measured(model, tokens).class_perplexity == pytest.approx(expected, rel=1e-11)
-
-
 def test_without_unknown_words_nothing_is_excluded_and_with_only_them_the_rest_is_nan() -> None:
     model = make("lstm")
     known = measured(model, np.array([2, 3, 4], dtype=np.uint16))
@@ -148,31 +139,18 @@ def test_without_unknown_words_nothing_is_excluded_and_with_only_them_the_rest_i
     assert math.isnan(measured(model, np.array([UNK], dtype=np.uint16)).perplexity_excluding_oov)
 
 
-def test_the_mode_of_the_model_is_restored() -> None:
-    model = make("lstm").train()
-    first, second = measured(model, text(9)), measured(model, text(9))
-    assert first == second
-    assert model.training
-
-
-def test_no_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^no tokens to evaluate$"):
-        measured(make("lstm"), text(0))
-
-
+Printed = Callable[..., str]
 Evaluated = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def evaluated(capsys: pytest.CaptureFixture[str]) -> Iterator[Evaluated]:
+def evaluated(printed: Printed) -> Iterator[Evaluated]:
     """`evaluated(run, *options)`: the output of `lm evaluate … --json`; its files are deleted."""
     runs: list[Path] = []
 
     def evaluate_command(run: Path, *options: object) -> dict[str, Any]:
         runs.append(run)
-        capsys.readouterr()
-        assert main(["evaluate", str(run), *map(str, options), "--json"]) == 0
-        values: dict[str, Any] = json.loads(capsys.readouterr().out)
+        values: dict[str, Any] = json.loads(printed("evaluate", run, *options, "--json"))
         return values
 
     yield evaluate_command
@@ -206,21 +184,10 @@ def test_json_has_every_field_and_is_saved_in_the_run(
     assert (values["bits_per_byte"], values["unit"]) == (None, "word")
 
 
-def test_the_denominator_of_the_word_perplexity_is_printed(
-    lstm_run: Path, evaluated: Evaluated, capsys: pytest.CaptureFixture[str]
+def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words_in_the_table(
+    lstm_run: Path,
 ) -> None:
-    values = evaluated(lstm_run)
-    assert main(["evaluate", str(lstm_run)]) == 0
-    found = re.search(r"per word .* of (\d+) words \+ (\d+) line ends", capsys.readouterr().out)
-    assert found is not None
-    words, lines = map(int, found.groups())
-    assert (words, lines) == (values["words"], values["lines"])
-    expected = math.exp(values["nll_nats"] / (words + lines))
-    assert values["word_perplexity"] == pytest.approx(expected, rel=1e-12)
-
-
-def test_text_without_spaces_has_no_perplexity_per_word(lstm_run: Path) -> None:
-    opened = Run(lstm_run, device="cpu")
+    opened = TrainedRun(lstm_run, "cpu")
     malayalam = "നിയന്ത്രണം"  # a long word of 30 bytes
     japanese = "猫が犬を見ている。そして"
     for line, size in ((japanese, 37), ("the cat sees a dog", 0), (malayalam, 0)):
@@ -229,47 +196,28 @@ def test_text_without_spaces_has_no_perplexity_per_word(lstm_run: Path) -> None:
         (row,) = re.findall("per word  +(.*)", result.table("text"))
         expected = f"not printed: the text has a space every {size} bytes, so no words"
         assert (row == expected) == (size > 0)
+        assert (row == f"{result.word_perplexity:.2f}, of {result.words} words + 1 line ends") == (
+            size == 0
+        )
+        assert "within classes" in result.table("text")
+        full = replace(result, within_class_perplexity=1.0)
+        assert "within classes" not in full.table("text")
 
 
 def test_bits_per_byte_are_printed_only_if_every_byte_is_paid_for(
-    lstm_run: Path, corpus: Path, tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+    lstm_run: Path, tmp_path: Path, tiny: Path, printed: Printed
 ) -> None:
-    known, unknown = tmp_path / "known.txt", tmp_path / "unknown.txt"
-    known.write_text("the cat\n")
-    unknown.write_text("the zebra\n")
-
-    def row(run: Path, text: Path) -> str:
-        capsys.readouterr()
-        assert main(["evaluate", str(run), "--text", str(text)]) == 0
-        (found,) = re.findall(r"bits per byte +(.*)", capsys.readouterr().out)
+    def row(run: Path, text: str) -> str:
+        (tmp_path / "text").write_text(text)
+        table = printed("evaluate", run, "--text", tmp_path / "text")
+        (found,) = re.findall(r"bits per byte +(.*)", table)
         return str(found)
 
-    assert float(row(lstm_run, known)) > 0
-    assert row(lstm_run, unknown).startswith("not known: unknown words are not spelled")
+    assert float(row(lstm_run, "the cat\n")) > 0
+    assert row(lstm_run, "the zebra\n").startswith("not known: unknown words are not spelled")
     options = ["--tokenizer.lowercase=true", "--train.max_steps=1", "--no-progress"]
     assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
-    assert row(tmp_path / "run", known).startswith("not known: case or spaces are lost")
-
-
-def test_training_and_evaluation_say_the_same_of_the_perplexity(
-    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--train.max_steps=1", "--no-progress"]
-    caplog.set_level("INFO")
-    assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
-    rule = "per word and line end, unknown words counted as <unk>"
-    assert any(re.search(rf"validation perplexity [\d.]+, {rule}$", m) for m in caplog.messages)
-    assert main(["evaluate", str(tmp_path / "run"), "--split=valid"]) == 0
-    assert re.search(rf"perplexity +[\d.]+, {rule}\n", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
-def test_the_test_text_is_the_test_split(
-    run: str, request: pytest.FixtureRequest, corpus: Path, evaluated: Evaluated
-) -> None:
-    folder: Path = request.getfixturevalue(run)
-    split = evaluated(folder, "--split=test")
-    assert evaluated(folder, "--text", corpus / "test.txt") == split
+    assert row(tmp_path / "run", "the cat\n").startswith("not known: case or spaces are lost")
 
 
 def test_figures_that_cannot_be_written_are_printed(
@@ -297,31 +245,13 @@ def test_the_stated_context_is_that_of_the_windows(context: int) -> None:
     assert {*np.concatenate(rest, axis=None).tolist()} == {*range(few, context + 1)}
 
 
-def test_special_words_in_a_text_are_reported(
-    lstm_run: Path, tmp_path: Path, evaluated: Evaluated, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("the <unk> cat <unk>\nthe <eos> dog\n")
-    assert evaluated(lstm_run, "--text", path)["oov"] == 2
-    message = "text: the text contains <eos> (1) and <unk> (2), counted as special words"
-    assert message in caplog.messages
-
-
-def test_a_compressed_text_is_its_content_without_a_byte_order_mark(
-    lstm_run: Path, corpus: Path, tmp_path: Path, evaluated: Evaluated
-) -> None:
-    path, plain = tmp_path / "text.txt.gz", (corpus / "test.txt").read_text()
-    path.write_bytes(gzip.compress(plain.encode("utf-8-sig")))
-    assert evaluated(lstm_run, "--text", path) == evaluated(lstm_run, "--text", corpus / "test.txt")
-
-
 def test_the_rule_for_line_ends_is_that_of_the_corpus(
     tiny: Path,
     tmp_path: Path,
     evaluated: Evaluated,
     lstm_run: Path,
     corpus: Path,
-    capsys: pytest.CaptureFixture[str],
+    printed: Printed,
 ) -> None:
     options = ["--data.keep_empty_lines=false", "--train.max_steps=1", "--no-progress"]
     assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
@@ -331,8 +261,7 @@ def test_the_rule_for_line_ends_is_that_of_the_corpus(
     for run, split in ((tmp_path / "run", without), (lstm_run, with_them)):
         assert evaluated(run, "--text", text) == split
         stream = ["--stream", "--format=json", "--level=summary", "--unit=nats"]
-        assert main(["score", str(run), str(text), *stream]) == 0
-        summary = json.loads(capsys.readouterr().out)["summary"]
+        summary = json.loads(printed("score", run, text, *stream))["summary"]
         assert summary["tokens"] == split["tokens"]
         for name in ("perplexity", "perplexity_excluding_oov", "word_perplexity"):
             assert summary[name] == pytest.approx(split[name], rel=1e-9)
@@ -354,23 +283,6 @@ def test_a_progress_bar_is_shown_in_a_terminal_unless_switched_off(
     (lstm_run / "evaluate-valid.json").unlink()
 
 
-def test_a_text_that_cannot_be_evaluated_is_named(
-    lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
-) -> None:
-    empty, latin = tmp_path / "empty.txt", tmp_path / "latin.txt"
-    empty.touch()
-    latin.write_bytes(b"caf\xe9\n")
-    absent, nul = tmp_path / "absent.txt", tmp_path / "nul.txt"
-    nul.write_bytes(b"the cat\nthe \0 dog\n")
-    for path, error in (
-        (empty, "the text to evaluate is empty"),
-        (latin, f"{latin}, line 1: invalid UTF-8"),
-        (nul, f"{nul}, line 2: a NUL character"),
-        (absent, f"{absent} cannot be read: No such file or directory"),
-    ):
-        assert complaint("evaluate", lstm_run, "--text", path).startswith(error)
-
-
 def test_a_tokenizer_of_another_run_is_refused(
     lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
 ) -> None:
@@ -379,16 +291,3 @@ def test_a_tokenizer_of_another_run_is_refused(
     (run / "tokenizer.json").write_text(text.replace('"lowercase": false', '"lowercase": true'))
     errors = complaint("evaluate", run, "--text", run / "config.yaml")
     assert errors == f"{run}: the tokenizer is not the one that the model was trained with"
-
-
-def test_a_full_softmax_has_no_classes_to_print(
-    lstm_run: Path,
-    train: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    full = train(tmp_path, "--output.tree=full", "--train.max_steps=2")
-    for run, num_lines in ((lstm_run, 1), (full, 0)):
-        capsys.readouterr()
-        assert main(["evaluate", str(run)]) == 0
-        assert capsys.readouterr().out.count("within classes") == num_lines

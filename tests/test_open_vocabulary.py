@@ -20,10 +20,10 @@ from lm.evaluation import evaluate_split, evaluate_text
 from lm.loaded import LoadedModel
 from lm.rescoring.models import ArpaScores, RunScores
 from lm.rescoring.utterances import Utterances
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.ngram import NGramModel
-from tests.conftest import LETTERS, PIECES, PIECES_WITH_BYTES, main
+from tests.conftest import LETTERS, PIECES, PIECES_WITH_BYTES
 from tests.conftest import OTHER_LETTERS as SENTENCES
 from tests.data_prep.tokenizer.spelling import Definition
 
@@ -47,7 +47,7 @@ def loaded(run: Path) -> LoadedModel:
 
 def log_shares(loaded: LoadedModel, words: list[str]) -> Any:
     """log P(word | `<unk>`) by the run's speller."""
-    return Run(loaded._run.folder).speller.log_prob(words)
+    return TrainedRun(loaded._run.folder).speller.log_prob(words)
 
 
 def test_known_words_and_all_spellings_add_up_to_1(loaded: LoadedModel) -> None:
@@ -120,13 +120,12 @@ def test_evaluation_and_stream_add_the_spellings(loaded: LoadedModel, run: Path)
     }
     approximate: dict[str, Any] = {name: pytest.approx(each) for name, each in figures.items()}
     expected = replace(plain, **approximate)
-    opened = Run(run)
+    opened = TrainedRun(run)
     assert evaluate_text(opened, SENTENCES, progress=False, open_vocabulary=True) == expected
     assert evaluate_split(opened, "test", progress=False, open_vocabulary=True) == expected
     assert lm.load(run, open_vocabulary=True).evaluate(text) == expected
-    context = opened.description.context
-    scorer = Scorer(opened.model, opened.tokenizer, context=context, speller=opened.speller)
-    total = sum(score.log_prob.sum() for score in scorer.stream(SENTENCES))
+    scores = Scorer.of(opened, open_vocabulary=True).stream(SENTENCES)
+    total = sum(score.log_prob.sum() for score in scores)
     assert total == pytest.approx(-nll)
 
 
@@ -134,8 +133,8 @@ def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
     run: Path, letters: Callable[..., Path]
 ) -> None:
     def bits(folder: Path, line: str) -> float | None:
-        lines = [line, "b"]
-        return evaluate_text(Run(folder), lines, progress=False, open_vocabulary=True).bits_per_byte
+        run = TrainedRun(folder)
+        return evaluate_text(run, [line, "b"], progress=False, open_vocabulary=True).bits_per_byte
 
     assert bits(run, "ab zebra") is not None
     for line in ("ab  zebra", " ab zebra", "ab zebra ", "ab\tzebra", "ab\u00a0zebra", "ab <eos> b"):
@@ -143,8 +142,9 @@ def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
     lower = letters("lower", "--tokenizer.lowercase=true")
     assert bits(lower, "ab zebra") is None
     marks = letters("marks", "--tokenizer.split_punctuation=true")
-    spelled = evaluate_text(Run(marks), ["zebra, b"], progress=False, open_vocabulary=True)
-    (expected,) = -Run(marks).speller.log_prob(["zebra"]) - Run(marks).speller.log_prob([","])
+    opened = TrainedRun(marks)
+    spelled = evaluate_text(opened, ["zebra, b"], progress=False, open_vocabulary=True)
+    expected = -opened.speller.log_prob(["zebra", ","]).sum()
     assert spelled.spelling_nats == pytest.approx(expected)
     assert spelled.bits_per_byte is None
     reason = "not known: marks are separated (tokenizer.split_punctuation: true)"
@@ -155,7 +155,7 @@ def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
     bytes_run: Path, letters: Callable[..., Path]
 ) -> None:
     plain, spelled = (
-        evaluate_split(Run(bytes_run), "test", progress=False, open_vocabulary=is_open)
+        evaluate_split(TrainedRun(bytes_run), "test", progress=False, open_vocabulary=is_open)
         for is_open in (False, True)
     )
     assert (plain.bits_per_byte, plain.oov) == (None, 1)  # `<unk>` itself
@@ -163,7 +163,7 @@ def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
     assert spelled.bits_per_byte == plain.nll_nats / math.log(2) / plain.utf8_bytes
     partial = letters("pieces", *PIECES, "--tokenizer.vocab_size=10")
     with pytest.raises(UserError, match=r"the text has pieces that .*run does not know"):
-        evaluate_split(Run(partial), "test", progress=False, open_vocabulary=True)
+        evaluate_split(TrainedRun(partial), "test", progress=False, open_vocabulary=True)
     with pytest.raises(UserError, match="run has pieces that do not spell every word"):
         lm.load(partial, open_vocabulary=True)
     scores = [lm.load(bytes_run, open_vocabulary=each).score(SENTENCES) for each in (False, True)]
@@ -171,15 +171,8 @@ def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
         assert one.log_prob.tolist() == other.log_prob.tolist()
 
 
-def test_commands_spell_on_request(
-    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def printed(*arguments: object) -> str:
-        capsys.readouterr()
-        assert main([str(each) for each in arguments]) == 0
-        return capsys.readouterr().out
-
-    opened = Run(run)
+def test_commands_spell_on_request(run: Path, printed: Callable[..., str], tmp_path: Path) -> None:
+    opened = TrainedRun(run)
     expected = evaluate_split(opened, "test", progress=False, open_vocabulary=True)
     found: dict[str, Any] = json.loads(printed("evaluate", run, "--open-vocabulary", "--json"))
     assert found == expected.to_dict()
@@ -232,7 +225,7 @@ RESCORE = {"second_run": None, "vocabulary_size": None, "device": "cpu", "thread
 def test_an_arpa_model_spells_the_words_that_it_lacks(run: Path, tmp_path: Path) -> None:
     (tmp_path / "model.arpa").write_text(ARPA)
     (tmp_path / "list.slf").write_text("I=0\nI=1\nJ=0 S=0 E=1 W=ab\n")
-    speller, ngram = Run(run).speller, NGramModel(tmp_path / "model.arpa")
+    speller, ngram = TrainedRun(run).speller, NGramModel(tmp_path / "model.arpa")
     scores = ArpaScores(ngram, speller=speller)
     lines, spelled = ["ab b bbb", "日本 <unk>"], ["b", "日本", "<unk>"]
     ten = {"ab": -0.5, "bbb": -0.9, "<eos>": -0.7} | dict.fromkeys(spelled, -1.0)
@@ -276,11 +269,11 @@ def test_a_run_without_a_speller_takes_that_of_its_prepared_data(
     run: Path, tmp_path: Path, complaint: Callable[..., str]
 ) -> None:
     words = ["baba", "é"]
-    expected = Run(run).speller.log_prob(words).tolist()
+    expected = TrainedRun(run).speller.log_prob(words).tolist()
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     (copy / "speller.npz").unlink()
-    assert Run(copy).speller.log_prob(words).tolist() == expected
+    assert TrainedRun(copy).speller.log_prob(words).tolist() == expected
     shutil.rmtree(copy / "data")
     assert "is not a prepared folder" in complaint("score", copy, "--open-vocabulary")
     for verb, options, message in (
@@ -299,7 +292,7 @@ def test_a_run_without_a_speller_takes_that_of_its_prepared_data(
 
 def test_a_split_whose_text_changed_is_refused(letters: Callable[..., Path]) -> None:
     folder = letters("changed", "--train.max_steps=1")
-    opened = Run(folder)
+    opened = TrainedRun(folder)
     text = Path(opened.config.data.dir, "test.txt")
     content = text.read_text()
     try:

@@ -25,6 +25,7 @@ from tests.conftest import toy_sentences
 from tests.data_prep.conftest import write_table
 
 Complaint = Callable[..., str]
+Printed = Callable[..., str]
 
 
 @pytest.fixture(autouse=True)
@@ -41,17 +42,16 @@ def new(text: str, *options: str) -> Config:
 @pytest.mark.parametrize(
     "text", ["word", "the quick brown fox jumps over the lazy dog\n", "a\na\n"]
 )
-def test_the_shortest_texts_train(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    config = new(text)
-    assert config.data.files.train == "my.txt"
-    assert config.data.files.valid is None
-    assert "fewer than 20 lines: no valid and no test" in capsys.readouterr().out
+def test_the_shortest_texts_train(text: str, printed: Printed) -> None:
+    Path("my.txt").write_text(text)
+    summary = printed("new", "my.yaml", "--text=my.txt")
+    assert "fewer than 20 lines: no valid and no test" in summary
+    files = load_config("my.yaml").data.files
+    assert (files.train, files.valid) == ("my.txt", None)
     assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=60"]) == 0
-    capsys.readouterr()
-    prompt, rest = text.split()[0], text.split()[1:]
-    assert main(["generate", "runs/my", "--temperature=0", "--tokens=8", f"--prompt={prompt}"]) == 0
-    if len(rest) == 8:
-        assert capsys.readouterr().out == text
+    prompt, *rest = text.split()
+    options = ["--temperature=0", "--tokens=8", f"--prompt={prompt}"]
+    assert (printed("generate", "runs/my", *options) == text) == (len(rest) == 8)
 
 
 @pytest.mark.parametrize(("text", "length"), [("a\na\n", 2), ("the quick brown fox\n" * 4, 10)])
@@ -61,10 +61,11 @@ def test_the_context_of_a_transformer_fits_a_short_text(text: str, length: int) 
 
 
 def test_a_recipe_with_splits_trains_and_is_better_than_the_unigram_model(
-    capsys: pytest.CaptureFixture[str],
+    printed: Printed,
 ) -> None:
-    config = new("\n".join(toy_sentences(1, 400)) + "\n")
-    out = capsys.readouterr().out
+    Path("my.txt").write_text("\n".join(toy_sentences(1, 400)) + "\n")
+    out = printed("new", "my.yaml", "--text=my.txt")
+    config = load_config("my.yaml")
     assert re.search(
         r"by lines, train 360 lines \(about 2,[67]\d\d tokens\), "
         r"valid 20 lines \(about 1\d\d tokens\), test 20 lines \(about 1\d\d tokens\): "
@@ -77,15 +78,10 @@ def test_a_recipe_with_splits_trains_and_is_better_than_the_unigram_model(
     assert config.train.val_every_steps == 50
     assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=100"]) == 0
     prepared = open_prepared(config.prepared_path)
-    assert {split: info.lines for split, info in prepared.splits.items()} == {
-        "train": 360,
-        "valid": 20,
-        "test": 20,
-    }
-    capsys.readouterr()
-    assert main(["evaluate", "runs/my", "--json"]) == 0
+    sizes = {split: info.lines for split, info in prepared.splits.items()}
+    assert sizes == {"train": 360, "valid": 20, "test": 20}
     # Each sentence draws one of 3 · 8 · 5 · 3 · 8 · 5 combinations: 9.6 nats for 7 to 9 tokens.
-    assert 2 < json.loads(capsys.readouterr().out)["perplexity"] < 6
+    assert 2 < json.loads(printed("evaluate", "runs/my", "--json"))["perplexity"] < 6
 
 
 def test_given_splits_are_used_as_they_are() -> None:
@@ -135,7 +131,7 @@ def test_the_text_of_a_column_is_copied(given: bool) -> None:
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
 def test_rows_of_a_table_stay_whole(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    printed: Printed,
     name: str,
     num_rows: int,
     num_lines: int,
@@ -145,25 +141,25 @@ def test_rows_of_a_table_stay_whole(
     monkeypatch.setattr("data_prep.corpus.split.HELD_OUT_BYTES", 4)  # of a few long rows
     cell = "\n".join(["the cat"] * num_lines)
     write_table(Path(name), [{"n": row, "text": cell} for row in range(num_rows)])
-    assert main(["new", "my.yaml", f"--text={name}", *options]) == 0
-    assert f"split: {split}" in capsys.readouterr().out
+    assert f"split: {split}" in printed("new", "my.yaml", f"--text={name}", *options)
 
 
-def test_documents_are_found_or_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    new(("one two\n" * 700 + "three\n\n") * 40)
-    assert "by documents, train 36 documents (about" in capsys.readouterr().out
-    Path("my.yaml").rename("other.yaml")
-    assert main(["new", "lines.yaml", "--text=my.txt", "--split-by=lines"]) == 0
-    assert "by lines, train 25,236 lines (about" in capsys.readouterr().out
-
-
-def test_documents_that_are_too_short_to_hold_out_are_cut_into_lines(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("text", "found", "unit", "asked_for"),
+    [
+        (("one two\n" * 700 + "three\n\n") * 40, "documents, train 36", "lines", "train 25,236"),
+        ("one two\nthree\n\n" * 40, "lines, train 72", "documents", "train 36"),  # too short
+    ],
+    ids=["long", "short"],
+)
+def test_documents_are_found_if_they_are_long_or_asked_for(
+    printed: Printed, text: str, found: str, unit: str, asked_for: str
 ) -> None:
-    new("one two\nthree\n\n" * 40)
-    assert "by lines, train 72 lines (about" in capsys.readouterr().out
-    assert main(["new", "other.yaml", "--text=my.txt", "--split-by=documents"]) == 0
-    assert "by documents, train 36 documents (about" in capsys.readouterr().out
+    Path("my.txt").write_text(text)
+    summary = printed("new", "my.yaml", "--text=my.txt")
+    assert f"by {found} {found.split(',')[0]} (about" in summary
+    summary = printed("new", "other.yaml", "--text=my.txt", f"--split-by={unit}")
+    assert f"by {unit}, {asked_for} {unit} (about" in summary
 
 
 def test_nothing_is_overwritten(complaint: Complaint) -> None:
@@ -240,15 +236,12 @@ def test_a_text_that_changes_meanwhile_is_refused(
     assert list(Path().iterdir()) == [Path("my.txt")]
 
 
-def test_names_of_files_with_special_characters_are_quoted(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_names_of_files_with_special_characters_are_quoted(printed: Printed) -> None:
     name = "a: {b} # 'c', \"d\" $e é.txt"
     Path(name).write_text("the dog\n")
-    assert main(["new", "my dog.yaml", "--text", name]) == 0
-    assert load_config("my dog.yaml").data.files.train == name
     then = "then: lm train 'my dog.yaml'\n      lm generate 'runs/my dog'\n"
-    assert capsys.readouterr().out.endswith(then)
+    assert printed("new", "my dog.yaml", "--text", name).endswith(then)
+    assert load_config("my dog.yaml").data.files.train == name
 
 
 @pytest.mark.parametrize("space", [" ", "\n"], ids=["one line", "lines"])
@@ -284,30 +277,15 @@ def test_the_vocabulary_announced_is_that_of_the_prepared_data(
     assert float(share) == round(100 * counts[prepared.unk_id] / counts.sum(), 1) > 0.5
 
 
-def test_a_transformer_has_adamw_with_warm_up() -> None:
-    text = "\n".join(toy_sentences(1, 400)) + "\n"
-    config = new(text, "--model.backbone=transformer")
-    optim = config.optim
-    assert config.model.backbone == "transformer"
-    assert (optim.optimizer, optim.schedule) == ("adamw", "cosine")
-    assert 1 <= optim.warmup_steps <= 400
-    assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=60"]) == 0
-
-
-@pytest.mark.parametrize("tokens", [2_000, 200_000, 5_000_000, 40_000_000])
-def test_every_size_has_a_transformer(tokens: int) -> None:
-    words = min(MAX_WORDS, 1 + tokens // 4)
-    content, line = fit(
-        Path("my.yaml"), {"train": Path("a")}, tokens, words, "kind: words", "transformer"
-    )
+def fitted(
+    num_tokens: int, num_words: int, backbone: Literal["lstm", "transformer"] = "lstm"
+) -> Config:
+    sizes = num_tokens, num_words, "kind: words"
+    content, line = fit(Path("my.yaml"), {"train": Path("a")}, *sizes, backbone)
     config = validate(yaml.safe_load(content), "")
-    assert line.startswith(f"Transformer {config.model.layers} × {config.model.hidden}, ")
-    assert config.classes.clustered_words == (60_000 if words > 60_000 else None)
-
-
-def fitted(num_tokens: int, num_words: int) -> Config:
-    content, _ = fit(Path("my.yaml"), {"train": Path("a")}, num_tokens, num_words, "kind: words")
-    return validate(yaml.safe_load(content), "")
+    name = {"lstm": "LSTM", "transformer": "Transformer"}[backbone]
+    assert line.startswith(f"{name} {config.model.layers} × {config.model.hidden}, ")
+    return config
 
 
 def test_words_of_an_lstm_have_pieces_from_20_000_tokens_on() -> None:
@@ -318,10 +296,18 @@ def test_words_of_an_lstm_have_pieces_from_20_000_tokens_on() -> None:
     assert validate(yaml.safe_load(content), "").model.input_pieces is None
 
 
+@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 @pytest.mark.parametrize("tokens", [1, 300, 20_000, 200_000, 5_000_000, 40_000_000, 10**10])
-def test_every_size_has_valid_settings(tokens: int) -> None:
+def test_every_size_has_valid_settings(
+    tokens: int, backbone: Literal["lstm", "transformer"]
+) -> None:
     words = min(MAX_WORDS, 1 + tokens // 4)
-    config = fitted(tokens, words)
+    config = fitted(tokens, words, backbone)
+    assert config.classes.clustered_words == (60_000 if words > 60_000 else None)
+    optim = config.optim
+    if backbone == "transformer":
+        assert (optim.optimizer, optim.schedule) == ("adamw", "cosine")
+        assert optim.warmup_steps <= 400
     # Streams of an LSTM require a token for each sequence.
     assert config.train.batch_size <= tokens
     assert config.classes.shortlist < words

@@ -15,6 +15,7 @@ from lm.cli import main
 from lm.config import Config, load_config
 from lm.model.files import load_model
 from lm.output import ClassTree
+from lm.run import Parts, Run
 from lm.training.metrics import read_metrics
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("**/*.yaml"))
@@ -64,13 +65,12 @@ def small(config: Config, corpus: Path) -> list[str]:
 
 
 @pytest.fixture
-def validated(capsys: pytest.CaptureFixture[str]) -> Evaluated:
+def validated(printed: Callable[..., str]) -> Evaluated:
     """`validated(run)`: perplexity of the validation split as `lm evaluate` prints it."""
 
     def run(folder: Path) -> float:
-        capsys.readouterr()
-        assert main(["evaluate", str(folder), "--split=valid", "--json"]) == 0
-        return float(json.loads(capsys.readouterr().out)["perplexity"])
+        values = json.loads(printed("evaluate", folder, "--split=valid", "--json"))
+        return float(values["perplexity"])
 
     return run
 
@@ -112,8 +112,8 @@ def test_every_recipe_is_valid_and_named_after_its_file(path: Path) -> None:
         ["--output.tree=huffman", "--output.arity=3"],
         ["--output.tree=two_level", "--classes.shortlist=4"],
         ["--output.tree=adaptive"],
-        ["--output.tree=adaptive", "--output.cutoffs=[3, 9]", "--output.bias=false"],
-        ["--word_table.tied=true", "--output.bias=false"],
+        ["--output.tree=adaptive", "--output.cutoffs=[3, 9]"],
+        ["--word_table.tied=true"],
     ],
     ids=lambda options: " ".join(option.split(".")[1] for option in options),
 )
@@ -154,15 +154,13 @@ def test_a_tree_from_a_file_trains_like_the_same_tree_from_name(
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_pieces_train_and_are_measured_by_words_and_bytes(
-    kind: str, tiny: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tiny: Path, corpus: Path, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     sizes = "vocab_size: 290, byte_fallback: true"
     tokenizer = f"--tokenizer={{kind: sentencepiece, {sizes}, model_type: {kind}}}"
     options = ["--train.max_steps=2", f"--run_dir={tmp_path}"]
     assert main(["train", str(tiny), "--no-progress", tokenizer, *options]) == 0
-    capsys.readouterr()
-    assert main(["evaluate", str(tmp_path), "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(printed("evaluate", tmp_path, "--json"))
     text = (corpus / "test.txt").read_text()
     assert values["words"] == len(text.split())
     assert values["tokens"] > values["words"] + text.count("\n")
@@ -171,17 +169,9 @@ def test_pieces_train_and_are_measured_by_words_and_bytes(
     assert values["bits_per_byte"] == pytest.approx(bits / len(text.encode()), rel=1e-12)
     per_word = math.exp(values["nll_nats"] / (values["words"] + text.count("\n")))
     assert values["word_perplexity"] == pytest.approx(per_word, rel=1e-12)
-    table = ["--stream", "--format=json", "--level=summary"]
-    assert main(["score", str(tmp_path), str(corpus / "test.txt"), *table]) == 0
-    summary = json.loads(capsys.readouterr().out)["summary"]
-    assert (summary["tokens"], summary["words"]) == (values["tokens"], values["words"])
-    for name in ("perplexity", "word_perplexity"):
-        assert summary[name] == pytest.approx(values[name], rel=1e-6)
 
 
-def test_the_tree_is_the_one_that_its_options_name(
-    train: Callable[..., Path], prepared_dir: Path, tmp_path: Path
-) -> None:
+def test_the_tree_is_the_one_that_its_options_name(tiny: Path, prepared_dir: Path) -> None:
     prepared = open_prepared(prepared_dir)
     num_words, counts = prepared.vocab_size, torch.tensor(prepared.counts())
     word_class = torch.from_numpy(prepared.word_class().astype(np.int64))
@@ -193,12 +183,11 @@ def test_the_tree_is_the_one_that_its_options_name(
         ("huffman", "--output.arity=3"): ClassTree.huffman(counts, 3),
         ("two_level",): ClassTree.two_level(word_class),
     }
-    for number, ((name, *options), tree) in enumerate(expected.items()):
-        options += [f"--output.tree={name}", "--train.max_steps=1"]
-        model: Any = load_model(train(tmp_path / str(number), *options))[0]
-        found = model.output.tree.state_dict()
+    for (name, *options), tree in expected.items():
+        config = load_config(tiny, [f"--output.tree={name}", *options])
+        found: Any = Run(config, Parts(prepared)).tree
         for array, value in tree.state_dict().items():
-            assert torch.equal(found[array], value), (name, options, array)
+            assert torch.equal(found.state_dict()[array], value), (name, options, array)
 
 
 def test_the_shortlist_has_the_most_frequent_pieces_whatever_their_ids(

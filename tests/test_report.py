@@ -13,19 +13,18 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 
 from lm.cli import main
+from tests.conftest import corpus_of
 
 Reported = Callable[..., Any]
 
 
 @pytest.fixture
-def reported(lstm_run: Path, capsys: pytest.CaptureFixture[str]) -> Reported:
+def reported(lstm_run: Path, printed: Callable[..., str]) -> Reported:
     """`reported(verb, *options)`: what a command prints as JSON about a run, and as text."""
 
     def run(verb: str, *options: str) -> tuple[dict[str, Any], str]:
-        assert main([verb, str(lstm_run), "--json", *options]) == 0
-        values = json.loads(capsys.readouterr().out)
-        assert main([verb, str(lstm_run), *options]) == 0
-        return values, capsys.readouterr().out
+        values = json.loads(printed(verb, lstm_run, "--json", *options))
+        return values, printed(verb, lstm_run, *options)
 
     return run
 
@@ -65,11 +64,10 @@ def test_the_classes_are_drawn(
     tiny: Path,
     lstm_run: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    printed: Callable[..., str],
     complaint: Callable[..., str],
 ) -> None:
-    assert main(["classes", str(lstm_run), f"--plot={tmp_path / 'classes.svg'}"]) == 0
-    assert "classes of" in capsys.readouterr().out
+    assert "classes of" in printed("classes", lstm_run, f"--plot={tmp_path / 'classes.svg'}")
     picture = (tmp_path / "classes.svg").read_text()
     assert "classes with the most tokens" in picture
     assert "shortlist" not in picture
@@ -110,9 +108,7 @@ def test_classes_whose_words_no_font_has_are_drawn_by_number(
     fonts = [font for font in fontManager.ttflist if font.name == "DejaVu Sans"]
     monkeypatch.setattr(fontManager, "ttflist", fonts)
     lines = [f"\u4e2d{a} \u4e2d the b{b}\n" for a in "aeiou" for b in "aeiou"]
-    (tmp_path / "text.txt").write_text("".join(lines))
-    options = [f"--data.dir={tmp_path}", "--data.files={train: text.txt}"]
-    options += [f"--run_dir={tmp_path / 'run'}", "--classes.num_word_classes=4"]
+    options = [*corpus_of(tmp_path, "".join(lines)), "--classes.num_word_classes=4"]
     assert main(["prepare", str(tiny), *options]) == 0
     caplog.clear()
     picture = tmp_path / "classes.svg"

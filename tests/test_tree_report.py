@@ -1,6 +1,7 @@
 """Report and picture of trees of any depth."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from lm.cli import main
 from lm.output import ClassTree
 from lm.tree_picture import Box, boxes_of
 from lm.tree_report import top_words_below, tree_report
+from tests.conftest import corpus_of
 
 from .output.decoding.truth import TREES
 
@@ -64,36 +66,29 @@ def test_boxes_of_children_fill_that_of_their_parent(shape: str) -> None:
 
 
 def test_a_deep_tree_is_trained_used_reported_and_drawn(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     options = ["--output.tree=multi_level", "--classes.depth=4", f"--run_dir={tmp_path / 'run'}"]
     assert main(["train", str(tiny), *options, "--train.max_steps=3", "--no-progress"]) == 0
     run = str(tmp_path / "run")
-    capsys.readouterr()
-    for verb in (["evaluate", run], ["generate", run, "--tokens=3"], ["info", run]):
-        assert main(verb) == 0
-    assert main(["generate", run, "--tokens=3", "--beams=2"]) == 0
-    capsys.readouterr()
-    assert main(["classes", run, "--json", f"--plot={tmp_path / 'tree.svg'}", "--nodes=7"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    for verb in (["evaluate"], ["generate", "--tokens=3"], ["generate", "--beams=2"], ["info"]):
+        assert printed(*verb, run)
+    picture = f"--plot={tmp_path / 'tree.svg'}"
+    report = json.loads(printed("classes", run, "--json", picture, "--nodes=7"))
     assert report["depth"] == len(report["levels"]) == 4
     assert len(report["nodes"]) == 7
     assert report["nodes"][0]["top_words"][0] in (tmp_path / "tree.svg").read_text()
-    assert main(["classes", run, "--nodes=5"]) == 0
-    assert f"({report['num_nodes'] - 5:,} further nodes: --nodes)" in capsys.readouterr().out
+    more = f"({report['num_nodes'] - 5:,} further nodes: --nodes)"
+    assert more in printed("classes", run, "--nodes=5")
 
 
-def test_a_taxonomy_is_a_tree(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text.txt").write_text("tea milk tea saw tea\n" * 5)
+def test_a_taxonomy_is_a_tree(tiny: Path, tmp_path: Path, printed: Callable[..., str]) -> None:
     (tmp_path / "shop").write_text("tea\tfood/drinks\nmilk\tfood/drinks/cold\nsaw\ttools\n")
-    options = [f"--data.dir={tmp_path}", "--data.files={train: text.txt}"]
-    options += ["--output.tree=multi_level", "--classes.method=file", "--classes.file=shop"]
-    options += ["--classes.file_format=taxonomy", f"--run_dir={tmp_path / 'run'}"]
+    options = corpus_of(tmp_path, "tea milk tea saw tea\n" * 5)
+    options += ["--output.tree=multi_level", "--classes.file=shop"]
+    options += ["--classes.file_format=taxonomy"]
     assert main(["prepare", str(tiny), *options]) == 0
-    assert main(["classes", str(tiny), *options, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(printed("classes", tiny, *options, "--json"))
     found = {tuple(node["top_words"]) for node in report["nodes"]}
     assert {("tea", "milk"), ("milk",), ("saw",)} < found
     assert report["depth"] == 4

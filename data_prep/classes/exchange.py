@@ -4,13 +4,11 @@ The loops are compiled, because they examine every class for every word.
 
 Legend: N words, C classes, A separate words, each of which is a class numbered after the C and
 stays alone in it, n(w) occurrences of word w, N(c, d) how often class d follows class c, N(c)
-occurrences of the words of class c, s(c) their number. The objective is
+occurrences of the words of class c. The objective is
 
-    F = Σ_{c,d} N(c, d) ln N(c, d) - 2 Σ_c N(c) ln N(c) - λ Σ_c N(c) s(c)         (1)
+    F = Σ_{c,d} N(c, d) ln N(c, d) - 2 Σ_c N(c) ln N(c)         (1)
 
-The first two terms are the log-likelihood of the text without the terms that no assignment changes;
-the third is λ times the number of columns that the words' level of the softmax computes for all
-tokens.
+which is the log-likelihood of the text without the terms that no assignment changes.
 """
 
 from collections.abc import Sequence
@@ -82,7 +80,6 @@ def exchange(
     *,
     separate: IntArray | Sequence[int] = (),
     passes: int = 8,
-    column_cost: float = 0.0,
     progress: bool = False,
 ) -> IntArray:
     """Move each word to its best class, most frequent words first, until no word moves.
@@ -90,8 +87,7 @@ def exchange(
     Words that never occur stay, and so do the `separate` words (ids [A]): each is a class that no
     word joins, and no member of its class in `word_class`. A class with `capacity` words or more
     accepts none. Returns int64 [N], no class empty; F (1) is never lower than at the start.
-    `column_cost` is λ, in nats. Objective: Brown et al. 1992, equation 10; algorithm: Martin,
-    Liermann & Ney 1998, section 3.
+    Objective: Brown et al. 1992, equation 10; algorithm: Martin, Liermann & Ney 1998, section 3.
     """
     separate = np.array(separate, np.int64)
     num_all = num_word_classes + len(separate)
@@ -120,7 +116,7 @@ def exchange(
     seen = np.flatnonzero((counts > 0) & (in_class < num_word_classes))
     order = seen[np.argsort(-counts[seen], kind="stable")]
     for _ in tqdm(range(passes), desc="exchanging words", disable=None if progress else True):
-        if _move_words(order, text, classes, capacity, column_cost, table) == 0:
+        if _move_words(order, text, classes, capacity, table) == 0:
             break
     in_class[separate] = word_class[separate]
     return in_class
@@ -167,18 +163,15 @@ def _shift(word: Word, c: int, sign: int, state: Classes) -> None:
 
 
 @compiled
-def _set_gains(
-    word: Word, state: Classes, column_cost: float, table: DoubleArray, gain: DoubleArray
-) -> None:
+def _set_gains(word: Word, state: Classes, table: DoubleArray, gain: DoubleArray) -> None:
     """Gain of F (1) by adding a word, which is in no class, to each class: `gain` [C]."""
     n, after, before = word.num, word.after.times, word.before.times
-    follows, mass, size = state.follows, state.mass, state.size
+    follows, mass = state.follows, state.mass
     for c in range(len(gain)):
         diagonal = follows[c, c]
         together = after[c] + before[c] + word.num_self
         gain[c] = _f(diagonal + together, table) - _f(diagonal, table)
         gain[c] -= 2 * (_f(mass[c] + n, table) - _f(mass[c], table))
-        gain[c] -= column_cost * (n * (size[c] + 1) + mass[c])
     _add_gains(word.after, state.followed, table, gain)
     _add_gains(word.before, follows, table, gain)
 
@@ -195,9 +188,8 @@ def _add_gains(side: ClassSums, pairs: IntArray, table: DoubleArray, gain: Doubl
 
 @compiled
 def _move_words(
-    order: IntArray, text: Text, state: Classes, capacity: int, column_cost: float,
-    table: DoubleArray,
-) -> int:  # fmt: skip
+    order: IntArray, text: Text, state: Classes, capacity: int, table: DoubleArray
+) -> int:
     """Do one pass over the words; return how many moved."""
     word_class, size = state.word_class, state.size
     num_word_classes = state.follows.shape[1]
@@ -213,7 +205,7 @@ def _move_words(
         before = _by_class(text.left, w, word_class, times_before, classes_before)
         word = Word(text.counts[w], text.self_count[w], after, before)
         _shift(word, present, -1, state)
-        _set_gains(word, state, column_cost, table, gain)
+        _set_gains(word, state, table, gain)
         best = present
         for c in range(num_word_classes):
             if size[c] < capacity and gain[c] > gain[best] + 1e-9 * word.num:

@@ -200,7 +200,6 @@ def _exchange(
             num_word_classes,
             capacity,
             separate=np.append(separate, last),
-            column_cost=settings.column_cost,
             progress=progress,
         ).astype(np.int32)
     return word_class[:num_words]

@@ -21,7 +21,7 @@ from lm.commands.arguments import (
     check_picture,
 )
 from lm.commands.recommend import EXCLUDE
-from lm.run import Run
+from lm.run import TrainedRun
 
 HELP = "perplexity of a trained model on a text"
 _TEXT: Options = {
@@ -69,12 +69,12 @@ def run(options: argparse.Namespace) -> None:
     from lm.scoring.mixture import Mixture, evaluate_mixture
 
     is_open = options.open_vocabulary
-    run = Run.open(options.run_dir, device=options.device, threads=options.threads)
+    run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     if options.ranking:
         _rank(options, run)
         return
     _check_text(options, run)
-    others = [Run(Path(each), device=options.device) for each in options.compare]
+    others = [TrainedRun(Path(each), options.device) for each in options.compare]
     lines = None
     if options.text is not None:
         lines = list(noted_words(run.tokenizer, read_text(options.text), options.text))
@@ -127,7 +127,7 @@ def _write(path: Path, values: dict[str, Any]) -> None:
         _log.warning("the figures are printed only: %s", error)
 
 
-def _rank(options: argparse.Namespace, run: Run) -> None:
+def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
     """Print how high the next items rank, and write it to `evaluate-<split>-ranking.json`."""
     from lm.scoring.ranking import evaluate_ranking
 
@@ -143,12 +143,11 @@ def _rank(options: argparse.Namespace, run: Run) -> None:
     _write(run.folder / f"evaluate-{options.split}-ranking.json", values)
 
 
-def _check_text(options: argparse.Namespace, run: Run) -> None:
+def _check_text(options: argparse.Namespace, run: TrainedRun) -> None:
     """Raises UserError if the run is on independent sequences, and an option is not."""
     needs_text = ("text", "open_vocabulary", "arpa", "by_frequency", "compare")
     given = [name for name in needs_text if getattr(options, name)]
-    has_config = (run.folder / "config.yaml").exists()
-    if given and has_config and run.config.data.sequences == "independent":
+    if given and run.has_config and run.config.data.sequences == "independent":
         option = f"--{given[0].replace('_', '-')}"
         raise UserError(f"{option} requires a text, but {run.folder} has independent sequences")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from data_prep.errors import UserError
 from lm.commands.arguments import COMPUTING, COUNT, JSON, NUMBER, RUN, SWITCH, Options
-from lm.run import Run
+from lm.run import TrainedRun
 
 if TYPE_CHECKING:
     from data_prep.tokenizer.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     prompts = list(map(checked_text, prompts))
     given = {name: getattr(options, name) for name in _SAMPLING}
     sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
-    run = Run.open(options.run_dir, device=options.device, threads=options.threads)
+    run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     model, tokenizer, num_tokens = run.model, run.tokenizer, options.tokens
     has_unk = options.allow_unk or options.spell_unk
     excluded = () if has_unk else tokens_without_text(tokenizer)
@@ -144,7 +144,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
 
 def _print(
     options: argparse.Namespace,
-    run: Run,
+    run: TrainedRun,
     prompts: list[str],
     results: "Iterable[list[Sample]]",
     *,
@@ -196,7 +196,7 @@ def _report_unknown_words(tokenizer: "Tokenizer", prompts: list[str]) -> None:
 
 
 def _values(
-    options: argparse.Namespace, run: Run, prompt: str, samples: "list[Sample]"
+    options: argparse.Namespace, run: TrainedRun, prompt: str, samples: "list[Sample]"
 ) -> dict[str, object]:
     values: dict[str, object] = {"prompt": prompt, "samples": [sample.text for sample in samples]}
     if options.beams is not None:
@@ -209,7 +209,7 @@ def _values(
     return values
 
 
-def _print_table(run: Run, number: int, prompt: str, samples: "list[Sample]") -> None:
+def _print_table(run: TrainedRun, number: int, prompt: str, samples: "list[Sample]") -> None:
     """Print lines with tabs: numbers of prompt and sample, the probability at each level, word."""
     for index, sample in enumerate(samples, 1):
         steps = _steps(run, prompt, sample)
@@ -218,11 +218,14 @@ def _print_table(run: Run, number: int, prompt: str, samples: "list[Sample]") ->
             levels = [f"P(level {level} | above)" for level in range(1, depth + 1)]
             names = {1: ["P(word)"], 2: ["P(class)", "P(word | class)"]}.get(depth, levels)
             print("prompt", "sample", *names, "word", sep="\t")
+            tree = getattr(run.model.output, "tree", None)
+            if depth > 1 and tree is not None and (tree.node_of_row[tree.row_of_word] == 0).any():
+                _log.info("frequent words are in no class: P(class) is theirs, P(word | class) 1")
         for word, probs in steps:
             print(number, index, *(f"{p:.6f}" for p in probs), word, sep="\t")
 
 
-def _steps(run: Run, prompt: str, sample: "Sample") -> list[tuple[str, list[float]]]:
+def _steps(run: TrainedRun, prompt: str, sample: "Sample") -> list[tuple[str, list[float]]]:
     """The words of a sample with the probability at each level."""
     from lm.generation.text import encode_prompt, level_probs
 

@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> None:
     run = Run.read(options.source, options.overrides)
     run.check_classes()
     from lm.output import HierarchicalSoftmax
-    from lm.training.batches import training_batches
+    from lm.training.batches import Batches
     from lm.training.memory_estimate import estimate_memory
 
     config, tree, model = run.config, run.tree, run.model_without_weights
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
         }
     values |= {
         "train_tokens": run.prepared.splits["train"].tokens,
-        "batches_per_epoch": training_batches(config, run.prepared).per_epoch,
+        "batches_per_epoch": Batches(config, run.prepared).per_epoch,
         **{f"{name}_parameters": count for name, count in parameters.items() if count},
         "parameters": sum(parameters.values()),
         "row_wise_gradients": run.word_table.row_wise,

@@ -9,7 +9,7 @@ from typing import Any
 
 from data_prep.errors import UserError
 from lm.commands.arguments import COMPUTING, COUNT, JSON, RUN, Options
-from lm.run import Run
+from lm.run import TrainedRun
 
 HELP = "most probable next items of sequences of items"
 EXCLUDE: Options = {
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
     from data_prep.corpus.lines import read_text
     from lm.generation.items import Catalogue, recommend
 
-    run = Run.open(options.run_dir, device=options.device, threads=options.threads)
+    run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     if run.config.data.sequences != "independent":
         raise UserError(f"{run.folder}: recommending requires data.sequences: independent")
     catalogue = Catalogue(run)

@@ -22,7 +22,7 @@ from lm.commands.arguments import (
     Options,
 )
 from lm.rescoring.formats import NON_WORDS
-from lm.run import Run
+from lm.run import TrainedRun
 
 if TYPE_CHECKING:
     from lm.rescoring.lattice_search import WordModel
@@ -172,10 +172,10 @@ def _models(
 
     hypotheses = [text for each in lists for text in each.texts]
     references = [text for each in lists if each.errors for text in each.errors.references]
-    runs = [Run.open(options.run_dir, device=options.device, threads=options.threads)]
+    runs = [TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)]
     if options.second_run is not None:
         read_description(second := Path(options.second_run))  # or there is no model
-        runs.append(Run(second, device=options.device))
+        runs.append(TrainedRun(second, options.device))
     words = {word for run in runs for word in run.tokenizer.literals}
     literals = {word: sum(text.count(word) for text in hypotheses) for word in sorted(words)}
     log_literals("hypotheses", literals)

@@ -14,7 +14,7 @@ from lm.commands.arguments import (
     VOCABULARY_SIZE,
     Options,
 )
-from lm.run import Run
+from lm.run import TrainedRun
 
 HELP = "log-probabilities of sentences and words"
 _CHOICES = {
@@ -65,14 +65,12 @@ def run(options: argparse.Namespace) -> None:
     from lm.scoring.mixture import Mixture
 
     return_freed_memory()
-    run = Run.open(options.run_dir, device=options.device, threads=options.threads)
+    run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     mixture = options.arpa and Mixture.open(run, Path(options.arpa), options.mixture)
-    scorer = Scorer(
-        run.model,
-        run.tokenizer,
-        context=run.description.context,
+    scorer = Scorer.of(
+        run,
         vocabulary_size=options.vocabulary_size,
-        speller=run.open_speller if options.open_vocabulary else None,
+        open_vocabulary=options.open_vocabulary,
         details=options.details,
         mixture=mixture or None,
     )

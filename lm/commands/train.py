@@ -37,6 +37,6 @@ def run(options: argparse.Namespace) -> None:
     checkpoint = check_folder(run.config, options.resume)
     if checkpoint is None:
         check_tree(run.config.output)
-    run.prepare(keep=checkpoint is not None, progress=progress)
+    run = run.prepare(keep=checkpoint is not None, progress=progress)
     if train(run, resume=options.resume, progress=progress):
         print(run.folder)

@@ -7,7 +7,6 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from itertools import chain
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -19,9 +18,6 @@ from data_prep.corpus.formats import likely_encoding, no_text
 from data_prep.errors import UserError
 from lm.config.rules import first_problem
 from lm.config.schema import Config
-
-MAX_VALUES = 100_000
-"""Largest number of values of a YAML file, aliases replaced: a few lines can stand for billions."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -142,10 +138,8 @@ class _Loader(yaml.SafeLoader):
     section: Any = None
 
     def get_single_node(self) -> yaml.Node | None:
-        """The document, unless it is very large once its aliases are replaced by their values."""
+        """The document, in which values of keys that are text are text."""
         node = super().get_single_node()
-        if node is not None and _expanded_size(node, {}) > MAX_VALUES:
-            raise yaml.YAMLError(f"with its aliases replaced, it has more than {MAX_VALUES} values")
         _mark_text(node, self.section)
         return node
 
@@ -172,17 +166,6 @@ def _is_text(kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return all(isinstance(choice, str) for choice in get_args(kind))
     return str in (get_args(kind) or (kind,))
-
-
-def _expanded_size(node: yaml.Node, known: dict[int, int]) -> int:
-    """Number of values in a node with its aliases replaced; very large if it contains itself."""
-    if id(node) not in known:
-        known[id(node)] = MAX_VALUES
-        inner: Any = node.value if isinstance(node, yaml.CollectionNode) else ()
-        if isinstance(node, yaml.MappingNode):
-            inner = chain.from_iterable(node.value)
-        known[id(node)] = 1 + sum(_expanded_size(each, known) for each in inner)
-    return known[id(node)]
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:

@@ -75,7 +75,7 @@ def describe_usual_keys() -> str:
         [
             "usual keys of the configuration:",
             *(f"  {line}" for line in lines),
-            "all keys with their meaning: --help-all, lm config [KEY], configs/README.md",
+            "all keys with their meaning: lm config [KEY], configs/README.md",
         ]
     )
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from data_prep.settings import (
     ALL_LEVELS,
@@ -15,6 +15,7 @@ from data_prep.settings import (
     Positive,
     Strict,
     TokenizerConfig,
+    without_deleted,
 )
 
 MAX_THREADS = 1024
@@ -104,10 +105,13 @@ class OutputConfig(Strict):
     tail_dropout: Fraction = 0.0
     """adaptive: dropout of the hidden vector within clusters, besides `model.dropout` (Baevski &
     Auli 2019)."""
-    bias: bool = True
-    """Whether the rows have biases."""
     backend: Literal["auto", "compiled", "reference", "triton"] = "auto"
     """Implementation of the layer; auto chooses by device."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_deleted(cls, section: Any) -> Any:
+        return without_deleted(section, bias=True) if isinstance(section, dict) else section
 
 
 @dataclass(frozen=True, kw_only=True)

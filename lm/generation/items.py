@@ -11,7 +11,7 @@ from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.model.language_model import LanguageModel
 from lm.model.reader import Ints, read_lines
 from lm.output.decoding.search import TopK
-from lm.run import Run
+from lm.run import TrainedRun
 
 
 class Catalogue:
@@ -21,7 +21,7 @@ class Catalogue:
         special: token ids that are no items.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainedRun) -> None:
         self._tokenizer: Tokenizer = run.tokenizer
         self._is_escaped = run.config.data.user_field is not None
         eos_id, unk_id = run.description.eos_id, run.description.unk_id

@@ -33,7 +33,6 @@ class AdaptiveSoftmax(nn.Module):
         counts: [N] occurrences of each word, which give its frequency rank; ties go by word.
         cutoffs: frequency ranks at which the clusters begin: increasing, at least one, within
             1 … N - 1. The first is the size of the shortlist. None: N / 10 and N / 3.
-        bias: whether the shortlist has biases (the clusters have none).
         tail_dropout: probability of zeroing an element of the hidden vectors within clusters.
 
     Attributes:
@@ -58,7 +57,6 @@ class AdaptiveSoftmax(nn.Module):
         counts: Tensor,
         cutoffs: Sequence[int] | None = None,
         *,
-        bias: bool = True,
         tail_dropout: float = 0.0,
     ) -> None:
         super().__init__()
@@ -85,7 +83,7 @@ class AdaptiveSoftmax(nn.Module):
             self.vocab_size,
             list(cutoffs),
             div_value=max(fits, default=1),
-            head_bias=bias,
+            head_bias=True,
         )
         for tail in self.softmax.tail:
             tail.register_forward_pre_hook(partial(_dropped, probability=tail_dropout))

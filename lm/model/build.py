@@ -19,9 +19,8 @@ from lm.config import Config, ModelConfig, OutputConfig, WordTable
 from lm.config.schema import TREES
 from lm.model.adaptive import AdaptiveSoftmax
 from lm.model.input_pieces import InputPieces
-from lm.model.language_model import Backbone, LanguageModel
+from lm.model.language_model import Backbone, LanguageModel, OutputLayer
 from lm.model.lstm import LSTM
-from lm.model.output_layer import OutputLayer
 from lm.model.sampled import SampledSoftmax
 from lm.model.transformer import Transformer
 from lm.output import ClassTree, HierarchicalSoftmax
@@ -31,10 +30,7 @@ from lm.output.sharded import PlacementName, ShardedSoftmax
 def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
     """Build the tree of softmaxes that `output.tree` names, over the words of the prepared data.
 
-    Returns None for `adaptive`, which has cutoffs instead.
-
-    Raises:
-        UserError: if the tree's file is absent or does not fit the vocabulary.
+    It is None for `adaptive`, which has cutoffs. A UserError says what is wrong with a tree's file.
     """
     output, vocab_size = config.output, prepared.vocab_size
     if output.tree == "adaptive":
@@ -103,10 +99,8 @@ def build_model(
         context: T, number of positions that a Transformer attends to.
         input_tree: the result of `build_input_tree`.
         pieces: the result of `pieces_of_words`, which `input_pieces` requires.
-        counts: [N] occurrences of each word in the training split, for `count_word_dropout`
-            (without them there is none), for the frequency ranks of `output.tree: adaptive`, which
-            requires them, and for the samples of `output.num_samples` (without them there are
-            none: a model that is not trained needs none).
+        counts: [N] occurrences of each word in the training split, for `output.tree: adaptive`, and
+            to train with `count_word_dropout` or `output.num_samples`.
         placement: how the rows of the table of words are dealt to the processes of
             `torch.distributed`, see `ShardedSoftmax`; None: every process has all.
 
@@ -115,7 +109,6 @@ def build_model(
 
     Raises:
         UserError: if `output.cutoffs` do not fit the vocabulary.
-        ValueError: if tree and counts are None, or pieces are missing.
 
     Example:
         >>> tree = ClassTree.balanced(vocab_size=100, branching=10)
@@ -138,6 +131,10 @@ def build_model(
         for parameter in cast(nn.Module, backbone).parameters():
             fill(parameter)
     softmax = _build_softmax(config, output, word_table, tree, counts, placement)
+    input_pieces = None
+    if config.input_pieces is not None:
+        assert pieces is not None
+        input_pieces = InputPieces(pieces, config.input_pieces, config.embedding or config.hidden)
     model = LanguageModel(
         backbone,
         softmax,
@@ -145,7 +142,7 @@ def build_model(
         embedding_dtype=dtype,
         path_sum=config.input_embedding == "path_sum",
         input_tree=input_tree,
-        input_pieces=_build_input_pieces(config, pieces),
+        input_pieces=input_pieces,
         row_wise=word_table.row_wise,
         word_dropout=word_dropout,
         dropout=config.dropout,
@@ -162,14 +159,6 @@ def build_model(
     return model
 
 
-def _build_input_pieces(config: ModelConfig, pieces: Tensor | None) -> InputPieces | None:
-    if config.input_pieces is None:
-        return None
-    if pieces is None:
-        raise ValueError("model.input_pieces requires the pieces of the words")
-    return InputPieces(pieces, config.input_pieces, config.embedding or config.hidden)
-
-
 def _build_softmax(
     config: ModelConfig,
     output: OutputConfig,
@@ -179,16 +168,10 @@ def _build_softmax(
     placement: PlacementName | None,
 ) -> OutputLayer:
     if tree is None:
-        if counts is None:
-            raise ValueError("one of tree and counts is required")
+        assert counts is not None
+        dropout = output.tail_dropout
         try:
-            return AdaptiveSoftmax(
-                config.hidden,
-                counts,
-                output.cutoffs,
-                bias=output.bias,
-                tail_dropout=output.tail_dropout,
-            )
+            return AdaptiveSoftmax(config.hidden, counts, output.cutoffs, tail_dropout=dropout)
         except ValueError as error:
             raise UserError(f"output.cutoffs: {error}") from error
     kind: Any = HierarchicalSoftmax
@@ -199,7 +182,6 @@ def _build_softmax(
     softmax: OutputLayer = kind(
         config.hidden,
         tree,
-        bias=output.bias,
         backend=output.backend,
         row_wise=word_table.row_wise,
         dtype=torch.bfloat16 if word_table.dtype == "bf16" else None,
@@ -211,8 +193,7 @@ def _build_softmax(
 def without_weights() -> Iterator[None]:
     """Modules that are built inside the `with` block have meta tensors as parameters.
 
-    Nothing is initialized: `init.normal_` of a meta tensor imports `torch._dynamo`, which takes
-    longer than to import torch.
+    `torch.nn.init` is skipped: with a meta tensor it imports `torch._dynamo`, which takes seconds.
     """
     with torch.device("meta"), _WithoutInitialization():
         yield

@@ -52,8 +52,7 @@ def save_model(folder: Path, weights: dict[str, Tensor], description: Descriptio
     """Write `model.safetensors`, given the `state_dict` of a model, and `model.json`.
 
     Raises:
-        UserError: if the file system refuses, for instance a full disk; files that were there
-            before are unchanged.
+        UserError: if the file system refuses; files that were there before are unchanged.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     try:
@@ -69,15 +68,10 @@ def save_model(folder: Path, weights: dict[str, Tensor], description: Descriptio
 def load_model(
     folder: Path, description: Description | None = None
 ) -> tuple[LanguageModel, Description]:
-    """Load the model of a run.
+    """Load the model of a run, and its description unless it is given.
 
-    Args:
-        folder: folder of the two files.
-        description: the content of `model.json`; None reads it.
-
-    Returns:
-        The model, in evaluation mode, on the CPU, its parameters of the dtype that they were
-        trained in, with dense gradients; and its description.
+    The model is on the CPU, in evaluation mode, with dense gradients, its parameters of the dtype
+    that they were trained in.
 
     Raises:
         UserError: if a file is absent or damaged, or the two do not belong together.
@@ -115,23 +109,15 @@ def load_model(
 
 
 def read_description(folder: Path) -> Description:
-    """Read `model.json` of a run.
-
-    Raises:
-        UserError: if it is absent, damaged or of another version.
-    """
+    """Read `model.json` of a run; a UserError says that it is absent, damaged or too old."""
     path = folder / DESCRIPTION
     if folder.is_file():
         raise UserError(f"{folder} is a file, not the folder of a run")
     if not path.exists():
-        problem = f"{folder}: no trained model here ({DESCRIPTION} is missing)"
+        hint = "`lm train CONFIG` trains one" if folder.exists() else "there is no such folder"
         if (folder / "config.yaml").exists():
-            problem += f"; `lm train {folder} --resume auto` continues the training"
-        elif folder.exists():
-            problem += "; `lm train CONFIG` trains one"
-        else:
-            problem += "; there is no such folder"
-        raise UserError(problem)
+            hint = f"`lm train {folder} --resume auto` continues the training"
+        raise UserError(f"{folder}: no trained model here ({DESCRIPTION} is missing); {hint}")
     description: Description = read_json(path, Description, FORMAT_VERSION)
     return description
 
@@ -144,8 +130,7 @@ def _tree(state: dict[str, Tensor], prefix: str) -> ClassTree:
 def _write_tensors(tensors: dict[str, Tensor], file: BinaryIO) -> str:
     """Write an open file, by its name; returns the checksum.
 
-    Safetensors replaces the file by a new one that only its owner may read. The checksum is taken
-    here so that little time passes between the two files of a model.
+    Safetensors replaces the file by a new one that only its owner may read.
     """
     save_file(tensors, file.name)
     os.chmod(file.name, stat.S_IMODE(os.fstat(file.fileno()).st_mode))

@@ -17,10 +17,7 @@ PIECES = "input_pieces.pieces"
 
 
 def pieces_of_words(config: Config, prepared: "Prepared") -> Tensor | None:
-    """The pieces of each word of prepared data, as `InputPieces` takes them.
-
-    It takes some seconds for 200,000 words. None without `model.input_pieces`.
-    """
+    """The pieces of each word as `InputPieces` takes them; None without `model.input_pieces`."""
     if config.model.input_pieces is None:
         return None
     from data_prep.tokenizer.pieces import find_pieces
@@ -33,10 +30,9 @@ def pieces_of_words(config: Config, prepared: "Prepared") -> Tensor | None:
 
 
 class InputPieces(nn.Module):
-    """The sum of the vectors of a word's n pieces p, divided by the root of their number.
+    """Σ_p v_p / √n of the vectors of a word's n pieces p, and 0 if n = 0.
 
-    Σ_p v_p / √n, and 0 if n = 0. Vectors of independent pieces then have a sum of the same size
-    whatever their number is.
+    Sums of independent vectors then are as large as one, whatever n is.
 
     Args:
         pieces: [N, L] int32, the pieces of each word, then -1; saved with the model.

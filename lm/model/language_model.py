@@ -1,8 +1,9 @@
 """LanguageModel: input vectors → backbone → output layer."""
 
 import math
-from collections.abc import Sequence
-from typing import Protocol, cast
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +11,47 @@ from torch.nn import functional as F
 
 from lm.model.input_pieces import InputPieces
 from lm.model.lstm import Dropout
-from lm.model.output_layer import OutputLayer
 from lm.model.precision import backbone_autocast
 from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output.decoding.search import TopK
+from lm.output.functional import Reduction
 from lm.output.rowwise import lookup
 from lm.output.sharded import DealtRows, ShardedSoftmax
 
 State = tuple[Tensor, ...]
+
+
+class OutputLayer(Protocol):
+    """An `nn.Module` that computes P(word | hidden) over N words, as `HierarchicalSoftmax`.
+
+    In all methods `hidden` is [..., H] and `target` is [...] int64, a word or `ignore_index` =
+    -100.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """N, number of words."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters, as `nn.Module.parameters`."""
+
+    def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
+        """Negative log-likelihood in nats: a scalar, or [...] with `reduction="none"`."""
+
+    def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """The terms of each loss by level of the tree, [D, ...], without a gradient."""
+
+    def log_prob(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities of all words, [..., N]."""
+
+    def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
+        """Log-probabilities of candidate words [..., K] int64 of each position, [..., K]."""
+
+    def sample(self, *arguments: Any, **options: Any) -> Tensor:
+        """Draw a word for each position, [...] int64."""
+
+    def topk(self, hidden: Tensor, k: int, *, excluded: Sequence[int] | Tensor = ()) -> TopK:
+        """The k most probable words of each position that are not excluded, [..., k]."""
 
 
 class Backbone(Protocol):
@@ -34,18 +69,10 @@ class Backbone(Protocol):
         """The state before the first token."""
 
     def __call__(self, embedded: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
-        """Compute hidden vectors from floating-point input vectors.
+        """Compute hidden vectors [T, B, H] from input vectors [T, B, E], T ≥ 1.
 
-        Args:
-            embedded: input vectors [T, B, E], T ≥ 1.
-            state: that after the positions before them, from `init_state` or an earlier call; None
-                if there are none.
-
-        Returns:
-            hidden [T, B, H], and the state after them; a Transformer has none if `state` is None.
-
-        Raises:
-            ValueError: if a shape does not fit.
+        `state` is that after the positions before them, None if there are none. The new state is
+        returned as well; a Transformer has none if `state` is None.
         """
 
     @staticmethod
@@ -106,13 +133,10 @@ class LanguageModel(nn.Module):
                 "shared rows and path sums require a HierarchicalSoftmax,"
                 f" got {type(output).__name__}"
             )
-        self.backbone = backbone
-        self.output = output
+        self.backbone, self.output = backbone, output
         self.dropout = Dropout(dropout, dropout_variational)
-        self.path_sum = path_sum
-        self.input_tree = input_tree
-        self.input_pieces = input_pieces
-        self.row_wise = row_wise
+        self.path_sum, self.row_wise = path_sum, row_wise
+        self.input_tree, self.input_pieces = input_tree, input_pieces
         self.embedding_size = backbone.hidden_size if embedding_size is None else embedding_size
         self.word_dropout: Tensor | None
         self.register_buffer("word_dropout", word_dropout, persistent=False)
@@ -130,8 +154,8 @@ class LanguageModel(nn.Module):
                 self.dealt = self.dealt._replace(num_rows=num_vectors, slot=None)
                 held = torch.empty(self.dealt.num_held, embedding_size, dtype=embedding_dtype)
                 self.embedding = nn.Embedding(len(held), embedding_size, _weight=held)
-                self.draw(self.embedding.weight, std=1)  # as the constructor draws all vectors
-            self.draw(self.embedding.weight, std=1 / math.sqrt(embedding_size))
+                self._draw(self.embedding.weight, std=1)  # as the constructor draws all vectors
+            self._draw(self.embedding.weight, std=1 / math.sqrt(embedding_size))
 
     @property
     def dealt_tables(self) -> dict[str, DealtRows]:
@@ -143,12 +167,8 @@ class LanguageModel(nn.Module):
         vectors = {} if self.embedding is None else {"embedding.weight": self.dealt}
         return tables | vectors
 
-    def draw(self, vectors: Tensor, std: float) -> None:
-        """Draw a table of input vectors from a normal distribution."""
-
-        def fill(rows: Tensor) -> None:
-            nn.init.normal_(rows, std=std)
-
+    def _draw(self, vectors: Tensor, std: float) -> None:
+        fill = partial(nn.init.normal_, std=std)
         if self.dealt is None:
             fill(vectors)
         else:
@@ -180,14 +200,10 @@ class LanguageModel(nn.Module):
         return self.backbone.init_state(batch_size)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
-        """Compute hidden vectors.
+        """Compute hidden vectors [T, B, H] from the input words [T, B] int64.
 
-        Args:
-            tokens: [T, B] int64, the input words.
-            state: the state after the words before them; None at the beginning.
-
-        Returns:
-            hidden [T, B, H], each of which predicts the next word, and the state after `tokens`.
+        Each predicts the next word. `state` is that after the words before them, None at the
+        beginning; the one after `tokens` is returned as well.
         """
         embedded = self._embed(tokens)[..., : self.embedding_size]
         if self.input_pieces is not None:
@@ -199,11 +215,7 @@ class LanguageModel(nn.Module):
     def loss(
         self, tokens: Tensor, targets: Tensor, state: State | None = None
     ) -> tuple[Tensor, State | None]:
-        """Mean negative log-likelihood in nats of the next words.
-
-        Arguments and state are those of `forward`; `targets` [T, B] int64 are the words after
-        `tokens`.
-        """
+        """Mean nll of the next words `targets` [T, B] int64; the others are as in `forward`."""
         hidden, state = self(tokens, state)
         return self.output.loss(hidden, targets), state
 

@@ -4,9 +4,8 @@
     c_t = f ⊙ c_{t−1} + i ⊙ g                                                                 (2)
     h_t = o ⊙ tanh(c_t)                                                                       (3)
 
-One `nn.LSTM` per layer, because its own dropout cannot share masks over time; on CPU separate
-layers are as fast as one call for all of them. Dropout on the input vectors and on the last
-layer's output is the language model's.
+One `nn.LSTM` per layer, because its own dropout cannot share masks over time. Dropout on the input
+vectors and on the last layer's output is the language model's.
 """
 
 import math
@@ -35,20 +34,18 @@ class _Scaled(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-def _scaled(factor: float, first: Tensor, *others: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _scaled(factor: float, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors whose gradients are multiplied by a factor."""
-    if factor == 1:
-        return first, others
     apply: Callable[..., Tensor] = _Scaled.apply
-    return apply(first, factor), tuple(apply(other, factor) for other in others)
+    return tensors if factor == 1 else tuple(apply(tensor, factor) for tensor in tensors)
 
 
 def _gradient_scale(inputs: Tensor) -> float:
     """By what gradients are multiplied within the layers: 1, except under autocast to bf16 on CUDA.
 
     PyTorch runs cuDNN's LSTM in fp16 there, below whose range fall gradients of a mean over many
-    tokens: relative errors of 1.4 % at 1e-5, 13 % at 1e-6, 70 % at 1e-7. A sixteenth of the number
-    of tokens, a power of two, keeps sums over tokens in range.
+    tokens (relative errors of 13 % at 1e-6). A sixteenth of the number of tokens, a power of two,
+    keeps sums over tokens in range.
     """
     trains = inputs.is_cuda and torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")
     if not trains or torch.get_autocast_dtype("cuda") != torch.bfloat16:
@@ -57,23 +54,15 @@ def _gradient_scale(inputs: Tensor) -> float:
 
 
 class Dropout(nn.Module):
-    """Zeroes features while training and scales the rest by 1 / (1 − p).
+    """Zeroes features with probability p in [0, 1) while training, scales the rest by 1 / (1 − p).
 
-    Args:
-        p: probability of zeroing, in [0, 1).
-        variational: one mask per sequence serves all its time steps, dimension 0, instead of a
-            fresh one for each.
-
-    Raises:
-        ValueError: if p is not in [0, 1).
-
-    Source: Gal & Ghahramani 2016, section 4 (variational).
+    If `variational`, a sequence has one mask for all time steps, dimension 0 (Gal & Ghahramani
+    2016, section 4).
     """
 
     def __init__(self, p: float, variational: bool = False) -> None:
         super().__init__()
-        self.p = _probability("p", p)
-        self.variational = variational
+        self.p, self.variational = p, variational
 
     def forward(self, features: Tensor) -> Tensor:
         """Drops from `features` [T, B, H]; the identity in evaluation mode."""
@@ -82,10 +71,6 @@ class Dropout(nn.Module):
         if not self.variational:
             return F.dropout(features, self.p)
         return features * F.dropout(torch.ones_like(features[:1]), self.p)
-
-    def extra_repr(self) -> str:
-        """Shows the settings in `print(model)`."""
-        return f"p={self.p}, variational={self.variational}"
 
 
 class LSTM(nn.Module):
@@ -99,9 +84,6 @@ class LSTM(nn.Module):
         dropout_weight: probability of zeroing an entry of the recurrent weights W_hh, one mask per
             call for all time steps (DropConnect; Merity, Keskar & Socher 2018, section 2).
         dropout_variational: whether `dropout` uses one mask per sequence.
-
-    Raises:
-        ValueError: if a size is not positive or a probability not in [0, 1).
 
     Source: Hochreiter & Schmidhuber 1997, with the forget gate of Gers, Schmidhuber & Cummins 2000.
     """
@@ -121,23 +103,13 @@ class LSTM(nn.Module):
         dropout_variational: bool = False,
     ) -> None:
         super().__init__()
-        if min(input_size, hidden_size, layers) < 1:
-            raise ValueError(
-                "LSTM: input_size, hidden_size and layers must be positive, "
-                f"got {input_size}, {hidden_size} and {layers}"
-            )
-        self.input_size = input_size
-        self.hidden_size = hidden_size
-        self.dropout_weight = _probability("dropout_weight", dropout_weight)
+        self.hidden_size, self.dropout_weight = hidden_size, dropout_weight
         self.dropout = Dropout(dropout, dropout_variational)
         sizes = [input_size] + [hidden_size] * (layers - 1)
         self.layers = nn.ModuleList(nn.LSTM(size, hidden_size) for size in sizes)
 
     def init_state(self, batch_size: int) -> tuple[Tensor, ...]:
-        """The state before the first token: h and c of zeros, each [layers, B, H].
-
-        A plain tuple, so that `torch.load(weights_only=True)` reads it back.
-        """
+        """The state before the first token: h and c of zeros, each [layers, B, H]."""
         zeros = next(self.parameters()).new_zeros(len(self.layers), batch_size, self.hidden_size)
         return zeros, zeros.clone()
 
@@ -145,29 +117,19 @@ class LSTM(nn.Module):
         self, embedded: Tensor, state: tuple[Tensor, ...] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Runs the layers over a window, as every `Backbone`."""
-        if embedded.dim() != 3 or embedded.shape[2] != self.input_size or embedded.shape[0] < 1:
-            raise ValueError(
-                f"LSTM: embedded must be [T ≥ 1, B, {self.input_size}], got {list(embedded.shape)}"
-            )
-        expected = (len(self.layers), embedded.shape[1], self.hidden_size)
-        for name, part in zip("hc", state or (), strict=False):
-            if part.shape != expected:
-                raise ValueError(
-                    f"LSTM: state {name} must be {list(expected)}, got {list(part.shape)}"
-                )
         scale = _gradient_scale(embedded)
-        outputs, state = _scaled(1 / scale, embedded, *(state or ()))
+        outputs, *parts = _scaled(1 / scale, embedded, *(state or ()))
         ends: list[tuple[Tensor, Tensor]] = []
         for k, layer in enumerate(self.layers):
-            start = None if not state else (state[0][k : k + 1], state[1][k : k + 1])
+            start = tuple(part[k : k + 1] for part in parts) or None
             outputs, end = self._run_layer(layer, outputs, start, scale)
             ends.append(end)
             if k + 1 < len(self.layers):
                 outputs = self.dropout(outputs)
-        h, c = (torch.cat(parts) for parts in zip(*ends, strict=True))
+        h, c = (torch.cat(each) for each in zip(*ends, strict=True))
         if scale != 1:
             outputs, h, c = outputs.bfloat16(), h.float(), c.float()
-        outputs, (h, c) = _scaled(scale, outputs, h, c)
+        outputs, h, c = _scaled(scale, outputs, h, c)
         return outputs, (h, c)
 
     def _run_layer(
@@ -175,8 +137,7 @@ class LSTM(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """A layer's output and end, with a mask on W_hh or weights' gradients divided by `scale`.
 
-        Not by `functional_call`, with which `nn.LSTM` moves all weights to new memory in every call
-        on a GPU, while a recorded step reads them at their old addresses.
+        Not by `functional_call`, which moves weights that a CUDA graph reads at their addresses.
         """
         drops = self.training and self.dropout_weight
         if not drops and scale == 1:
@@ -185,12 +146,12 @@ class LSTM(nn.Module):
         weights: list[Tensor] = [layer.get_parameter(f"{name}_l0") for name in WEIGHTS]
         if drops:
             weights[1] = F.dropout(weights[1], self.dropout_weight)
-        first, others = _scaled(1 / scale, *weights)
+        scaled = _scaled(1 / scale, *weights)
         zeros = inputs.new_zeros(1, inputs.shape[1], self.hidden_size)
         options = (True, 1, 0.0, True, False, False)  # biases, one layer, no dropout, training
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
-            output, h, c = torch.lstm(inputs, start or (zeros, zeros), [first, *others], *options)
+            output, h, c = torch.lstm(inputs, start or (zeros, zeros), list(scaled), *options)
         return output, (h, c)
 
     @staticmethod
@@ -202,9 +163,3 @@ class LSTM(nn.Module):
     def join_states(states: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The state of a batch of the sequences of several states, in their order."""
         return tuple(torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
-
-
-def _probability(name: str, value: float) -> float:
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} must be in [0, 1), got {value}")
-    return value

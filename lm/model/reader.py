@@ -47,17 +47,11 @@ def read_prefix(model: LanguageModel, tokens: Tensor, state: State) -> tuple[Ten
 def read_text(
     model: LanguageModel, tokens: NDArray[Any], eos_id: int, context: int
 ) -> Iterator[tuple[Tensor, Tensor, Ints]]:
-    """Read a text of which each token is predicted once, the first one from `<eos>`.
+    """Read a text, word ids [n], of which each is predicted once, the first one from `<eos>`.
 
     A backbone that carries a state (LSTM) reads the text as one stream: each token is predicted
     from all before it. Any other (Transformer) reads overlapping windows of `context` tokens, half
     a window apart, and predicts from the second half of each, and from the first half of the first.
-
-    Args:
-        model: in evaluation mode.
-        tokens: [n] word ids.
-        eos_id: id of `<eos>`.
-        context: T, the length of a window.
 
     Yields:
         Hidden vectors [T', B, H]; targets [T', B] int64, in the order of the text column by column;
@@ -101,14 +95,9 @@ def read_lines(
     eos_id: int,
     num_known: Ints | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Ints]]:
-    """Read independent lines, each from `<eos>`, in batches of similar length.
+    """Read independent lines of at least one id, each from `<eos>`, in batches of similar length.
 
-    Args:
-        model: in evaluation mode.
-        lines: the token ids of each line, at least one.
-        eos_id: id of `<eos>`.
-        num_known: [L] tokens at the beginning of each line that are read and not predicted; None:
-            all are predicted.
+    The first num_known [L] tokens of each are not predicted; None: all are.
 
     Yields:
         Hidden vectors [P, H], targets [P] int64, and the index [P] of the line of each. The tokens

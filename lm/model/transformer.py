@@ -37,8 +37,7 @@ class Transformer(nn.Module):
         context: largest number of positions that a position attends to, including itself.
 
     Raises:
-        ValueError: if a size is not positive, H / heads is not an even integer, or dropout is not
-            in [0, 1).
+        ValueError: if H / heads is not an even integer.
 
     Source: Vaswani et al. 2017; pre-norm: Xiong et al. 2020; RMSNorm: Zhang & Sennrich 2019; rotary
     positions: Su et al. 2021, equation 34; SwiGLU: Shazeer 2020, equation 6; initialisation:
@@ -64,22 +63,12 @@ class Transformer(nn.Module):
             fitting = (number for number in range(2, 9) if hidden_size % (2 * number) == 0)
             heads = max(fitting, default=1)
         inner = -(-hidden_size // 12) * 32 if feedforward is None else feedforward
-        sizes = {"input_size": input_size, "hidden_size": hidden_size, "layers": layers}
-        sizes |= {"heads": heads, "feedforward": inner, "context": context}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"Transformer: {name} must be positive, got {size}")
         if hidden_size % (2 * heads):
             raise ValueError(
                 "Transformer: hidden_size / heads must be an even integer, "
                 f"got {hidden_size} / {heads} = {hidden_size / heads:g}"
             )
-        if not 0 <= dropout < 1:
-            raise ValueError(f"Transformer: dropout must be in [0, 1), got {dropout}")
-        self.input_size = input_size
-        self.hidden_size = hidden_size
-        self.heads = heads
-        self.context = context
+        self.hidden_size, self.heads, self.context = hidden_size, heads, context
         self.project: nn.Module = nn.Identity()
         if input_size != hidden_size:
             self.project = nn.Linear(input_size, hidden_size, bias=False)
@@ -98,10 +87,7 @@ class Transformer(nn.Module):
         return 1 + len(self.blocks) * (self.context - 1)
 
     def init_state(self, batch_size: int) -> tuple[Tensor, ...]:
-        """An empty cache: keys and values [layers, B, heads, S = 0, D], next position [] int64.
-
-        A plain tuple, which `torch.load(weights_only=True)` can read.
-        """
+        """An empty cache: keys and values [layers, B, heads, S = 0, D], next position [] int64."""
         shape = len(self.blocks), batch_size, self.heads, 0, self.hidden_size // self.heads
         empty = self.norm.weight.new_empty(shape)
         return empty, empty.clone(), empty.new_zeros((), dtype=torch.int64)
@@ -109,21 +95,10 @@ class Transformer(nn.Module):
     def forward(
         self, embedded: Tensor, state: tuple[Tensor, ...] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Runs the blocks over T positions, as every `Backbone`; without a state it returns none.
+        """Runs the blocks over T positions, as every `Backbone`.
 
-        The new state is the cache extended by these positions, and cut to the `context` − 1 that
-        the next position attends to.
+        The new state is the cache with these positions, cut to the last `context` − 1.
         """
-        if embedded.dim() != 3 or embedded.shape[2] != self.input_size or embedded.shape[0] < 1:
-            raise ValueError(
-                f"Transformer: embedded must be [T ≥ 1, B, {self.input_size}], "
-                f"got {list(embedded.shape)}"
-            )
-        if state is not None and state[0].shape[1] != embedded.shape[1]:
-            raise ValueError(
-                f"Transformer: the state has {state[0].shape[1]} sequences, "
-                f"embedded has {embedded.shape[1]}"
-            )
         num_past = 0 if state is None else state[0].shape[3]
         rotary = self._rotary(embedded, state)
         mask = self._mask(embedded, num_past)

@@ -30,7 +30,7 @@ from data_prep.tokenizer.speller import Speller
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.rescoring.nbest import Floats, Ints, NBest, WordErrors
 from lm.rescoring.unknown import UnknownWords
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.ngram import NGramModel
 
@@ -42,7 +42,7 @@ NUM_UNSEEN = 1_000_000
 
 
 def common_vocabulary_size(
-    runs: Sequence[Run], ngram: NGramModel | None, texts: Sequence[str]
+    runs: Sequence[TrainedRun], ngram: NGramModel | None, texts: Sequence[str]
 ) -> int | None:
     """The default V of equation (1) for all models of words; None if there is none.
 
@@ -80,7 +80,7 @@ class RunScores:
 
     def __init__(
         self,
-        run: Run,
+        run: TrainedRun,
         texts: Sequence[str],
         vocabulary_size: int | None = None,
         *,
@@ -91,12 +91,8 @@ class RunScores:
         self.num_unknown_types = None
         if isinstance(tokenizer := run.tokenizer, WordTokenizer):
             self.num_unknown_types = len(tokenizer.unknown_types(texts))
-        self._scorer = Scorer(
-            run.model,
-            run.tokenizer,
-            context=run.description.context,
-            vocabulary_size=vocabulary_size,
-            speller=run.open_speller if open_vocabulary else None,
+        self._scorer = Scorer.of(
+            run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary
         )
 
     def unknown_words(self, texts: Iterable[str]) -> UnknownWords:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from data_prep.errors import UserError
 from lm.evaluation import as_json, determines_bytes, encode_text, perplexity, spelling_nats
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring.frequency import FrequencyBin, FrequencyReport, frequency_report
 from lm.scoring.mixture import token_log_probs
 
@@ -37,14 +37,16 @@ class TextLosses:
         lines: the text, to count bytes; None if the vocabulary is not open.
     """
 
-    run: Run
+    run: TrainedRun
     tokens: NDArray[Any]
     nats: NDArray[np.float64]
     spelling: NDArray[np.float64] | None = None
     lines: list[str] | None = None
 
     @classmethod
-    def of(cls, run: Run, tokens: NDArray[Any], lines: list[str] | None = None) -> "TextLosses":
+    def of(
+        cls, run: TrainedRun, tokens: NDArray[Any], lines: list[str] | None = None
+    ) -> "TextLosses":
         """The losses of a run on the tokens [n] of a text, whose unknown words `lines` spell.
 
         Empty lines that the run leaves out may be among `lines`.
@@ -122,7 +124,7 @@ class Comparison:
 
 
 def compare(
-    ours: TextLosses, others: Sequence[Run], *, by_frequency: bool = False
+    ours: TextLosses, others: Sequence[TrainedRun], *, by_frequency: bool = False
 ) -> list[Comparison]:
     """Compare a run with others on a text.
 
@@ -141,7 +143,7 @@ def compare(
     return [_compare(ours, other, by_frequency) for other in others]
 
 
-def _compare(ours: TextLosses, other: Run, by_frequency: bool) -> Comparison:
+def _compare(ours: TextLosses, other: TrainedRun, by_frequency: bool) -> Comparison:
     same_tokens = not _other_tokenizer(ours.run, other)
     tokens = ours.tokens
     if not same_tokens and ours.lines is not None:
@@ -177,8 +179,8 @@ def _signed(value: float) -> str:
 
 
 def check_comparable(
-    run: Run,
-    others: Sequence[Run],
+    run: TrainedRun,
+    others: Sequence[TrainedRun],
     *,
     open_vocabulary: bool = False,
     lines: Sequence[str] | None = None,
@@ -206,7 +208,7 @@ def check_comparable(
             )
 
 
-def _other_tokenizer(run: Run, other: Run) -> bool:
+def _other_tokenizer(run: TrainedRun, other: TrainedRun) -> bool:
     return other.description.tokenizer_sha256 != run.description.tokenizer_sha256
 
 

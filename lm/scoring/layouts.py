@@ -117,14 +117,19 @@ class Layout:
         self, lines: Iterable[str], ids: deque[str], *, keep_empty: bool
     ) -> Iterator[str]:
         """The lines without their ids, which are appended to `ids`."""
-        seen, num_repeated = set(), 0
+        all_have_tabs = True
         for number, line in enumerate(lines, 1):
             id, rest = str(number), [line]
             if self.has_ids:
                 id, *rest = line.split("\t" if "\t" in line else " ", maxsplit=1)
-                if "\t" not in line:
-                    num_repeated += id in seen
-                    seen.add(id)
+                if all_have_tabs and id and "\t" not in line:
+                    all_have_tabs = False
+                    _log.info(
+                        "--ids: line %d has no tab, so that its id is its first word, %r:"
+                        " leave out --ids if lines begin with no id",
+                        number,
+                        id,
+                    )
             if not id:
                 expected = "expected an id, a tab or space, and a sentence"
                 raise UserError(f"line {number}: {expected}")
@@ -132,12 +137,6 @@ class Layout:
             if keep_empty or sentence.strip():
                 ids.append(id)
                 yield sentence
-        if num_repeated:
-            _log.warning(
-                "--ids: the first words of %s lines without a tab are ids of earlier lines: leave"
-                " out --ids if lines begin with no id",
-                f"{num_repeated:,}",
-            )
 
     def _line(self, id: str, score: LineScore, *, is_first: bool) -> str:
         """What is printed of a line."""

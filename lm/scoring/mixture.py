@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from data_prep.errors import UserError
 from lm.evaluation import as_json, perplexity
 from lm.model.reader import read_text
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring.arpa import Floats
 from lm.scoring.ngram import NGramModel
 
@@ -41,7 +41,7 @@ class Mixture:
     valid_perplexity: float | None
 
     @classmethod
-    def open(cls, run: Run, path: Path, weight: float | None) -> "Mixture":
+    def open(cls, run: TrainedRun, path: Path, weight: float | None) -> "Mixture":
         """Read an ARPA file; λ None: the one of the lowest perplexity on the validation split.
 
         Raises:
@@ -70,7 +70,7 @@ class Mixture:
         ngram = self.ngram.log_prob(tokens)
         return mixed(model, ngram, self.weight), ngram
 
-    def describe(self, run: Run) -> str:
+    def describe(self, run: TrainedRun) -> str:
         """The weight and where it is from, in one line."""
         origin = "as given"
         if self.valid_perplexity is not None:
@@ -106,7 +106,7 @@ class MixtureEvaluation:
         return "\n".join([title, *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
 
 
-def evaluate_mixture(run: Run, mixture: Mixture, tokens: NDArray[Any]) -> MixtureEvaluation:
+def evaluate_mixture(run: TrainedRun, mixture: Mixture, tokens: NDArray[Any]) -> MixtureEvaluation:
     """Perplexities of a text of tokens [n]."""
     model = token_log_probs(run, tokens)
     both, ngram = mixture.log_prob(model, tokens)
@@ -154,7 +154,7 @@ def tuned_weight(model: Floats, ngram: Floats) -> float:
 
 
 @torch.no_grad()
-def token_log_probs(run: Run, tokens: NDArray[Any]) -> Floats:
+def token_log_probs(run: TrainedRun, tokens: NDArray[Any]) -> Floats:
     """Log-probabilities [n] in nats of a text of tokens [n], from the contexts of `lm evaluate`."""
     model, description = run.model, run.description
     each = []

@@ -30,7 +30,7 @@ from data_prep.sequences import Sequences
 from lm.evaluation import as_json
 from lm.model.language_model import LanguageModel
 from lm.model.reader import Ints, read_lines
-from lm.run import Run
+from lm.run import TrainedRun
 
 Exclude = Literal["nothing", "seen"]
 Interval = tuple[float, float]
@@ -152,7 +152,7 @@ class _Predictions(NamedTuple):
 
 
 def evaluate_ranking(
-    run: Run, split: str, ks: Sequence[int], exclude: Exclude, *, progress: bool = True
+    run: TrainedRun, split: str, ks: Sequence[int], exclude: Exclude, *, progress: bool = True
 ) -> RankingReport:
     """Rank the items to predict of a split by the model of a run, and by popularity.
 

@@ -21,6 +21,7 @@ from data_prep.tokenizer.speller import Speller
 from data_prep.tokenizer.tokenizer import AlignedLine, Tokenizer, WordTokenizer, line_batches
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines, read_text
+from lm.run import TrainedRun
 from lm.scoring.mixture import Mixture
 
 MAX_VOCABULARY_SIZE = 1 << 60
@@ -123,6 +124,13 @@ class Scorer:
             limit = f"and at most {MAX_VOCABULARY_SIZE}"
             raise UserError(f"vocabulary size {vocabulary_size}: {expected}, {limit}")
         self.num_unseen = vocabulary_size - (model.vocab_size - 1)
+
+    @classmethod
+    def of(cls, run: TrainedRun, *, open_vocabulary: bool = False, **settings: Any) -> "Scorer":
+        """The scorer of a trained run, in an open vocabulary by its speller."""
+        speller = run.open_speller if open_vocabulary else None
+        context = run.description.context
+        return cls(run.model, run.tokenizer, context=context, speller=speller, **settings)
 
     def unknown_log_prob(self, lines: Sequence[str], num_unknown: int) -> Floats:
         """Nats of log P(word | `<unk>`) of the `num_unknown` unknown tokens of lines, in order."""

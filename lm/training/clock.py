@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from lightning.fabric import Fabric
 
+from lm.config import TrainConfig
+from lm.training.batches import Batches
+
 WARM_UP_STEPS = 5
 """First steps of a process, which compile and allocate: they do not count in the pace."""
 MEASURED_STEPS, MEASURED_SECONDS = 30, 10.0
@@ -45,58 +48,54 @@ class Progress:
 class Clock:
     """Measures the loop, and says how much of the run's time is spent.
 
-    Without `train.max_minutes`, processes do not communicate. With it, `share` after each step is
-    that of the first process.
-
     Args:
         progress: that of the run; its times are updated.
-        max_minutes: `train.max_minutes`.
-        num_steps: steps of the whole run; None: until the time is spent.
-        validation_steps: steps between two validations; None: there is no validation.
-        relative_size: tokens of the validation split per token of a training step.
+        train: the section `train`.
+        batches: the batches of the run.
+        num_valid_tokens: tokens of the validation split; None: there is no validation.
 
     Attributes:
-        share: part of `train.max_minutes` that is spent, from 0 to 1; 0 without a limit. At 1, only
-            the last validation and checkpoint are left.
+        share: part of `train.max_minutes` that is spent, by the clock of the first process; 0
+            without a limit. At 1, only the last validation and checkpoint are left.
     """
 
     def __init__(
         self,
         fabric: Fabric,
         progress: Progress,
-        *,
-        max_minutes: float | None,
-        num_steps: int | None,
-        validation_steps: float | None,
-        relative_size: float,
+        train: TrainConfig,
+        batches: Batches,
+        num_valid_tokens: int | None,
     ) -> None:
         self._fabric, self.progress = fabric, progress
-        self.limit = None if max_minutes is None else 60 * max_minutes
-        self.num_steps, self._validation_steps = num_steps, validation_steps
-        self._relative_size = relative_size
+        self.limit = None if train.max_minutes is None else 60 * train.max_minutes
+        self.num_steps = batches.num_steps
+        self._validation_steps: float | None = None
+        if num_valid_tokens is not None:
+            self._validation_steps = batches.between_validations / train.accumulate
+            step_tokens = train.batch_size * train.seq_len * train.accumulate
+            self._relative_size = num_valid_tokens / step_tokens * fabric.world_size
         self.share = 0.0
         self.start()
 
     def start(self) -> None:
         """Begin to measure, now."""
-        now = time.perf_counter()
-        self._began = now - self.progress.elapsed_seconds
-        self._resumed = now
-        self._paused_at = now
+        self._resumed = self._paused_at = time.perf_counter()
+        self._began = self._resumed - self.progress.elapsed_seconds
         self._steps_here = 0
-        self._warm_up_training = self.progress.seconds
-        self._training = self.progress.seconds
+        self._warm_up_training = self._training = self.progress.seconds
         self._check_limit()
 
     def step(self) -> None:
         """Count a training step, now."""
         self._steps_here += 1
-        if self._steps_here == WARM_UP_STEPS:
-            self._synchronize()
+        is_warm = self._steps_here == WARM_UP_STEPS
+        if is_warm and self._fabric.device.type == "cuda":
+            torch.cuda.synchronize(self._fabric.device)
         now = time.perf_counter()
         self.progress.elapsed_seconds = now - self._began
         self._training = self.progress.seconds + now - self._resumed
-        if self._steps_here == WARM_UP_STEPS:
+        if is_warm:
             self._warm_up_training = self._training
         self._check_limit()
 
@@ -125,17 +124,14 @@ class Clock:
         """Seconds of a validation and its checkpoint: the last one, or estimated from the steps."""
         if self._validation_steps is None:
             return 0.0
-        if self.progress.validation_seconds:
-            return self.progress.validation_seconds
         pace = self.step_seconds or self._training / max(self._steps_here, 1)
-        return FORWARD_SHARE * self._relative_size * pace
+        return self.progress.validation_seconds or FORWARD_SHARE * self._relative_size * pace
 
     def seconds_left(self, step: int) -> float | None:
         """Seconds from `step` to the end of the run; None while the pace is not known."""
-        pace = self.step_seconds
+        pace, left = self.step_seconds, math.inf
         if pace is None:
             return None
-        left = math.inf
         if self.num_steps is not None:
             validations = 0.0
             if self._validation_steps is not None:
@@ -156,25 +152,3 @@ class Clock:
         self.share = share
         if share == 1.0:  # the rest is for the last validation: a continuation has nothing to do
             self.progress.elapsed_seconds = max(self.progress.elapsed_seconds, self.limit)
-
-    def _synchronize(self) -> None:
-        if self._fabric.device.type == "cuda":
-            torch.cuda.synchronize(self._fabric.device)
-
-
-def in_words(seconds: float) -> str:
-    """A duration, rounded.
-
-    Example:
-        >>> [in_words(seconds) for seconds in (8, 100, 4800, 200_000)]
-        ['8 s', '1 min 40 s', '1 h 20 min', '2 d 8 h']
-    """
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    units = (("min", 60, "s", 10), ("h", 3600, "min", 1), ("d", 86400, "h", 1))
-    large, size, small, step = next(
-        each for each in reversed(units) if seconds >= each[1] or each is units[0]
-    )
-    part = {"s": 1, "min": 60, "h": 3600}[small]
-    whole, rest = divmod(round(seconds / part / step) * step, size // part)
-    return f"{whole} {large}" + (f" {rest} {small}" if rest else "")

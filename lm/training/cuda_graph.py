@@ -1,8 +1,7 @@
 """The training step as a CUDA graph: the device's work, recorded once and launched as a whole.
 
-Small kernels take the host longer to launch than the device to run. The first `WARM_UP` steps run
-as they are, and allocate and compile what is kept. The next one is recorded and from then on
-replayed, at the same addresses and with the same numbers from the host. Hence
+The first `WARM_UP` steps run as they are, and allocate and compile what is kept. The next one is
+recorded and from then on replayed, at the same addresses and with the same numbers from the host:
 
     inside    forward and backward of all batches of a step, the sum of the losses, clipping, the
               update, the copy of the carried state; gradients, which are None before and after a
@@ -20,14 +19,19 @@ numbers as an eager step does: checkpoints, and steps after them, are the same.
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
-from lightning.fabric import Fabric
+from torch import Tensor
 
 from data_prep.errors import UserError
 from lm.config import TrainConfig
+from lm.training.batches import Batch
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric  # takes seconds, and the memory estimate is without it
 
 WARM_UP = 3
 """Steps of a process before one is recorded; the last of them is watched."""
@@ -35,15 +39,52 @@ _WAITS = "called a synchronizing CUDA operation"
 _log = logging.getLogger(__name__)
 
 
-def why_eager(fabric: Fabric, train: TrainConfig) -> str | None:
+def why_eager(train: TrainConfig, num_processes: int, *, on_gpu: bool) -> str | None:
     """Why no step may be recorded: None if one may be, empty if nobody expects it."""
-    if fabric.device.type != "cuda" or train.cuda_graph == "off":
+    if not on_gpu or train.cuda_graph == "off":
         return ""
-    if fabric.world_size > 1 or train.strategy != "auto":
+    if num_processes > 1 or train.strategy != "auto":
         return "several devices communicate"
     if train.precision == "16-mixed":
         return "the host reads whether gradients in fp16 are finite"
     return None
+
+
+class InputBuffers:
+    """The batches of an optimizer step on a device, at the same addresses in every step.
+
+    On a GPU the host writes pinned memory and continues while it is copied. It waits only before it
+    writes memory that is still being copied, so that it is at most two steps ahead of the device.
+
+    Args:
+        num_batches: those of a step.
+        shape: T and B of a batch on this device.
+        device: where the model is.
+    """
+
+    def __init__(self, num_batches: int, shape: tuple[int, int], device: torch.device) -> None:
+        self.shape = shape
+        self.tokens = torch.empty((num_batches, 2, *shape), dtype=torch.int64, device=device)
+        self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
+        for _ in range(2 if device.type == "cuda" else 0):
+            host = torch.empty(self.tokens.shape, dtype=torch.int64, pin_memory=True)
+            self._pinned.append((host, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+
+    def load(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The batches, with their tokens in the buffers."""
+        host = self.tokens
+        if self._pinned:
+            host, copied = self._pinned.pop(0)
+            copied.synchronize()  # at once, unless the device is two steps behind
+        for tokens, batch in zip(host, batches, strict=True):
+            tokens[0].copy_(batch.inputs)
+            tokens[1].copy_(batch.targets)
+        if host is not self.tokens:
+            self.tokens.copy_(host, non_blocking=True)
+            copied.record()
+            self._pinned.append((host, copied))
+        pairs = zip(self.tokens, batches, strict=True)
+        return [Batch(tokens[0], tokens[1], batch.continues) for tokens, batch in pairs]
 
 
 class StepGraph:
@@ -55,16 +96,17 @@ class StepGraph:
     """
 
     def __init__(
-        self, fabric: Fabric, train: TrainConfig, optimizer: torch.optim.Optimizer
+        self, fabric: "Fabric", train: TrainConfig, optimizer: torch.optim.Optimizer
     ) -> None:
         self._device, self._groups = fabric.device, optimizer.param_groups
         self._graph: torch.cuda.CUDAGraph | None = None
         self._num_steps = 0
-        reason = why_eager(fabric, train)
+        on_gpu = self._device.type == "cuda"
+        reason = why_eager(train, fabric.world_size, on_gpu=on_gpu)
         self.records = reason is None
         if self.records:
             # fused optimizers read fp32 on CUDA, and any type on a CPU
-            dtype = torch.float32 if self._device.type == "cuda" else torch.float64
+            dtype = torch.float32 if on_gpu else torch.float64
             for group in self._groups:
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=dtype, device=self._device)
         elif reason and fabric.is_global_zero:

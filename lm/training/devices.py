@@ -43,26 +43,15 @@ def build_fabric(run: Run) -> Fabric:
 
 @contextmanager
 def launched(fabric: Fabric, run: Run) -> Iterator[None]:
-    """Launch the processes; inside the `with` block, matrix products have their precision."""
-    train = run.config.train
-    fabric.launch()
-    set_num_threads(train.threads, run.num_devices)
-    previous = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(train.matmul_precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(previous)
+    """Launch the processes; in the `with` block, matrix products have the precision of the run.
 
-
-@contextmanager
-def reporting_lost_processes(fabric: Fabric) -> Iterator[None]:
-    """If a process of the run has ended, the others end, and the first one says so in a line.
-
-    Raises:
-        UserError: in the first process; SystemExit in the others.
+    If a process ends, the others end too: the first one with a UserError that says so.
     """
+    train, previous = run.config.train, torch.get_float32_matmul_precision()
     try:
+        fabric.launch()
+        set_num_threads(train.threads, run.num_devices)
+        torch.set_float32_matmul_precision(train.matmul_precision)
         yield
     except RuntimeError as error:
         lost = isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)
@@ -74,14 +63,12 @@ def reporting_lost_processes(fabric: Fabric) -> Iterator[None]:
             "training ended because another process of the run did, or cannot be reached (its own"
             " messages say why): continue with --resume auto"
         ) from error
+    finally:
+        torch.set_float32_matmul_precision(previous)
 
 
 def check_devices(run: Run) -> None:
-    """Check that the devices exist and support the settings.
-
-    Raises:
-        UserError: if they do not.
-    """
+    """Raise a UserError if the devices do not exist, or do not support the settings."""
     train, num_devices, num_gpus = run.config.train, run.num_devices, torch.cuda.device_count()
     if run.on_gpu or train.accelerator == "gpu":
         if not 0 < num_devices <= num_gpus:

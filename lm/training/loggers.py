@@ -1,7 +1,6 @@
 """Loggers: where the figures of a run are written while it trains.
 
-Fabric has a CSV logger, but it deletes the file that a continued run appends to, keeps lines in
-memory and sorts the columns; it has no logger for wandb. Both are therefore ours.
+Not by Fabric's CSV logger, which deletes the file that a continued run appends to.
 """
 
 import csv
@@ -10,17 +9,19 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from tqdm import tqdm
 
 from data_prep.errors import UserError
 from data_prep.storage import write_atomically, writing
 from lm.config import Config, to_dict
-from lm.training.clock import Clock, in_words
+from lm.training.clock import Clock
 from lm.training.metrics import Metrics, read_metrics
 from lm.training.state import TrainingState
 
@@ -64,18 +65,13 @@ class MetricsFile(Logger):
 
 
 def wandb_mode(config: Config) -> WandbMode:
-    """The mode of Weights & Biases: `log.wandb`, unless that is on and `WANDB_MODE` is set.
-
-    Raises:
-        UserError: if `WANDB_MODE` is no mode.
-    """
-    mode = os.environ.get("WANDB_MODE", "")
+    """The mode of Weights & Biases: `log.wandb`, unless that is on and `WANDB_MODE` is set."""
+    mode: Any = os.environ.get("WANDB_MODE")
     if config.log.wandb == "disabled" or not mode:
         return config.log.wandb
-    known: WandbMode | None = next((each for each in get_args(WandbMode) if each == mode), None)
-    if known is None:
+    if mode not in get_args(WandbMode):
         raise UserError(f"WANDB_MODE={mode}: expected disabled, offline or online")
-    return known
+    return cast(WandbMode, mode)
 
 
 class WandbLogger(Logger):
@@ -111,11 +107,7 @@ class WandbLogger(Logger):
 
 
 def check_wandb(config: Config) -> None:
-    """Check that wandb can be used online, if it is; in a terminal, wandb asks for a key.
-
-    Raises:
-        UserError: with the reason of wandb, if it cannot.
-    """
+    """Check that wandb can be used online, if it is; in a terminal, wandb asks for a key."""
     if (mode := wandb_mode(config)) != config.log.wandb:
         _log.info("log.wandb: %s, as WANDB_MODE says", mode)
     if mode in ("online", "shared"):
@@ -123,79 +115,42 @@ def check_wandb(config: Config) -> None:
 
         try:
             wandb.login()
-        except wandb.errors.UsageError as error:  # there is no key
-            raise UserError(
-                "log.wandb: online requires a key: run `wandb login`, set WANDB_API_KEY, or use"
-                f" --log.wandb=offline ({error})"
-            ) from error
         except wandb.Error as error:
-            raise UserError(f"log.wandb: {mode}: {error} (or use --log.wandb=offline)") from error
+            hint = "run `wandb login`, set WANDB_API_KEY, or use --log.wandb=offline"
+            raise UserError(f"log.wandb: {mode}: {error}: {hint}") from error
 
 
 class ProgressBar(Logger):
-    """Steps, remaining time and figures on stderr; once, how long the run takes.
+    """Steps, remaining time and figures on stderr; steps of how many, unless the time ends a run.
 
-    In a terminal this is a progress bar of at most 80 columns. Elsewhere it is a line of text for
-    each validation, for the last step, and for lines of `metrics.csv` that are at least
-    `SECONDS_BETWEEN_LINES` apart.
+    Without a terminal these are lines of text: for each validation, for the last step, and for
+    lines of `metrics.csv` that are at least `SECONDS_BETWEEN_LINES` apart.
     """
 
-    def __init__(self, step: int, clock: Clock, epoch_steps: float) -> None:
-        self._clock, self._epoch_steps, self._announced = clock, epoch_steps, False
-        self.total_steps = clock.num_steps
+    def __init__(self, step: int, clock: Clock) -> None:
+        self._clock, self._valid, self._announced = clock, "", False
+        self._total = clock.num_steps if clock.limit is None else None
+        left = self._format(step)
         self.bar = tqdm(
-            total=self.total_steps,
-            initial=step,
-            desc="train",
-            bar_format=self._format(step, None),
-            disable=None,
+            total=self._total, initial=step, desc="train", bar_format=left, disable=None
         )
         self._next_line = time.monotonic()
-        self._valid = ""
 
     def step(self, step: int) -> None:
-        """Show the step and, once it is known, how long the run takes."""
-        left = self._clock.seconds_left(step)
+        """Show the step and the time that is left; once it is known, as a line of the log."""
         if not self.bar.disable:
-            self.bar.bar_format = self._format(step, left)
+            self.bar.bar_format = self._format(step)
             self.bar.update(step - self.bar.n)
+        left, pace = self._clock.seconds_left(step), self._clock.step_seconds
         if left is not None and not self._announced:
             self._announced = True
             self.bar.clear()
-            _log.info("%s", self._announcement(step, left))
+            _log.info("about %s left, %.2g s a step", timedelta(seconds=round(left)), pace)
 
-    def _format(self, step: int, left: float | None) -> str:
+    def _format(self, step: int) -> str:
+        left = self._clock.seconds_left(step)
         shown = "?" if left is None else str(timedelta(seconds=round(left)))
-        total, pace = "{total_fmt}", self._clock.step_seconds
-        if self._ends_by_time(left):
-            total = "?"
-            if self._clock.limit is not None and left is not None and pace:
-                total = f"about {step + left / pace:.0f}"
-        return f"{{desc}} {{n_fmt}}/{total} [{{elapsed}}<{shown}]{{postfix}}"
-
-    def _ends_by_time(self, left: float | None) -> bool:
-        """Whether `train.max_minutes` ends the run, or may do so, before the last step."""
-        clock = self._clock
-        if clock.limit is None or self.total_steps is None:
-            return self.total_steps is None
-        return left is None or clock.progress.elapsed_seconds + left >= clock.limit - 1
-
-    def _announcement(self, step: int, left: float) -> str:
-        clock = self._clock
-        pace = clock.step_seconds or 0.0
-        steps = step + left / pace if self.total_steps is None else self.total_steps
-        if self._ends_by_time(left):
-            steps = min(steps, step + left / pace)
-        epochs = f"{steps / self._epoch_steps:.1f}".removesuffix(".0")
-        text = f"{epochs} epoch{'s' * (epochs != '1')} ("
-        if step > 100:  # resumed
-            text = f"about {in_words(left)} left of {text}step {step:,} of {steps:,.0f}"
-            text += f", {pace:.2g} s each"
-        else:
-            text = f"about {in_words(left)} for {text}{steps:,.0f} steps of {pace:.2g} s"
-        if clock.validation_seconds:
-            text += f", validations of {in_words(clock.validation_seconds)}"
-        return text + ")"
+        return f"{{desc}} {{n_fmt}}/{{total_fmt}} [{{elapsed}}<{shown}]{{postfix}}"
 
     def log(self, metrics: Metrics) -> None:
         """Show the figures."""
@@ -205,14 +160,13 @@ class ProgressBar(Logger):
         figures = f"ppl {_short(metrics.train_perplexity, 1)}"
         figures += f", {metrics.tokens_per_second:.0f} tokens/s"
         self.bar.set_postfix_str(self._valid + figures, refresh=False)
-        is_milestone = valid is not None or metrics.step == self.total_steps
+        is_milestone = valid is not None or metrics.step == self._clock.num_steps
         if self.bar.disable and (is_milestone or time.monotonic() >= self._next_line):
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-            left = self._clock.seconds_left(metrics.step)
-            of = "" if self._ends_by_time(left) else f" of {self.total_steps}"
+            of = "" if self._total is None else f" of {self._total}"
             text = f"step {metrics.step}{of}: epoch {metrics.epoch:.2f}, "
             text += (self._valid if valid is not None else "") + figures
-            seconds = round(left or 0)
+            seconds = round(self._clock.seconds_left(metrics.step) or 0)
             _log.info("%s%s", text, f", {timedelta(seconds=seconds)} left" if seconds else "")
 
     def close(self) -> None:
@@ -224,12 +178,19 @@ def _short(perplexity: float, num_decimals: int) -> str:
     return f"{perplexity:.{num_decimals}f}" if perplexity < 1e6 else f"{perplexity:.3g}"
 
 
-def open_loggers(config: Config, state: TrainingState, *, progress: bool) -> list[Logger]:
-    """The loggers of a run that starts, or continues from `state`."""
-    loggers: list[Logger] = []
-    if progress:
-        epoch_steps = state.batches.per_epoch / config.train.accumulate
-        loggers.append(ProgressBar(state.step, state.clock, epoch_steps))
-    if wandb_mode(config) != "disabled":
+@contextmanager
+def open_loggers(state: TrainingState, *, progress: bool) -> Iterator[list[Logger]]:
+    """The loggers of a run that starts or continues, of its first process; closed at the end."""
+    config, loggers = state.config, list[Logger]()
+    is_main = state.fabric.is_global_zero
+    if is_main:
+        loggers.append(MetricsFile(config.run_path / "metrics.csv", state.step))
+    if is_main and progress:
+        loggers.append(ProgressBar(state.step, state.clock))
+    if is_main and wandb_mode(config) != "disabled":
         loggers.append(WandbLogger(config))
-    return [MetricsFile(config.run_path / "metrics.csv", state.step), *loggers]
+    try:
+        yield loggers
+    finally:
+        for logger in loggers:
+            logger.close()

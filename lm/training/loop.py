@@ -19,12 +19,12 @@ from data_prep.storage import locked, make_folder
 from lm.config import Config
 from lm.device import keep_freed_memory
 from lm.evaluation import ITEM, perplexity_rule, token_unit
-from lm.model.files import DESCRIPTION
+from lm.model.files import DESCRIPTION, read_description
 from lm.run import Run
-from lm.training.batches import Batch, Batches, training_batches
+from lm.training.batches import Batch, Batches
 from lm.training.checkpoint import load_checkpoint
-from lm.training.clock import Progress, in_words
-from lm.training.devices import build_fabric, launched, reporting_lost_processes
+from lm.training.clock import Progress
+from lm.training.devices import build_fabric, launched
 from lm.training.environment import peak_memory
 from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
@@ -37,6 +37,7 @@ from lm.training.run_folder import (
     report_new_length,
     write_run_metadata,
 )
+from lm.training.sequence_batches import SequenceBatches
 from lm.training.shards import clip_gradients
 from lm.training.signals import Interrupted, StopSignals
 from lm.training.state import TrainingState
@@ -74,36 +75,30 @@ def train(
     fabric = build_fabric(run)
     is_main = fabric.is_global_zero
     check_memory(run)
-    process = {"rank": fabric.global_rank, "world_size": fabric.world_size}
-    batches = training_batches(config, run.prepared, **process)
+    make_batches = SequenceBatches if run.prepared.is_independent else Batches
+    batches = make_batches(config, run.prepared, fabric.global_rank, fabric.world_size)
     if is_main:
         make_folder(folder)
     busy = f"{folder}: another process trains this run"
     with locked(folder / LOCK, busy=busy) if is_main else nullcontext():
-        saved = None
-        if checkpoint := check_folder(config, resume) if is_main or resume else None:
+        checkpoint, saved = None, None
+        if is_main or resume:
+            checkpoint = check_folder(config, resume)
+        if checkpoint is not None:
             check_tokenizer(folder, run.prepared)
             saved = load_checkpoint(checkpoint)
         if checkpoint is None or saved is None or not _is_complete(config, batches, saved):
             if checkpoint is not None:
                 _log.info("continuing from %s", checkpoint)
-            with (
-                StopSignals() as signals,
-                reporting_lost_processes(fabric),
-                launched(fabric, run),
-            ):
+            with StopSignals() as signals, launched(fabric, run):
                 state = TrainingState(fabric, run, batches, saved)
                 if is_main:
                     if saved is not None:
                         report_new_length(state)
                     write_run_metadata(run)
-                loggers = open_loggers(config, state, progress=progress) if is_main else []
-                keep_freed_memory()  # of the steps, not of the initialization
-                try:
+                with open_loggers(state, progress=progress) as loggers:
+                    keep_freed_memory()  # of the steps, not of the initialization
                     _fit(state, loggers, signals, stop_after_validation)
-                finally:
-                    for logger in loggers:
-                        logger.close()
             if is_main and (peak := peak_memory()):
                 _log.info("most memory of the process: %s", peak)
         elif checkpoint.resolve().parent.parent == folder.resolve():
@@ -111,16 +106,22 @@ def train(
         else:
             raise UserError(f"{checkpoint}: training is already complete")
     if is_main:
-        draw_curves(folder, config.name)
-        split = next(name for name in ("test", "valid", "train") if name in run.prepared.splits)
-        figure, description = "no validation split", run.description
-        if description.valid_perplexity is not None:
-            is_independent = run.prepared.is_independent
-            rule = perplexity_rule(ITEM if is_independent else token_unit(config.tokenizer))
-            figure = f"validation perplexity {description.valid_perplexity:.2f}, {rule}"
-        _log.info("%s has the model of step %d: %s", folder, description.step, figure)
-        _log.info("next: lm evaluate %s --split %s", folder, split)
+        _report_result(run)
     return is_main
+
+
+def _report_result(run: Run) -> None:
+    """Draw the curves, and say which model the folder has and what may be done with it."""
+    folder, description = run.folder, read_description(run.folder)
+    draw_curves(folder, run.config.name)
+    split = next(name for name in ("test", "valid", "train") if name in run.prepared.splits)
+    figure = "no validation split"
+    if description.valid_perplexity is not None:
+        is_independent = run.prepared.is_independent
+        rule = perplexity_rule(ITEM if is_independent else token_unit(run.config.tokenizer))
+        figure = f"validation perplexity {description.valid_perplexity:.2f}, {rule}"
+    _log.info("%s has the model of step %d: %s", folder, description.step, figure)
+    _log.info("next: lm evaluate %s --split %s", folder, split)
 
 
 def _is_complete(config: Config, batches: Batches, saved: dict[str, Any]) -> bool:
@@ -139,23 +140,23 @@ def _fit(
     stop_after_validation: bool,
 ) -> None:
     """Train from the current state to the last step, or until the time is spent."""
-    config, progress, run, clock = state.config, state.progress, state.run, state.clock
-    save_every = config.train.checkpoint_every_steps
-    validates_at_all = "valid" in run.prepared.splits
-    has_model = (run.folder / DESCRIPTION).exists()
-    kept = (run.description.valid_perplexity if has_model else None) or math.inf
+    train, log, folder, clock = state.config.train, state.config.log, state.run.folder, state.clock
+    validates_at_all = "valid" in state.run.prepared.splits
+    has_model = (folder / DESCRIPTION).exists()
+    kept = (read_description(folder).valid_perplexity if has_model else None) or math.inf
     clock.start()
     if state.is_finished:  # else `_is_complete`
-        text = "%s: train.max_minutes: %g leaves no time for a step: a validation takes about %s"
-        _log.warning(text, run.folder, config.train.max_minutes, in_words(clock.validation_seconds))
+        text = "%s: train.max_minutes: %g leaves no time for a step: a validation takes %.0f s"
+        _log.warning(text, folder, train.max_minutes, clock.validation_seconds)
     while not state.is_finished:
         learning_rate = train_step(state)
         clock.step()
         signal_number = signals.agreed()
-        validates = validates_at_all and state.is_validation_due
-        logs = validates or state.is_finished or state.step % config.log.every_steps == 0
+        validates = state.is_validation_due
+        logs = validates or state.is_finished or state.step % log.every_steps == 0
         saves = validates or state.is_finished or signal_number is not None
-        saves = saves or (save_every is not None and state.step % save_every == 0)
+        if train.checkpoint_every_steps is not None:
+            saves = saves or state.step % train.checkpoint_every_steps == 0
         if logs or saves:
             state.gather_losses()
             clock.pause()
@@ -163,7 +164,7 @@ def _fit(
         is_best: bool = not validates_at_all and state.is_finished
         if perplexity is not None:
             # A continuation in a new folder has no model yet, whatever the best one was before.
-            is_best = progress.record_validation(perplexity) or perplexity < kept
+            is_best = state.progress.record_validation(perplexity) or perplexity < kept
             kept = min(perplexity, kept)
         if logs:
             metrics = state.take_metrics(learning_rate, perplexity)

@@ -1,6 +1,6 @@
 """The memory that a training run needs and what is available, before any is allocated."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from lm.config import to_dict, validate
 from lm.output.backends import choose_backend, saved_bytes
 from lm.output.backends.base import Problem
 from lm.run import Run
+from lm.training.cuda_graph import why_eager
 
 LIBRARY_BYTES = 750 << 20
 """Memory of Python and the libraries, of which compiling the output layer takes 120 MB."""
@@ -35,16 +36,26 @@ class MemoryEstimate:
     gradients: int  # dense ones
     optimizer: int
     batch: int  # what the forward pass of a batch saves, including row-wise gradients
+    graph: int  # of eager steps next to the memory of a CUDA graph
     other: int  # the trees, the pieces, the vocabulary and the libraries
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        return self.weights + self.gradients + self.optimizer + self.batch + self.other
+        return sum(astuple(self))
 
 
 def estimate_memory(run: Run) -> MemoryEstimate:
-    """Estimate the memory that a training run needs."""
+    """Estimate the memory that a training run needs.
+
+    Gradients and `batch` of a step that is recorded as a CUDA graph stay in the graph's memory, and
+    the eager step of an LSTM with the shorter last batch of an epoch allocates its own next to it:
+
+        graph = batch + gradients
+
+    It is 0 where no step is recorded, and for a Transformer, whose batches have one shape. What an
+    evaluation allocates, 1,280 positions without gradients, is not counted.
+    """
     config, word_table, model = run.config, run.word_table, run.model_without_weights
     element = {"bf16-true": 2, "64-true": 8}.get(config.train.precision, 4)
     table_element = 2 if word_table.dtype == "bf16" else element
@@ -60,17 +71,21 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         "adam": 2 * table * max(element, 4),
     }[word_table.optimizer]
     gradients = others * element + (0 if word_table.row_wise else table * table_element)
+    gradients *= 1 if run.num_devices == 1 else 2  # a copy is summed
     trees = [tree for tree in (run.tree, run.input_tree) if tree is not None]
     constants = [array for tree in trees for array in tree.arrays] + list(model.buffers())
     cuda = CUDA_LIBRARY_BYTES if torch.version.cuda and not run.on_gpu else 0
     other = LIBRARY_BYTES + cuda + sum(array.nbytes for array in constants)
     parts = {
         "weights": table * table_element + others * element,
-        "gradients": gradients if run.num_devices == 1 else 2 * gradients,  # a copy is summed
+        "gradients": gradients,
         "optimizer": num_moments * others * element + table_state,
         "batch": _batch_bytes(run),
         "other": other + 12 * model.vocab_size,
     }
+    records = why_eager(config.train, run.num_devices, on_gpu=run.on_gpu) is None
+    has_shorter = config.model.backbone == "lstm"
+    parts["graph"] = parts["batch"] + parts["gradients"] if records and has_shorter else 0
     num_processes = 1 if run.on_gpu else run.num_devices
     parts = {name: num_processes * size for name, size in parts.items()}
     if share > 1 and not run.on_gpu:  # the first process gathers the table for a checkpoint
@@ -79,19 +94,16 @@ def estimate_memory(run: Run) -> MemoryEstimate:
 
 
 def check_memory(run: Run) -> None:
-    """Refuse a run whose estimate exceeds the available memory by more than `TOLERANCE`.
-
-    Raises:
-        UserError: with the estimate, the available memory, and the settings that would fit.
-    """
+    """Refuse a run whose estimate exceeds the available memory by more than `TOLERANCE`."""
     estimate, available = estimate_memory(run), run.available_bytes
     if available is None or estimate.total <= (limit := (1 + TOLERANCE) * available):
         return
+    graph = f" a CUDA graph {_gb(estimate.graph)}," if estimate.graph else ""
     raise UserError(
         f"training {run.config.name} needs {_gb(estimate.total)} of memory (weights"
         f" {_gb(estimate.weights)}, gradients {_gb(estimate.gradients)}, optimizer"
-        f" {_gb(estimate.optimizer)}, a batch {_gb(estimate.batch)}, other"
-        f" {_gb(estimate.other)}), {_gb(available)} are available:"
+        f" {_gb(estimate.optimizer)}, a batch {_gb(estimate.batch)},{graph}"
+        f" other {_gb(estimate.other)}), {_gb(available)} are available:"
         f" {_what_fits(run, estimate.total, limit)}"
     )
 

@@ -21,10 +21,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every optimizer; returns the loss that `closure` reevaluates, None without one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
@@ -62,14 +59,13 @@ def build_optimizer(
         dense = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
     else:
         dense = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
+    if word_table.optimizer is None:
+        return dense
     rows: Any = [{"params": table, "scale": word_table.lr / config.lr}]
     if word_table.optimizer == "adam":
         return CombinedOptimizer(dense, RowAdam(rows, word_table.lr, config.betas))
-    if word_table.optimizer == "adagrad":
-        return CombinedOptimizer(dense, RowAdagrad(rows, word_table.lr))
-    if word_table.optimizer == "sgd":
-        return CombinedOptimizer(dense, RowSGD(rows, word_table.lr))
-    return dense
+    kind = {"adagrad": RowAdagrad, "sgd": RowSGD}[word_table.optimizer]
+    return CombinedOptimizer(dense, kind(rows, word_table.lr))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -92,9 +88,9 @@ def learning_rate(
 ) -> float:
     """The learning rate of one step, after `step` steps and `epoch` complete epochs.
 
-    `num_bad_validations` is the number of validations that did not improve on the best one.
-    `time_share` is the part of `train.max_minutes` that is spent. The progress of a cosine is the
-    larger of that and the part of the steps that is done; without `total_steps` it is that alone.
+    `num_bad_validations` validations did not improve on the best one, and `time_share` of
+    `train.max_minutes` is spent. The progress of a cosine is the larger one of that share and the
+    share of `total_steps`, if they are known.
 
     Example:
         >>> config = OptimConfig(lr=1.0, schedule="cosine", warmup_steps=2)

@@ -34,11 +34,8 @@ _FREE_ON_RESUME = (
 def check_folder(config: Config, resume: str | None) -> Path | None:
     """The checkpoint that a run continues from; None for a new run. `resume` is as in `train`.
 
-    Where `last.ckpt` is missing, `best.ckpt` is the last checkpoint.
-
-    Raises:
-        UserError: if the folder of a new run already contains one, the checkpoint does not exist,
-            or it was written under another configuration.
+    Where `last.ckpt` is missing, `best.ckpt` is the last checkpoint. A UserError says why a run
+    cannot start, or continue.
     """
     folder = config.run_path
     written, last = folder / "config.yaml", folder / "checkpoints" / LAST
@@ -57,9 +54,8 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
     if resume != "auto" and not written.exists():
         written = checkpoint.parent.parent / "config.yaml"
     changes = _changes(written, config)
-    if refused := [
-        change for key, change in changes.items() if not key.startswith(_FREE_ON_RESUME)
-    ]:
+    refused = [each for key, each in changes.items() if not key.startswith(_FREE_ON_RESUME)]
+    if refused:
         raise UserError(
             f"{written.parent} was started with another configuration ({', '.join(refused)}):"
             " set these back to continue it, or start a new run in another folder"
@@ -68,10 +64,7 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
 
 
 def report_new_length(state: TrainingState) -> None:
-    """Log the learning rates before and after, if a run continues with another length.
-
-    To be called before the new configuration is written.
-    """
+    """Log the learning rates if a run continues with another length than it has written."""
     changes = _changes(state.run.folder / "config.yaml", state.config)
     length = [change for key, change in changes.items() if key.startswith("train.max_")]
     group = state.optimizer.param_groups[0]
@@ -88,11 +81,7 @@ def _changes(written: Path, config: Config) -> dict[str, str]:
 
 
 def check_tokenizer(folder: Path, prepared: Prepared) -> None:
-    """Check that the prepared data still have the tokenizer that a run started with.
-
-    Raises:
-        UserError: if the data were prepared again with another tokenizer, or the run's is damaged.
-    """
+    """Check that the prepared data still have the tokenizer that a run started with."""
     path = folder / TOKENIZER
     if path.exists() and (found := sha256_file(path)) != prepared.tokenizer_sha256:
         verify_tokenizer(folder, found)
@@ -102,10 +91,7 @@ def check_tokenizer(folder: Path, prepared: Prepared) -> None:
 
 
 def write_run_metadata(run: Run) -> None:
-    """Write what is known before the first step.
-
-    That is the configuration, tokenizer, classes or the file of the tree, and the environment.
-    """
+    """Write the configuration, tokenizer, classes or the file of the tree, and the environment."""
     run.keep_tree()
     run.prepared.copy_to(run.folder, classes=run.config.needed_classes is not None)
     write_hashed(run.folder / "config.yaml", [to_yaml(run.config).encode()])

@@ -7,14 +7,14 @@ predicted from those before it there, the first one from the item before the win
 at the beginning of the sequence. Windows of similar length are in one batch.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 
 from data_prep.errors import UserError
-from data_prep.sequences import Ints, Sequences
+from data_prep.prepared import Prepared
+from data_prep.sequences import Ints
 from lm.training.batches import Batch, Batches
 
 IGNORED = -100
@@ -23,32 +23,24 @@ SORTED_BATCHES = 32
 """Windows of so many batches are sorted by length."""
 
 
-@dataclass(eq=False)
 class SequenceBatches(Batches):
     """The batches of an endless training run on independent sequences, numbered from 0.
 
     A batch is as long as its longest window; other columns end in `IGNORED` targets. The last batch
-    of an epoch may have columns without any item.
+    of an epoch may have columns without any item. Arguments and errors are those of `Batches`.
 
-    Example:
-        >>> from data_prep.sequences import find_sequences
-        >>> tokens = np.array([3, 4, 5, 6, 0, 7, 0])
-        >>> sequences = find_sequences(tokens, eos_id=0, unk_id=1)
-        >>> settings = {"batch_size": 3, "seq_len": 4, "shuffle": True, "seed": 1, "eos_id": 0}
-        >>> batch = SequenceBatches(tokens, sequences=sequences, **settings)[0]
-        >>> sorted(batch.targets.T.tolist())
-        [[-100, -100, -100, -100], [3, 4, 5, 6], [7, -100, -100, -100]]
+    Attributes:
+        sequences: those of the training split.
+        num_windows: [S], windows of each.
     """
 
-    sequences: Sequences
-
-    def __post_init__(self) -> None:
+    def _lay_out(self, prepared: Prepared) -> int:
+        self.sequences = prepared.sequences("train")
         length = self.sequences.end - self.sequences.begin
-        self.num_windows = -(-length // self.seq_len)  # [S]
-        self.per_epoch = -(-int(self.num_windows.sum()) // self.batch_size)
-        if self.per_epoch == 0:
+        self.num_windows = -(-length // self.seq_len)
+        if not self.num_windows.any():
             raise UserError("the training split has no item")
-        self._set_num_steps()
+        return -(-int(self.num_windows.sum()) // self.batch_size)
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, counted from the start of the first epoch."""

@@ -3,7 +3,7 @@
 A checkpoint contains whole tables, as of one process, so that any number of processes continues it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lm.model.language_model import LanguageModel
 from lm.output.sharded import DealtRows, PlacementName
 from lm.output.sharded.cost import CPU, GPU, Sizes, choose_placement
 from lm.run import Run
+from lm.training.optimizers import CombinedOptimizer
 
 Convert = Callable[[DealtRows, Tensor], Tensor | None]
 
@@ -35,49 +36,36 @@ def placement_of(run: Run) -> tuple[PlacementName, str]:
     return choose_placement(run.tree, run.num_devices, sizes, machine, counts)
 
 
-def whole_weights(model: LanguageModel) -> dict[str, Any]:
-    """The state of a model with whole tables in the first process; None in their place elsewhere.
+def held_rows(dealt: DealtRows, whole: Tensor) -> Tensor:
+    """The rows of a whole table that this process has; the inverse of `DealtRows.whole`."""
+    return dealt.held(whole).contiguous()
 
-    All processes call it together.
+
+def convert_weights(
+    model: LanguageModel, weights: dict[str, Tensor], convert: Convert
+) -> dict[str, Any]:
+    """The state of a model with its dealt tables converted.
+
+    By `DealtRows.whole`, which all processes call together, tables are whole in the first process
+    and None elsewhere; by `held_rows` they are this process's.
     """
     dealt = model.dealt_tables
     return {
-        name: dealt[name].whole(tensor) if name in dealt else tensor
-        for name, tensor in model.state_dict().items()
-    }
-
-
-def held_weights(model: LanguageModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state of this process's model, given one with whole tables."""
-    dealt = model.dealt_tables
-    return {
-        name: dealt[name].held(tensor).contiguous() if name in dealt else tensor
+        name: convert(dealt[name], tensor) if name in dealt else tensor
         for name, tensor in weights.items()
     }
 
 
-def whole_optimizer_state(optimizer: torch.optim.Optimizer, model: LanguageModel) -> dict[str, Any]:
-    """The state of an optimizer, likewise."""
-    return _converted(optimizer, optimizer.state_dict(), model, DealtRows.whole)
-
-
-def held_optimizer_state(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], model: LanguageModel
-) -> dict[str, Any]:
-    """The state of this process's optimizer, given a whole one."""
-    return _converted(optimizer, state, model, lambda dealt, each: dealt.held(each).contiguous())
-
-
-def _converted(
+def convert_optimizer_state(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], model: LanguageModel, convert: Convert
 ) -> dict[str, Any]:
-    """A state in which tensors with one entry per row of a dealt table are converted."""
+    """The state of an optimizer with tensors converted that have an entry for each dealt row."""
+    if isinstance(optimizer, CombinedOptimizer):
+        pairs = zip(optimizer.optimizers, state["optimizers"], strict=True)
+        states = [convert_optimizer_state(each, of, model, convert) for each, of in pairs]
+        return {"optimizers": states}
     parameters = dict(model.named_parameters())
     dealt = {id(parameters[name]): rows for name, rows in model.dealt_tables.items()}
-    combined = getattr(optimizer, "optimizers", None)
-    if combined is not None:  # a `CombinedOptimizer`
-        pairs = zip(combined, state["optimizers"], strict=True)
-        return {"optimizers": [_converted(each, of, model, convert) for each, of in pairs]}
     params = [id(param) for group in optimizer.param_groups for param in group["params"]]
     of_params = {
         number: {
@@ -98,12 +86,8 @@ def columns_of(states: list[tuple[Tensor, ...]], rank: int, world_size: int) -> 
 
     Process r of W has the columns r, r + W, … of a batch.
     """
-
-    def whole() -> Iterator[Tensor]:
-        for parts in zip(*states, strict=True):
-            yield torch.stack(parts, 2).flatten(1, 2)
-
-    return tuple(part[:, rank::world_size].contiguous() for part in whole())
+    whole = (torch.stack(parts, 2).flatten(1, 2) for parts in zip(*states, strict=True))
+    return tuple(part[:, rank::world_size].contiguous() for part in whole)
 
 
 def clip_gradients(model: LanguageModel, parameters: Sequence[Tensor], largest: float) -> None:

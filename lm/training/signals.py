@@ -27,8 +27,8 @@ class Interrupted(SystemExit):
 class StopSignals:
     """Records the first of `SIGNALS` inside a `with` block; a second one raises `Interrupted`.
 
-    A signal that is ignored stays so, except SIGINT, which shells ignore in the background. Outside
-    the main thread, where Python delivers no signals, nothing is recorded.
+    Ignored signals stay so, except SIGINT, which shells ignore in the background. Python delivers
+    none outside the main thread.
     """
 
     def __init__(self) -> None:

@@ -14,20 +14,20 @@ from lm.model.build import build_model, without_weights
 from lm.model.files import Description, save_model
 from lm.model.input_pieces import PIECES
 from lm.model.language_model import LanguageModel, State
+from lm.output.sharded import DealtRows
 from lm.run import Run
-from lm.training.batches import Batch, Batches, InputBuffers
+from lm.training.batches import Batch, Batches
 from lm.training.checkpoint import BEST, FORMAT_VERSION, LAST, save_checkpoint, what_remains
 from lm.training.clock import Clock, Progress
-from lm.training.cuda_graph import StepGraph
+from lm.training.cuda_graph import InputBuffers, StepGraph
 from lm.training.metrics import Metrics
 from lm.training.optimizers import build_optimizer, learning_rate
 from lm.training.shards import (
     columns_of,
-    held_optimizer_state,
-    held_weights,
+    convert_optimizer_state,
+    convert_weights,
+    held_rows,
     placement_of,
-    whole_optimizer_state,
-    whole_weights,
 )
 
 MAX_NATS = 700.0
@@ -78,83 +78,68 @@ class CarriedLoss(nn.Module):
 class TrainingState:
     """Model, optimizer, carried state, random numbers and progress of a run, of one process.
 
-    It continues from a checkpoint, or without one initializes a new run by `seed`. Fabric is
-    launched; the batches are those of this process.
-
-    Raises:
-        UserError: if the checkpoint does not fit.
+    It continues from a checkpoint `saved`, or else starts by `seed`. Fabric is launched.
     """
 
     def __init__(
         self, fabric: Fabric, run: Run, batches: Batches, saved: dict[str, Any] | None
     ) -> None:
-        sharded = run.config.train.strategy == "shard_output"
-        if saved is not None and len(saved["devices"]) != fabric.world_size and not sharded:
-            raise UserError(
-                f"the checkpoint was written by {len(saved['devices'])} devices,"
-                f" this continuation has {fabric.world_size} (train.devices)"
-            )
-        if saved is not None and saved["text_sha256"] != run.prepared.splits["train"].sha256:
-            raise UserError("the training split was prepared again, from another text")
-        self.fabric, self.run, self.batches = fabric, run, batches
-        self.config = config = run.config
-        self.progress = Progress()
-        if saved is not None and run.word_table.row_wise and "optimizers" not in saved["optimizer"]:
-            # of a version in which `auto` meant dense gradients of a table of this size
-            run.word_table = replace(run.word_table, row_wise=False, optimizer=None)
-        sections = config.model, config.output, run.word_table, run.tree, config.train.seq_len
-        input_tree, counts = run.input_tree, torch.tensor(run.prepared.counts())
-        if saved is not None and PIECES in saved["model"]:
-            run.pieces = saved["model"][PIECES]
-        placement = placement_of(run)[0] if sharded else None
-        torch.manual_seed(config.seed)
-        device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
-        with fabric.strategy.precision.module_init_context(), device:
-            self.model = build_model(
-                *sections,
-                input_tree=input_tree,
-                pieces=run.pieces,
-                counts=counts,
-                placement=placement,
-            )
-        if fabric.global_rank:  # the same weights on every device, but different dropout
-            torch.manual_seed(config.seed + fabric.global_rank)
+        self.fabric, self.run, self.batches, self.config = fabric, run, batches, run.config
+        train, self.word_table, self.progress = run.config.train, run.word_table, Progress()
         if saved is not None:
-            _load_weights(self.model, saved["model"], config.train.precision)
-        self.carried_loss = CarriedLoss(self.model, config.train.accumulate, fabric.device)
+            num_saved, num_devices = len(saved["devices"]), fabric.world_size
+            if num_saved != num_devices and train.strategy != "shard_output":
+                raise UserError(
+                    f"the checkpoint was written by {num_saved} devices,"
+                    f" this continuation has {num_devices} (train.devices)"
+                )
+            if saved["text_sha256"] != run.prepared.splits["train"].sha256:
+                raise UserError("the training split was prepared again, from another text")
+            if self.word_table.row_wise and "optimizers" not in saved["optimizer"]:
+                # of a version in which `auto` meant dense gradients of a table of this size
+                self.word_table = replace(self.word_table, row_wise=False, optimizer=None)
+        self.model = self._build_model(saved)
+        self.carried_loss = CarriedLoss(self.model, train.accumulate, fabric.device)
         # DDP neither averages these gradients nor compares the tables.
         ignored = [f"model.{name}" for name in self.model.dealt_tables]
         ignored += [name for name, _ in self.carried_loss.named_buffers()] if ignored else []
         vars(self.carried_loss)["_ddp_params_and_buffers_to_ignore"] = ignored
         self.loss: Any = fabric.setup_module(self.carried_loss)
         # With fp16, a fused optimizer would unscale gradients after they have been clipped.
-        fused = config.train.precision != "16-mixed"
-        optimizer = build_optimizer(self.model, config.optim, run.word_table, fused=fused)
+        fused = train.precision != "16-mixed"
+        optimizer = build_optimizer(self.model, run.config.optim, self.word_table, fused=fused)
         self.optimizer: Any = fabric.setup_optimizers(optimizer)
         self.parameters = list(self.model.parameters())
         if saved is not None:
             self.restore(saved)
         self.num_tokens = 0  # of this process, in `CarriedLoss.nll`
-        self.graph = StepGraph(fabric, config.train, optimizer)
-        columns = batches.batch_size // batches.world_size
-        shape = (batches.seq_len, columns)
-        self.inputs = InputBuffers(config.train.accumulate, shape, fabric.device)
-        self.clock = self._new_clock()
+        self.graph = StepGraph(fabric, train, optimizer)
+        shape = batches.seq_len, batches.batch_size // batches.world_size
+        self.inputs = InputBuffers(train.accumulate, shape, fabric.device)
+        valid = run.prepared.splits.get("valid")
+        num_tokens = None if valid is None else valid.tokens
+        self.clock = Clock(fabric, self.progress, train, batches, num_tokens)
 
-    def _new_clock(self) -> Clock:
-        train, per_step = self.config.train, self.config.train.accumulate
-        valid = self.run.prepared.splits.get("valid")
-        every = train.val_every_steps or self.batches.per_epoch / per_step
-        return Clock(
-            self.fabric,
-            self.progress,
-            max_minutes=train.max_minutes,
-            num_steps=self.batches.num_steps,
-            validation_steps=every if valid else None,
-            relative_size=(valid.tokens if valid else 0)
-            / (train.batch_size * train.seq_len * per_step)
-            * self.fabric.world_size,
-        )
+    def _build_model(self, saved: dict[str, Any] | None) -> LanguageModel:
+        """The model with its first weights, or those of a checkpoint."""
+        run, config, fabric = self.run, self.config, self.fabric
+        sections = config.model, config.output, self.word_table, run.tree, config.train.seq_len
+        parts: dict[str, Any] = {
+            "input_tree": run.input_tree,
+            "counts": torch.tensor(run.prepared.counts()),
+            "pieces": saved["model"][PIECES] if saved and PIECES in saved["model"] else run.pieces,
+        }
+        if config.train.strategy == "shard_output":
+            parts["placement"] = placement_of(run)[0]
+        torch.manual_seed(config.seed)
+        device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
+        with fabric.strategy.precision.module_init_context(), device:
+            model = build_model(*sections, **parts)
+        if fabric.global_rank:  # the same weights on every device, but different dropout
+            torch.manual_seed(config.seed + fabric.global_rank)
+        if saved is not None:
+            _load_weights(model, saved["model"], config.train.precision)
+        return model
 
     @property
     def step(self) -> int:
@@ -166,6 +151,13 @@ class TrainingState:
         """Whether all steps are done, or the time is spent."""
         num_steps = self.batches.num_steps
         return self.clock.share == 1 or (num_steps is not None and self.step >= num_steps)
+
+    @property
+    def is_validation_due(self) -> bool:
+        """Every `train.val_every_steps`, by default after each epoch, and after the last step."""
+        done, every = self.progress.batches_done, self.batches.between_validations
+        is_due = done // every > (done - self.config.train.accumulate) // every
+        return "valid" in self.run.prepared.splits and (is_due or self.is_finished)
 
     @property
     def learning_rate(self) -> float:
@@ -180,20 +172,10 @@ class TrainingState:
             time_share=self.clock.share,
         )
 
-    @property
-    def is_validation_due(self) -> bool:
-        """Every `train.val_every_steps`, by default after each epoch, and after the last step."""
-        every, done = self.config.train.val_every_steps, self.progress.batches_done
-        if every:
-            return self.step % every == 0 or self.is_finished
-        per_epoch, before = self.batches.per_epoch, done - self.config.train.accumulate
-        return done // per_epoch > before // per_epoch or self.is_finished
-
     def next_batches(self) -> tuple[list[Batch], bool]:
-        """The batches of the next step on the device, and whether the step is like most others.
+        """The batches of the next step on the device, and whether they are usual: in `inputs`.
 
-        That is in shape, and in where the carried state begins: with the first batch at most. Then
-        they are in `inputs`.
+        Usual are those of full shape, of which at most the first one begins the carried state.
         """
         first, model = self.progress.batches_done, self.model
         batches = [self.batches[first + k] for k in range(self.config.train.accumulate)]
@@ -214,11 +196,7 @@ class TrainingState:
         return batches, True
 
     def gather_losses(self) -> None:
-        """Add the losses since the last call, of all devices, to the progress.
-
-        Raises:
-            UserError: if the loss diverged.
-        """
+        """Add the losses since the last call, of all devices, to the progress."""
         total = self.carried_loss.nll
         sums = torch.stack([total, total.new_tensor(self.num_tokens)])
         total.zero_()
@@ -231,11 +209,7 @@ class TrainingState:
         self.progress.num_tokens += int(num_tokens)
 
     def validate(self) -> float:
-        """The validation perplexity.
-
-        Raises:
-            UserError: if the loss diverged.
-        """
+        """The validation perplexity."""
         prepared = self.run.prepared
         result = evaluate(
             self.model,
@@ -280,23 +254,23 @@ class TrainingState:
 
         `last.ckpt` is written last: a run that continues from the previous one repeats the rest.
         """
-        run, folder, checkpoint = self.run, self.run.folder / "checkpoints", self._to_checkpoint()
-        if self.fabric.is_global_zero and is_best:
-            run.description = Description(
-                model=self.config.model,
-                output=self.config.output,
-                word_table=run.word_table,
-                context=self.config.train.seq_len,
-                eos_id=run.prepared.eos_id,
-                unk_id=run.prepared.unk_id,
-                tokenizer_sha256=run.prepared.tokenizer_sha256,
-                step=self.step,
-                valid_perplexity=valid_perplexity,
-            )
-            save_model(run.folder, checkpoint["model"], run.description)
+        prepared, folder, checkpoint = self.run.prepared, self.run.folder, self._to_checkpoint()
         if self.fabric.is_global_zero:
+            if is_best:
+                description = Description(
+                    model=self.config.model,
+                    output=self.config.output,
+                    word_table=self.word_table,
+                    context=self.config.train.seq_len,
+                    eos_id=prepared.eos_id,
+                    unk_id=prepared.unk_id,
+                    tokenizer_sha256=prepared.tokenizer_sha256,
+                    step=self.step,
+                    valid_perplexity=valid_perplexity,
+                )
+                save_model(folder, checkpoint["model"], description)
             names = (BEST, LAST) if is_best else (LAST,)
-            save_checkpoint(checkpoint, *(folder / name for name in names))
+            save_checkpoint(checkpoint, *(folder / "checkpoints" / name for name in names))
         self.fabric.barrier()  # no process may exit while the first one writes
 
     def _to_checkpoint(self) -> dict[str, Any]:
@@ -311,10 +285,12 @@ class TrainingState:
         if self.fabric.world_size > 1:
             devices = [None] * self.fabric.world_size
             torch.distributed.all_gather_object(devices, device_state)
+        model, optimizer = self.model, self.optimizer.optimizer
+        state, whole = optimizer.state_dict(), DealtRows.whole
         return {
             "format_version": FORMAT_VERSION,
-            "model": whole_weights(self.model),
-            "optimizer": whole_optimizer_state(self.optimizer.optimizer, self.model),
+            "model": convert_weights(model, model.state_dict(), whole),
+            "optimizer": convert_optimizer_state(optimizer, state, model, whole),
             "precision": self.fabric.strategy.precision.state_dict(),  # the scale of fp16 losses
             "progress": asdict(self.progress),
             "devices": devices,
@@ -327,22 +303,21 @@ class TrainingState:
         Random numbers are restored too: nothing may draw any before the first step.
         """
         self.progress = Progress(**checkpoint["progress"])
-        optimizer, fabric = self.optimizer.optimizer, self.fabric
-        rank, world_size = fabric.global_rank, fabric.world_size
-        state = held_optimizer_state(optimizer, checkpoint["optimizer"], self.model)
+        optimizer, saved = self.optimizer.optimizer, checkpoint["optimizer"]
+        state = convert_optimizer_state(optimizer, saved, self.model, held_rows)
         self.optimizer.load_state_dict(state)
         self.fabric.strategy.precision.load_state_dict(checkpoint["precision"])
-        devices = checkpoint["devices"]
+        devices, device = checkpoint["devices"], self.fabric.device
+        rank, world_size = self.fabric.global_rank, self.fabric.world_size
         if devices[0]["carried"] is not None:
             carried = columns_of([each["carried"] for each in devices], rank, world_size)
-            self.carried_loss.carried = tuple(part.to(self.fabric.device) for part in carried)
+            self.carried_loss.carried = tuple(part.to(device) for part in carried)
         if len(devices) != world_size:  # other random numbers than those of any process before
             torch.manual_seed(self.config.seed + 1_000_003 * self.progress.batches_done + rank)
             return
-        saved = devices[rank]
-        torch.set_rng_state(saved["cpu"])
-        if saved["cuda"] is not None:
-            torch.cuda.set_rng_state(saved["cuda"], self.fabric.device)
+        torch.set_rng_state(devices[rank]["cpu"])
+        if devices[rank]["cuda"] is not None:
+            torch.cuda.set_rng_state(devices[rank]["cuda"], device)
 
 
 def _load_weights(model: LanguageModel, weights: dict[str, Tensor], precision: str) -> None:
@@ -355,7 +330,7 @@ def _load_weights(model: LanguageModel, weights: dict[str, Tensor], precision: s
                 f" train.precision: {precision}"
             )
     try:
-        model.load_state_dict(held_weights(model, weights), assign=True)
+        model.load_state_dict(convert_weights(model, weights, held_rows), assign=True)
     except (RuntimeError, ValueError) as error:
         problem = " ".join(str(error).split())
         raise UserError(f"the checkpoint does not fit the configuration: {problem}") from error

@@ -5,6 +5,6 @@ it. `methods` and `peers` belong to `output_layer`, `steps` to `scale`; the othe
 `reporting`.
 """
 
-from lm.openmp import limit_spinning
+from lm import limit_spinning
 
 limit_spinning()  # before a benchmark imports torch

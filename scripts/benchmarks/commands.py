@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from lm.cli import main as lm
-from lm.run import Run
+from lm.run import TrainedRun
 from scripts import run
 from scripts.benchmarks.reporting import Table, benchmark_parser, require_positive
 
@@ -73,7 +73,7 @@ Commands = list[tuple[Sequence[object], int]]
 
 def ways(trained: Path, num_generated: int, folder: Path) -> dict[str, Commands]:
     """The commands of a trained run by name; `folder` is for their texts."""
-    data, found = Run.open(trained).config.data, dict[str, Commands]()
+    data, found = TrainedRun.open(trained).config.data, dict[str, Commands]()
     test = Path(data.dir, str(data.files.test))
     for verb, num_lines in NUM_LINES.items():
         texts = [first_lines(test, folder / str(n), n) for n in (FEW_LINES, num_lines)]

@@ -32,7 +32,7 @@ from lm.output.decoding import compiled, search
 from lm.output.decoding.distribution import log_prob, sample
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.expansion import Expander, checked_hidden
-from lm.run import Run
+from lm.run import TrainedRun
 from scripts import run
 from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size, require_positive
 
@@ -136,7 +136,7 @@ def untrained(problem: tuple[int, int], options: argparse.Namespace) -> Iterator
 @torch.no_grad()
 def trained(folder: str, options: argparse.Namespace) -> Case:
     """Hidden vectors of a run's model at evenly spaced positions of the validation text."""
-    opened = Run.open(folder, device=options.device)
+    opened = TrainedRun.open(folder, device=options.device)
     layer = opened.model.output
     assert isinstance(layer, HierarchicalSoftmax)
     split = opened.prepared.tokens("valid")[: 100 * options.rounds]

@@ -33,7 +33,7 @@ from lm.rescoring.models import NUM_UNSEEN, ArpaScores, WordScores
 from lm.rescoring.nbest import Floats
 from lm.rescoring.utterances import Utterances
 from lm.rescoring.weights import ScoredList, Weights, tune
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.ngram import NGramModel
 from scripts import run
@@ -164,9 +164,8 @@ class SharedScores:
     """A run's scores of the words of some texts, computed once for any number U of unseen words."""
 
     def __init__(self, folder: Path, texts: Iterable[str]) -> None:
-        opened = Run.open(folder)
-        context = opened.description.context
-        scorer = Scorer(opened.model, opened.tokenizer, context=context)
+        opened = TrainedRun.open(folder)
+        scorer = Scorer.of(opened)
         distinct = list(dict.fromkeys(texts))
         self.vocab_size = opened.model.vocab_size
         self._scores = dict(zip(distinct, scorer.sentences(distinct), strict=True))

@@ -26,7 +26,7 @@ from lm.device import keep_freed_memory
 from lm.output import HierarchicalSoftmax
 from lm.output.backends.base import followed_by_zeros
 from lm.run import Run
-from lm.training.batches import training_batches
+from lm.training.batches import Batches
 from lm.training.devices import build_fabric
 from lm.training.loop import train_step
 from lm.training.state import TrainingState
@@ -67,9 +67,9 @@ def start_training(
 
 def new_state(run: Run, num_steps: int) -> TrainingState:
     """The state of a new run of this many steps."""
-    run.prepare()
+    run = run.prepare()
     keep_freed_memory()
-    fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
+    fabric, batches = build_fabric(run), Batches(run.config, run.prepared)
     batches.num_steps = num_steps
     return TrainingState(fabric, run, batches, None)
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from data_prep.errors import UserError
 from lm.evaluation import evaluate_split, perplexity
-from lm.run import Run as OpenedRun
+from lm.run import Run as TrainingRun
+from lm.run import TrainedRun
 from lm.scoring.comparison import sums_of_lines
 from lm.scoring.frequency import frequency_report
 from lm.scoring.mixture import token_log_probs
@@ -35,7 +36,7 @@ STEPS = 5
 def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
     """Train or resume a run in a folder of `runs`, evaluate it and write its log."""
     log = train_and_validate(run, data_dir, runs, progress=progress)
-    opened = OpenedRun.open(runs / run.table / run.name)
+    opened = TrainedRun.open(runs / run.table / run.name)
     settings = {"progress": progress, "open_vocabulary": run.open_vocabulary}
     test = evaluate_split(opened, "test", **settings).to_dict()
     run.write(log | {"test": test})
@@ -77,7 +78,7 @@ def _validations(metrics: Iterable[Metrics]) -> list[Validation]:
 
 def nats_of_test(run: Run, runs: Path) -> tuple[dict[str, Any], Lines]:
     """The perplexity of a trained run on the test split, and the nats of each of its lines."""
-    opened = OpenedRun.open(runs / run.table / run.name)
+    opened = TrainedRun.open(runs / run.table / run.name)
     tokens = opened.prepared.tokens("test")
     num_parameters = sum(parameter.numel() for parameter in opened.model.parameters())
     figures, lines = _test_figures(opened, tokens, -token_log_probs(opened, tokens))
@@ -86,7 +87,7 @@ def nats_of_test(run: Run, runs: Path) -> tuple[dict[str, Any], Lines]:
 
 def nats_of_ngrams(run: Run, runs: Path, order: int) -> tuple[dict[str, Any], Lines]:
     """Figures of the Kneser–Ney model of a trained run's data; its parameters are n-grams."""
-    opened = OpenedRun.open(runs / run.table / run.name)
+    opened = TrainedRun.open(runs / run.table / run.name)
     tokens = opened.prepared.tokens("test")
     with tempfile.TemporaryDirectory() as folder:
         arpa = Path(folder) / "model.arpa"
@@ -98,7 +99,7 @@ def nats_of_ngrams(run: Run, runs: Path, order: int) -> tuple[dict[str, Any], Li
 
 
 def _test_figures(
-    opened: OpenedRun, tokens: NDArray[Any], nll: NDArray[np.float64]
+    opened: TrainedRun, tokens: NDArray[Any], nll: NDArray[np.float64]
 ) -> tuple[dict[str, Any], Lines]:
     eos_id = opened.description.eos_id
     line_tokens = sums_of_lines(np.ones(len(tokens)), tokens, eos_id)
@@ -141,7 +142,7 @@ def time_runs(runs: Sequence[Run], data_dir: str, folders: Path, num_rounds: int
     for run in {run.row: run for run in runs}.values():
         prepared = f"--data.prepared_dir={folders / run.table / run.name / 'data'}"
         options = [*run.options, f"--data.dir={data_dir}", prepared]
-        opened = OpenedRun.read(TOP / run.config, options)
+        opened = TrainingRun.read(TOP / run.config, options)
         states[run.row] = new_state(opened, (num_rounds + 1) * STEPS)
     columns = {"row": "{row}", "tokens/s": "{tokens_per_second:,.0f}"}
     runs[0].speed_path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +159,7 @@ def _train(
 ) -> None:
     """Prepare the corpus if necessary, then train or resume."""
     folders = [f"--data.dir={data_dir}", f"--run_dir={folder}"]
-    opened = OpenedRun.read(TOP / run.config, [*run.options, *folders])
+    opened = TrainingRun.read(TOP / run.config, [*run.options, *folders])
     resumes = check_folder(opened.config, "auto") is not None
-    opened.prepare(keep=resumes, progress=progress)
+    opened = opened.prepare(keep=resumes, progress=progress)
     train(opened, resume="auto", progress=progress, stop_after_validation=stop_after_validation)

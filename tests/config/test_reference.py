@@ -1,5 +1,7 @@
 """The generated reference: every key with type, default and meaning."""
 
+import re
+
 import pytest
 
 from data_prep.errors import UserError
@@ -41,15 +43,15 @@ def test_a_key_or_section_is_described(name: str, first: str, num_keys: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"),
-    [("model.hiden", "model.hidden"), ("hidden", "model.hidden"), ("modle", "model")],
+    ("name", "hint"),
+    [
+        ("model.hiden", "; did you mean model.hidden?"),
+        ("hidden", "; did you mean model.hidden?"),
+        ("modle", "; did you mean model?"),
+        ("model.", "; did you mean model?"),
+        ("", ""),
+    ],
 )
-def test_an_unknown_key_is_an_error_that_names_the_nearest(name: str, nearest: str) -> None:
-    with pytest.raises(UserError, match=f"^unknown key {name}; did you mean {nearest}\\?$"):
-        describe_keys(name)
-
-
-@pytest.mark.parametrize(("name", "hint"), [("", ""), ("model.", "model.; did you mean model\\?")])
-def test_an_empty_name_is_similar_to_none(name: str, hint: str) -> None:
-    with pytest.raises(UserError, match=f"^unknown key {hint}$"):
+def test_an_unknown_key_is_an_error_that_names_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(UserError, match=f"^unknown key {re.escape(name + hint)}$"):
         describe_keys(name)

@@ -14,8 +14,6 @@ train: {}
 train.max_epochs, train.max_steps or train.max_minutes is required
 model: {backbone: transformer, hidden: 20, heads: 8}
 model.hidden = 20 must be a multiple of 2 × model.heads = 16
-{model: {input_embedding: path_sum}, output: {tree: adaptive}}
-output.tree: adaptive requires model.input_embedding: word, or model.input_tree: two_level
 {model: {input_embedding: path_sum}, output: {tree: adaptive}, word_table: {tied: true}}
 output.tree: adaptive requires model.input_embedding: word, or model.input_tree: two_level, \
 word_table.tied: false
@@ -69,8 +67,6 @@ data: {sequences: independent, format: csv, user_field: u, split: time, predict_
 data.predict_eos requires data.split: files, got time
 name: a/b
 name must be a plain file name, got 'a/b'
-name: '...'
-name must be a plain file name, got '...'
 {word_table: {tied: true}, model: {embedding: 8, hidden: 16}}
 word_table.tied requires model.embedding = model.hidden = 16, got 8
 {word_table: {tied: true}, output: {tree: adaptive}}
@@ -86,9 +82,6 @@ row-wise gradients of word_table cannot be combined with train.precision: 16-mix
 row-wise gradients of word_table cannot be combined with train.strategy: ddp
 {word_table: {gradients: row_wise, optimizer: adagrad}, output: {tree: adaptive}}
 row-wise gradients of word_table cannot be combined with output.tree: adaptive
-word_table: {dtype: bf16}
-word_table.dtype: bf16 requires row-wise gradients: word_table.optimizer, and \
-word_table.gradients: auto or row_wise
 word_table: {dtype: bf16, gradients: dense, optimizer: sgd}
 word_table.dtype: bf16 requires row-wise gradients: word_table.optimizer, and \
 word_table.gradients: auto or row_wise

@@ -192,3 +192,10 @@ def test_every_setting_of_a_tokenizer_is_recorded(kind: Any, options: dict[str, 
     )
     expected = [f"tokenizer.{key}: {getattr(base, key)} → {options[key]}" for key in options]
     assert setting_changes(before, after) == {"tokenizer": expected}
+
+
+def test_a_deleted_setting_differs_unless_it_has_its_former_default() -> None:
+    now = {"classes": {"method": "exchange"}}
+    for cost, changes in ((0.0, {}), (0.1, {"classes": ["classes.column_cost: 0.1 → None"]})):
+        before = {"classes": {"method": "exchange", "column_cost": cost}}
+        assert setting_changes(before, now) == changes

@@ -16,7 +16,7 @@ from lm.generation import Sampling, generate_text, text
 from lm.generation.text import Continuation, encode_prompt, level_probs, unknown_words
 from lm.model import reader
 from lm.output import HierarchicalSoftmax
-from lm.run import Run
+from lm.run import TrainedRun
 
 from .models import random_model
 
@@ -118,7 +118,7 @@ def test_frequencies_of_continuations_match_the_product_of_stated_distributions(
 def test_texts_do_not_depend_on_how_they_are_batched(
     lstm_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(lstm_run, device="cpu")
+    run = TrainedRun(lstm_run, "cpu")
     prompts = ["the cat", "a", "", "the dog", "a man sees the", "a dog"]
     options: dict[str, Any] = {"num_tokens": 15, "stop": ["\n", "sees"], "seed": 5}
 
@@ -138,7 +138,7 @@ def test_texts_do_not_depend_on_how_they_are_batched(
 def test_samples_leave_the_batch_when_they_are_complete(
     lstm_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, sizes = Run(lstm_run, device="cpu"), list[int]()
+    run, sizes = TrainedRun(lstm_run, "cpu"), list[int]()
     sample = HierarchicalSoftmax.sample
 
     def recorded(
@@ -168,7 +168,7 @@ def test_prompt_ids_and_unknown_words() -> None:
 def test_probabilities_of_levels_are_those_of_one_pass_over_chunks(
     lstm_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, tokens = Run(lstm_run, device="cpu").model, [3, 5, 2, 0, 7, 4]
+    model, tokens = TrainedRun(lstm_run, "cpu").model, [3, 5, 2, 0, 7, 4]
     whole = level_probs(model, [0, 4], tokens)
     monkeypatch.setattr(reader, "BATCH_TOKENS", 3)
     chunked = level_probs(model, [0, 4], tokens)

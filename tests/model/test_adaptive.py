@@ -30,13 +30,15 @@ def test_shortlist_and_clusters_are_those_of_the_cutoffs() -> None:
     assert (COUNTS[adaptive.index_of_word >= 15] <= 15).all()
 
 
-def test_probabilities_of_all_words_sum_to_one() -> None:
-    adaptive, same_hidden = layer(), hidden().expand(N, H)
-    nll = adaptive.loss(same_hidden, torch.arange(N), "none")
-    torch.testing.assert_close(nll.neg().exp().sum(), torch.tensor(1.0, dtype=torch.float64))
-    torch.testing.assert_close(adaptive.loss(same_hidden, torch.arange(N)), nll.mean())
-    torch.testing.assert_close(adaptive.loss(same_hidden, torch.arange(N), "sum"), nll.sum())
-    torch.testing.assert_close(adaptive.log_prob(same_hidden)[0], -nll)
+def test_probabilities_of_all_words_sum_to_one_and_are_those_of_candidates() -> None:
+    adaptive, vectors = layer(), hidden(4)
+    log_prob = adaptive.log_prob(vectors)
+    torch.testing.assert_close(log_prob.exp().sum(1), torch.ones(4, dtype=torch.float64))
+    word = torch.randint(N, (4, 9))
+    expected = log_prob.gather(1, word)
+    torch.testing.assert_close(adaptive.candidate_log_prob(vectors, word), expected)
+    torch.testing.assert_close(adaptive.loss(vectors, word[:, 0]), -expected[:, 0].mean())
+    torch.testing.assert_close(adaptive.loss(vectors, word[:, 0], "sum"), -expected[:, 0].sum())
 
 
 def test_levels_sum_to_the_loss_and_the_shortlist_pays_at_the_first_alone() -> None:
@@ -108,16 +110,6 @@ def test_projections_narrow_as_far_as_the_last_has_a_dimension(
 ) -> None:
     last: Any = AdaptiveSoftmax(hidden_size, COUNTS, cutoffs).softmax.tail[-1]
     assert last[0].out_features == width
-
-
-def test_candidates_have_the_probabilities_of_the_whole_distribution() -> None:
-    adaptive, vectors = (
-        AdaptiveSoftmax(8, torch.tensor([3, 9, 1, 5, 2, 4]), [2, 4]),
-        torch.randn(5, 8),
-    )
-    word = torch.randint(6, (5, 9))
-    expected = adaptive.log_prob(vectors).gather(1, word)
-    torch.testing.assert_close(adaptive.candidate_log_prob(vectors, word), expected)
 
 
 def test_tail_dropout_acts_on_clusters_only_and_while_training_only() -> None:

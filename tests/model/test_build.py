@@ -14,14 +14,13 @@ N, H, T = 30, 8, 5
 COUNTS = torch.arange(N) ** 2
 
 
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
-def test_the_output_layer_is_that_of_the_configuration(backend: Any, bias: bool) -> None:
-    output = OutputConfig(backend=backend, bias=bias)
+def test_the_output_layer_is_that_of_the_configuration(backend: Any) -> None:
+    output = OutputConfig(backend=backend)
     built: Any = build_model(
         ModelConfig(hidden=H), output, WordTable(row_wise=True), ClassTree.full(N), T
     ).output
-    assert (built.backend, built.bias is not None, built.row_wise) == (backend, bias, True)
+    assert (built.backend, built.bias is not None, built.row_wise) == (backend, True, True)
 
 
 def test_the_lstm_has_the_dropouts_of_the_configuration() -> None:
@@ -51,11 +50,6 @@ def test_cutoffs_outside_the_vocabulary_are_the_users_mistake() -> None:
     output = OutputConfig(tree="adaptive", cutoffs=[99])
     with pytest.raises(UserError, match=r"^output.cutoffs: cutoffs must increase within 1 … 29"):
         build_model(ModelConfig(hidden=H), output, WordTable(), None, T, counts=COUNTS)
-
-
-def test_a_model_without_a_tree_requires_counts() -> None:
-    with pytest.raises(ValueError, match="one of tree and counts is required"):
-        build_model(ModelConfig(hidden=H), OutputConfig(tree="adaptive"), WordTable(), None, T)
 
 
 @pytest.mark.parametrize(("hidden", "heads"), [(200, 5), (300, 6), (256, 8), (650, 5), (6, 3)])

@@ -152,6 +152,12 @@ def test_a_damaged_description_or_one_of_another_version_is_refused(tmp_path: Pa
         rewritten(tmp_path, **{key: value})
         with pytest.raises(UserError, match=f"^{path} is damaged: {key}: Input should be greater"):
             read_description(tmp_path)
+    saved(tmp_path)
+    rewritten(tmp_path, output={"bias": True})  # of an earlier version, by default
+    assert read_description(tmp_path).output == OutputConfig()
+    rewritten(tmp_path, output={"bias": False})
+    with pytest.raises(UserError, match=f"^{path}: unknown key output.bias: use the version of"):
+        read_description(tmp_path)
     for text in ("[]", "{", ""):
         path.write_text(text)
         with pytest.raises(UserError, match=f"^{path} is damaged: "):

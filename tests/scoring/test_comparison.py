@@ -11,7 +11,7 @@ import pytest
 
 from lm.cli import main
 from lm.evaluation import evaluate_text
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring import comparison
 from lm.scoring.comparison import Comparison, bootstrap_interval, sums_of_lines
 from lm.scoring.frequency import FrequencyBin, FrequencyReport
@@ -80,7 +80,7 @@ def test_words_and_pieces_are_compared_in_bits_per_byte(
     *compared, ours = (found := json.loads(capsys.readouterr().out))["compared"], found
     (pieces, words) = compared[0]
     for each, folder in ((pieces, bytes_run), (words, other)):
-        theirs = evaluate_text(Run(folder), lines, progress=False, open_vocabulary=True)
+        theirs = evaluate_text(TrainedRun(folder), lines, progress=False, open_vocabulary=True)
         assert each["unit"] == "bits/byte"
         assert each["bits_per_byte"] == pytest.approx(theirs.bits_per_byte, rel=1e-6)
         difference = ours["bits_per_byte"] - each["bits_per_byte"]
@@ -90,7 +90,7 @@ def test_words_and_pieces_are_compared_in_bits_per_byte(
         assert low <= each["difference"] <= high
     assert pieces["by_frequency"] is None
     nats = [part["nll_nats"] for part in words["by_frequency"]]
-    theirs = evaluate_text(Run(other), lines, progress=False, open_vocabulary=True)
+    theirs = evaluate_text(TrainedRun(other), lines, progress=False, open_vocabulary=True)
     assert theirs.spelling_nats is not None
     assert sum(nats) == pytest.approx(theirs.nll_nats - theirs.spelling_nats)
     assert main([*command, str(bytes_run), str(other), "--by-frequency"]) == 0

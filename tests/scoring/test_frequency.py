@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lm.cli import main
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring import frequency
 from lm.scoring.mixture import token_log_probs
 
@@ -20,7 +20,7 @@ def test_tokens_are_divided_by_the_rank_of_their_word_and_of_the_word_before(
     monkeypatch.setattr(frequency, "LAST_RANKS", (3, 9, 10**9))
     assert main(["evaluate", str(lstm_run), "--by-frequency", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    run = Run.open(lstm_run)
+    run = TrainedRun.open(lstm_run)
     counts, tokens = run.prepared.counts(), np.array(run.prepared.tokens("test"))
     nll = -token_log_probs(run, tokens)
     by_count = sorted(range(len(counts)), key=lambda word: (-int(counts[word]), word))

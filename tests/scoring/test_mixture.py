@@ -11,7 +11,7 @@ import pytest
 
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.cli import main
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.mixture import mixed, tuned_weight
 from lm.scoring.ngram import NGramModel
@@ -96,7 +96,7 @@ def by_hand(words: list[str], lines: list[str], vocabulary: set[str]) -> list[fl
     return values
 
 
-def words_of(run: Run) -> list[str]:
+def words_of(run: TrainedRun) -> list[str]:
     """The unigrams of the test's file: those of the run, one that it lacks, and special ones."""
     assert isinstance(run.tokenizer, WordTokenizer)
     return sorted({*run.tokenizer.words, "zebra", "</s>"} - {"<eos>"})
@@ -111,10 +111,10 @@ def test_perplexities_of_a_mixture_are_those_of_the_definition(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder: Path = request.getfixturevalue(name)
-    run = Run(folder, device="cpu")
+    run = TrainedRun(folder, "cpu")
     words = words_of(run)
     path = write_arpa(tmp_path / "bigram.arpa", words)
-    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    scorer = Scorer.of(run)
     both: dict[str, list[Any]] = {}
     for split in ("valid", "test"):
         lines = (corpus / f"{split}.txt").read_text().splitlines()
@@ -153,11 +153,11 @@ def test_perplexities_of_a_mixture_are_those_of_the_definition(
 def test_scores_of_words_are_mixed_and_their_perplexities_printed(
     lstm_run: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, text = Run(lstm_run, device="cpu"), corpus / "test.txt"
+    run, text = TrainedRun(lstm_run, "cpu"), corpus / "test.txt"
     words = words_of(run)
     path = write_arpa(tmp_path / "bigram.arpa", words)
     lines = text.read_text().splitlines()
-    scorer = Scorer(run.model, run.tokenizer, context=run.description.context)
+    scorer = Scorer.of(run)
     p = np.exp(np.concatenate([score.log_prob for score in scorer.sentences(lines)]))
     q = np.exp(by_hand(words, lines, {*words} - {"zebra"}))
     mixing = [f"--arpa={path}", "--mixture=0.3", "--unit=nats"]
@@ -204,7 +204,7 @@ def test_a_model_of_pieces_is_mixed_with_ngrams_of_its_pieces_only(
     error = complaint(*command, of_words)
     assert error.startswith(f"{of_words} has no unigram '\u2581")
     assert "a token for each piece" in error
-    tokenizer = Run(folder, device="cpu").tokenizer
+    tokenizer = TrainedRun(folder, "cpu").tokenizer
     pieces = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
     assert "\u2581" in "".join(pieces)
     units = sorted({*pieces, "</s>"} - {"<eos>", "<s>"})
@@ -227,7 +227,7 @@ def test_mistakes_are_single_lines(
 ) -> None:
     path, text = tmp_path / "model.arpa", corpus / "test.txt"
     command = ["evaluate", lstm_run, "--text", text, "--mixture=0.5", "--arpa", path]
-    good = write_arpa(path, words_of(Run(lstm_run, device="cpu"))).read_text()
+    good = write_arpa(path, words_of(TrainedRun(lstm_run, "cpu"))).read_text()
     for content, error in (
         ("", f"{path} is not an ARPA file: it has no line \\data\\"),
         (good[: good.index("\\2-grams")], f"{path} is not complete"),

@@ -18,7 +18,7 @@ from lm.evaluation import evaluate
 from lm.model.build import build_model
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
-from lm.run import Run
+from lm.run import TrainedRun
 from lm.scoring import ranking
 from lm.scoring.ranking import RankingReport, evaluate_ranking
 
@@ -188,7 +188,7 @@ def test_report_of_a_run(items_run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert json.loads((items_run / "evaluate-test-ranking.json").read_text()) == values
     assert main(command) == 0
     table = capsys.readouterr().out
-    run = Run.open(items_run, device="cpu")
+    run = TrainedRun(items_run, "cpu")
     report = evaluate_ranking(run, "test", [1, 5], "seen", progress=False)
     assert isinstance(report, RankingReport)
     assert report.to_dict() == values

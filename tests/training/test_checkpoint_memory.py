@@ -38,7 +38,7 @@ DEEP_BYTES = LAYERS * 8 * 1000**2 * 4 * 2
 
 def save_table(folder: Path) -> None:
     """Save a model that consists almost only of one large table."""
-    config, output = ModelConfig(hidden=HIDDEN, layers=1), OutputConfig(bias=False)
+    config, output = ModelConfig(hidden=HIDDEN, layers=1), OutputConfig()
     sections: Any = {"model": config, "output": output, "word_table": WordTable(tied=True)}
     figures: Any = {"context": 8, "eos_id": 1, "unk_id": 0, "step": 1, "valid_perplexity": None}
     description = Description(**sections, tokenizer_sha256="", **figures)

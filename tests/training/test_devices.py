@@ -89,6 +89,8 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
     one = read_metrics(train(tmp_path / "one", *options) / "metrics.csv")
     for stop in stops:
         assert finish(two(*options, *stop))[0] == f"{tmp_path / 'run'}\n"  # once
+    checkpoint = load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")
+    assert not torch.equal(*(device["cpu"] for device in checkpoint["devices"]))  # dropout
     both = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [line.step for line in both] == [line.step for line in one] == [2, 4, 6, 8]
     for ours, truth in zip(both, one, strict=True):
@@ -115,6 +117,8 @@ def test_devices_are_the_processes_that_a_launcher_has_started(
         assert not (tmp_path / "run").exists()
 
 
+TIED_ADAGRAD = ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"]
+ADAMW = ["--optim.optimizer=adamw", "--optim.lr=1e-3", "--optim.clip=0.1"]
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "RANK": "5"}
 SLURM = {"SLURM_NTASKS": "6", "SLURM_NNODES": "3", "SLURM_PROCID": "4", "SLURM_STEP_ID": "0"}
 
@@ -164,30 +168,14 @@ def test_the_script_of_a_job_trains_alone(
 @pytest.mark.parametrize(
     "table",
     [
-        pytest.param(
-            ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"],
-            marks=pytest.mark.long,
-        ),
-        [
-            "--train.shard_by=class",
-            "--optim.clip=0.1",
-            "--model.input_pieces=40",
-            "--word_table.tied=true",
-            "--word_table.optimizer=adagrad",
-            "--word_table.lr=0.05",
-        ],
+        pytest.param(TIED_ADAGRAD, marks=pytest.mark.long),
+        [*TIED_ADAGRAD, "--train.shard_by=class", "--optim.clip=0.1", "--model.input_pieces=40"],
         pytest.param(
             ["--model.input_embedding=path_sum", "--word_table.gradients=row_wise"],
             marks=pytest.mark.long,
         ),
         pytest.param(
-            [
-                "--optim.optimizer=adamw",
-                "--optim.lr=1e-3",
-                "--optim.clip=0.1",
-                "--model.init_range=0.2",
-            ],
-            marks=pytest.mark.long,
+            [*ADAMW, "--optim.clip=0.1", "--model.init_range=0.2"], marks=pytest.mark.long
         ),
     ],
     ids=["tied, adagrad", "by class, clipped, pieces", "path sums, row-wise", "adamw"],
@@ -213,11 +201,18 @@ def test_dealt_rows_train_as_those_of_one_process_and_continue_on_any_number(
         torch.testing.assert_close(tensor, truth_weights[name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(two: Two, tmp_path: Path) -> None:
-    options = ["--train.max_steps=100000", "--train.val_every_steps=100000", "--log.every_steps=5"]
-    run, process = tmp_path / "run", two(*options)
+def long_run(two: Two, run: Path, *options: str) -> subprocess.Popen[str]:
+    """Two processes of a run, which have trained some steps of very many."""
+    many = ["--train.max_steps=100000", "--train.val_every_steps=100000", "--log.every_steps=5"]
+    process = two(*many, *options)
     while not read_metrics(run / "metrics.csv") and process.poll() is None:
         time.sleep(0.05)
+    return process
+
+
+def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(two: Two, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = long_run(two, run)
     process.send_signal(signal.SIGTERM)
     _, message = finish(process, 143)
     assert "Traceback" not in message
@@ -227,10 +222,7 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(two: Two, tmp_p
 
 
 def test_if_a_process_is_killed_the_run_ends_with_one_line(two: Two, tmp_path: Path) -> None:
-    options = ["--train.max_steps=100000", "--train.val_every_steps=100000", "--log.every_steps=5"]
-    run, process = tmp_path / "run", two(*options, "--train.strategy=shard_output")
-    while not read_metrics(run / "metrics.csv") and process.poll() is None:
-        time.sleep(0.05)
+    process = long_run(two, tmp_path / "run", "--train.strategy=shard_output")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
     _, message = finish(process, 2)
@@ -255,34 +247,18 @@ sys.exit(run_process())
     assert ended.stderr.startswith("lm: missing")
 
 
-def test_clusters_without_a_target_train_and_each_process_draws_different_dropout(
-    two: Two, tmp_path: Path
-) -> None:
-    finish(two("--output.tree=adaptive", "--output.cutoffs=[15,21]", "--train.max_steps=8"))
-    checkpoint = load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")
-    first, second = (device["cpu"] for device in checkpoint["devices"])
-    assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--train.accelerator=gpu", "train.accelerator: gpu, train.devices: 1: expected at most 0"),
-        ("--output.backend=triton", "output.backend: triton requires a GPU"),
-        ("--train.precision=16-mixed", "train.precision: 16-mixed requires a GPU; use bf16-mixed"),
-    ],
-)
-@pytest.mark.parametrize("accelerator", ["auto", "cpu"])
 def test_settings_that_require_a_gpu_are_refused_without_one(
-    accelerator: str,
-    option: str,
-    message: str,
-    tmp_path: Path,
-    failed: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, failed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run = tmp_path / "run"
-    assert failed(run, f"--train.accelerator={accelerator}", option).startswith(message)
+    for option, message in (
+        ("--train.accelerator=gpu", "train.accelerator: gpu, train.devices: 1: expected at most 0"),
+        ("--output.backend=triton", "output.backend: triton requires a GPU"),
+        ("--train.precision=16-mixed", "train.precision: 16-mixed requires a GPU; use bf16-mixed"),
+    ):
+        for accelerator in ("auto", "cpu"):
+            found = failed(run, f"--train.accelerator={accelerator}", option)
+            assert found.startswith(message)
     assert not run.exists()

@@ -1,7 +1,6 @@
 """One step after another: what is accumulated, clipped, scheduled, carried and validated."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,9 @@ from lm.run import Run
 from lm.training.checkpoint import load_checkpoint
 from lm.training.loop import train as train_run
 from lm.training.metrics import read_metrics
-from lm.training.optimizers import CombinedOptimizer
 
 Train = Callable[..., Path]
 BeforeCall = Callable[..., None]
-
-
-def test_a_step_follows_the_mean_gradient_of_the_accumulated_batches(
-    train: Train, tmp_path: Path
-) -> None:
-    options = ["--model.dropout=0", "--train.max_steps=1", "--train.precision=64-true"]
-    options += ["--optim.optimizer=sgd", "--optim.clip=0", "--optim.lr=1"]
-    once = train(tmp_path / "once", *options, "--train.seq_len=8")
-    twice = train(tmp_path / "twice", *options, "--train.seq_len=4", "--train.accumulate=2")
-    one, two = (read_metrics(run / "metrics.csv")[0] for run in (once, twice))
-    assert one.tokens == two.tokens == 32
-    assert one.train_perplexity == pytest.approx(two.train_perplexity, rel=1e-12)
-    first, second = (load_file(run / "model.safetensors")["output.bias"] for run in (once, twice))
-    torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("accumulate", [4, 7, 100])
@@ -100,23 +84,6 @@ def rates(train: Train, folder: Path, *options: str) -> list[tuple[float, float]
     return [(line.epoch, line.learning_rate) for line in read_metrics(run / "metrics.csv")]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_schedules_count_the_steps_and_epochs_of_the_training(
-    accumulate: int, train: Train, tmp_path: Path
-) -> None:
-    options = ["--optim.optimizer=sgd", f"--train.accumulate={accumulate}", "--train.batch_size=16"]
-    waves = [*options, "--optim.schedule=cosine", "--train.max_steps=8"]
-    cosine = rates(train, tmp_path / "cosine", *waves)
-    expected = [0.1 + 0.9 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]
-    assert [rate for _, rate in cosine] == pytest.approx(expected)
-    steps = [*options, "--optim.schedule=step", "--train.max_epochs=3", "--train.max_steps=null"]
-    halved = rates(train, tmp_path / "step", *steps)
-    before = [0.0, *(epoch for epoch, _ in halved[:-1])]  # epochs done when the step began
-    spacing = halved[0][0]
-    begun = [int(epoch + spacing * (accumulate - 1) / accumulate + 1e-3) for epoch in before]
-    assert [rate for _, rate in halved] == [0.5 ** (epoch + 1) for epoch in begun]
-
-
 def test_a_plateau_lowers_the_rate_with_each_validation_that_did_not_improve(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,49 +115,6 @@ def test_the_model_gets_the_counts_and_the_kind_of_gradient_of_the_configuration
     assert [isinstance(gradient, RowGradient) for gradient in gradients] == [True, False]
 
 
-@pytest.mark.parametrize("gradients", ["row_wise", "dense"])
-def test_the_gradient_norm_is_clipped(gradients: str, train: Train, tmp_path: Path) -> None:
-    options = ["--optim.optimizer=sgd", "--train.precision=64-true", "--model.dropout=0"]
-    options += ["--train.max_steps=1", "--optim.lr=1", f"--word_table.gradients={gradients}"]
-    weights = [
-        load_file(train(tmp_path / clip, *options, f"--optim.clip={clip}") / "model.safetensors")
-        for clip in ("1e-9", "0.01", "0")
-    ]
-    start, clipped, free = (
-        torch.cat([w[name].flatten() for name in sorted(w) if w[name].is_floating_point()])
-        for w in weights
-    )
-    assert float((clipped - start).norm()) == pytest.approx(0.01, rel=1e-4)
-    assert float((free - start).norm()) > 0.02
-
-
-def test_a_new_epoch_begins_without_the_state_of_the_one_before(
-    train: Train, tmp_path: Path, before_call: BeforeCall
-) -> None:
-    begun: list[bool] = []
-    before_call(LanguageModel, "loss", lambda *arguments: begun.append(arguments[3] is None))
-    run = train(tmp_path, "--train.max_epochs=2", "--train.max_steps=null", "--train.batch_size=16")
-    per_epoch = read_metrics(run / "metrics.csv")[-1].step // 2
-    assert begun == 2 * ([True] + (per_epoch - 1) * [False])
-
-
-def test_the_word_table_has_its_own_learning_rate(
-    train: Train, tmp_path: Path, before_call: BeforeCall
-) -> None:
-    seen: list[list[float]] = []
-
-    def note(optimizer: CombinedOptimizer, *_: Any) -> None:
-        seen.append([group["lr"] for group in optimizer.param_groups])
-
-    before_call(CombinedOptimizer, "step", note)
-    train(
-        *(tmp_path, "--optim.lr=0.01", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"),
-        *("--optim.warmup_steps=2", "--train.max_steps=3"),
-    )
-    assert [rates[0] for rates in seen] == pytest.approx([0.005, 0.01, 0.01])
-    assert [rates[-1] for rates in seen] == pytest.approx([0.025, 0.05, 0.05])
-
-
 def test_the_best_model_is_that_of_the_lowest_validation_perplexity(
     train: Train, tmp_path: Path
 ) -> None:
@@ -207,18 +131,6 @@ def test_the_best_model_is_that_of_the_lowest_validation_perplexity(
     assert checkpoint["progress"]["batches_done"] == best
     weights = load_file(run / "model.safetensors")
     torch.testing.assert_close(weights, checkpoint["model"], rtol=0, atol=0)
-
-
-def test_another_seed_reads_windows_in_another_order(
-    train: Train, tmp_path: Path, before_call: BeforeCall
-) -> None:
-    read: list[torch.Tensor] = []
-    before_call(LanguageModel, "loss", lambda *arguments: read.append(arguments[2]))
-    for seed in (1, 1, 2):
-        name = tmp_path / str(len(read))
-        train(name, "--model.backbone=transformer", f"--seed={seed}", "--train.max_steps=1")
-    assert torch.equal(read[0], read[1])
-    assert not torch.equal(read[0], read[2])
 
 
 def test_a_run_may_stop_after_its_first_validation(

@@ -14,7 +14,7 @@ import torch
 from lm.cli import main
 from lm.config import load_config
 from lm.run import Run
-from lm.training.batches import Batches, training_batches
+from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint, save_checkpoint
 from lm.training.devices import build_fabric
 from lm.training.state import TrainingState
@@ -153,23 +153,50 @@ def test_a_crash_while_the_best_model_is_saved_is_repaired_by_continuing(
     assert_same(tmp_path / "run", uninterrupted(recipe))
 
 
-def test_continuing_a_complete_run_changes_nothing(
-    lstm_run: Path, train: Train, contents: Contents
+def test_a_run_begins_again_from_its_seed_and_is_continued_without_a_change(
+    lstm_run: Path,
+    train: Train,
+    tmp_path: Path,
+    contents: Contents,
+    assert_same: AssertSame,
+    outcome_of: Callable[[Path], Any],
 ) -> None:
-    before = contents(lstm_run)
-    train(lstm_run, "--resume", "auto")
-    assert contents(lstm_run) == before
+    same = train(tmp_path / "same", "--resume", "auto")  # there is no checkpoint
+    assert_same(same, lstm_run)
+    other = outcome_of(train(tmp_path / "other", "--seed=2"))
+    assert other["metrics"] != outcome_of(lstm_run)["metrics"]
+    before = contents(same)
+    (same / "curves.png").unlink()
+    train(same, "--resume", "auto")  # the run is complete
+    assert contents(same) == before
 
 
+@pytest.mark.parametrize("change", ["none", "last.ckpt is deleted", "auto is row-wise"])
 def test_a_longer_training_continues_where_the_shorter_ended(
-    train: Train, arguments: list[str], tmp_path: Path, assert_same: AssertSame
+    change: str,
+    train: Train,
+    arguments: list[str],
+    tmp_path: Path,
+    assert_same: AssertSame,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = ["--optim.schedule=constant", "--log.every_steps=4", "--train.val_every_steps=4"]
+    """Without `last.ckpt`, `best.ckpt` is the last one. `auto` depends on a size that versions may
+    change: gradients remain dense.
+    """
+    run, options = tmp_path / "run", ["--log.every_steps=4", "--train.val_every_steps=4"]
+    options += ["--optim.optimizer=sgd", "--optim.lr=0.5", "--optim.weight_decay=0"]
     truth = train(tmp_path / "truth", *options, "--train.max_steps=12")
     assert main([*arguments, *options, "--train.max_steps=8"]) == 0
-    assert main([*arguments, *options, "--train.max_steps=12", "--resume", "auto"]) == 0
-    assert_same(tmp_path / "run", truth)
-    assert load_config(tmp_path / "run" / "config.yaml").train.max_steps == 12
+    if change == "last.ckpt is deleted":
+        (run / "checkpoints" / "last.ckpt").unlink()
+    if change == "auto is row-wise":
+        monkeypatch.setattr("lm.config.word_table.ROW_WISE_ELEMENTS", 0)
+        assert Run.read(run / "config.yaml", []).word_table.row_wise
+    options.append("--train.max_steps=12")
+    assert main([*arguments, *options]) == 2
+    assert main([*arguments, *options, "--resume", "auto"]) == 0
+    assert_same(run, truth)
+    assert load_config(run / "config.yaml").train.max_steps == 12
 
 
 @pytest.mark.parametrize(
@@ -194,19 +221,6 @@ def test_a_longer_training_says_how_its_learning_rate_changes(
     assert main([*options, f"--train.max_steps={steps}", "--resume", "auto"]) == 0
     lines = [line for line in caplog.messages if "the learning rate was" in line]
     assert [line.partition(" continues")[0] for line in lines] == expected
-
-
-def test_the_best_checkpoint_is_continued_where_the_last_one_was_deleted(
-    train: Train, arguments: list[str], tmp_path: Path, assert_same: AssertSame
-) -> None:
-    options = ["--log.every_steps=4", "--train.val_every_steps=4"]
-    truth = train(tmp_path / "truth", *options, "--train.max_steps=12")
-    assert main([*arguments, *options, "--train.max_steps=8"]) == 0
-    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    last.unlink()
-    assert main([*arguments, *options]) == 2
-    assert main([*arguments, *options, "--train.max_steps=12", "--resume", "auto"]) == 0
-    assert_same(tmp_path / "run", truth)
 
 
 def test_a_named_checkpoint_is_continued(
@@ -243,7 +257,7 @@ def test_a_continuation_moves_the_carried_state_to_the_device(
 ) -> None:
     """The device is meta in place of a GPU."""
     run, path = Run.read(lstm_run), lstm_run / "checkpoints" / "last.ckpt"
-    fabric, batches = build_fabric(run), training_batches(run.config, run.prepared)
+    fabric, batches = build_fabric(run), Batches(run.config, run.prepared)
     state = TrainingState(fabric, run, batches, load_checkpoint(path))
     carried = state.carried_loss.carried
     assert carried is not None
@@ -255,40 +269,3 @@ def test_a_continuation_moves_the_carried_state_to_the_device(
     moved = state.carried_loss.carried
     assert moved is not None
     assert [tensor.device.type for tensor in moved] == ["meta"] * len(carried)
-
-
-def test_auto_without_a_checkpoint_starts_a_run(
-    lstm_run: Path, arguments: list[str], tmp_path: Path, assert_same: AssertSame
-) -> None:
-    assert main([*arguments, "--resume", "auto"]) == 0
-    assert_same(tmp_path / "run", lstm_run)
-
-
-def test_the_same_configuration_gives_the_same_run_and_another_seed_another(
-    lstm_run: Path,
-    train: Train,
-    tmp_path: Path,
-    assert_same: AssertSame,
-    outcome_of: Callable[[Path], Any],
-) -> None:
-    assert_same(train(tmp_path / "same"), lstm_run)
-    other = outcome_of(train(tmp_path / "other", "--seed=2"))
-    assert other["metrics"] != outcome_of(lstm_run)["metrics"]
-
-
-def test_a_run_with_dense_gradients_keeps_them_where_others_would_have_row_wise_ones(
-    train: Train,
-    arguments: list[str],
-    tmp_path: Path,
-    assert_same: AssertSame,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`auto` depends on a size that versions may change."""
-    options = ["--optim.optimizer=sgd", "--optim.lr=0.5", "--optim.weight_decay=0"]
-    options += ["--log.every_steps=4", "--train.val_every_steps=4"]
-    truth = train(tmp_path / "truth", *options, "--train.max_steps=12")
-    assert main([*arguments, *options, "--train.max_steps=8"]) == 0
-    monkeypatch.setattr("lm.config.word_table.ROW_WISE_ELEMENTS", 0)
-    assert Run.read(tmp_path / "run" / "config.yaml", []).word_table.row_wise
-    assert main([*arguments, *options, "--train.max_steps=12", "--resume", "auto"]) == 0
-    assert_same(tmp_path / "run", truth)

@@ -14,18 +14,6 @@ Contents = Callable[[Path], dict[str, str]]
 Failed = Callable[..., str]
 
 
-@pytest.mark.parametrize(
-    ("option", "key"),
-    [("--model.hidden=16", "model.hidden: 12 → 16"), ("--output.tree=full", "output.tree")],
-)
-def test_a_checkpoint_of_a_run_with_another_configuration_is_refused(
-    option: str, key: str, lstm_run: Path, tmp_path: Path, failed: Failed
-) -> None:
-    checkpoint = lstm_run / "checkpoints" / "last.ckpt"
-    message = failed(tmp_path / "run", option, "--resume", checkpoint)
-    assert message.startswith(f"{lstm_run} was started with another configuration ({key}")
-
-
 def test_a_checkpoint_without_its_run_is_refused_if_it_does_not_fit(
     lstm_run: Path, tmp_path: Path, failed: Failed
 ) -> None:
@@ -89,20 +77,40 @@ def test_wandb_online_without_a_key_is_refused_before_anything_is_written(
     monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     message = failed(tmp_path / "run", "--log.wandb=online")
-    assert message.startswith("log.wandb: online requires a key: run `wandb login`")
+    assert message.startswith("log.wandb: online: ")
+    assert message.endswith("run `wandb login`, set WANDB_API_KEY, or use --log.wandb=offline")
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        (["--model.hidden=16", "--optim.lr=1"], "model.hidden: 12 → 16, optim.lr: 0.01 → 1.0"),
+        (["--output.tree=full"], "output.tree: two_level → full"),
+        (["--train.batch_size=8"], "train.batch_size: 4 → 8"),
+        (["--train.seq_len=9"], "train.seq_len: 8 → 9"),
+        (["--train.accumulate=2"], "train.accumulate: 1 → 2"),
+        (["--train.precision=64-true"], "train.precision: 32-true → 64-true"),
+        (["--seed=2"], "seed: 1 → 2"),
+    ],
+)
 def test_a_changed_configuration_is_refused_naming_the_keys(
-    lstm_run: Path, failed: Failed, contents: Contents
+    options: list[str],
+    keys: str,
+    lstm_run: Path,
+    tmp_path: Path,
+    failed: Failed,
+    contents: Contents,
 ) -> None:
     before = contents(lstm_run)
-    options = ["--model.hidden=16", "--optim.lr=1", "--train.max_steps=99", "--log.every_steps=2"]
-    assert failed(lstm_run, "--resume", "auto", *options) == (
-        f"{lstm_run} was started with another configuration"
-        " (model.hidden: 12 → 16, optim.lr: 0.01 → 1.0): set these back to continue it, or start"
-        " a new run in another folder"
+    expected = (
+        f"{lstm_run} was started with another configuration ({keys}): set these back to continue"
+        " it, or start a new run in another folder"
     )
+    allowed = ["--train.max_steps=99", "--log.every_steps=2"]
+    assert failed(lstm_run, "--resume", "auto", *allowed, *options) == expected
+    checkpoint = lstm_run / "checkpoints" / "last.ckpt"
+    assert failed(tmp_path / "run", "--resume", checkpoint, *allowed, *options) == expected
     assert contents(lstm_run) == before
 
 
@@ -131,20 +139,3 @@ def test_another_corpus_is_refused_when_a_run_continues(
     )
     assert contents(run) == before
     assert main(["evaluate", str(run), "--split=train"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("option", "key"),
-    [
-        ("--train.batch_size=8", "train.batch_size: 4 → 8"),
-        ("--train.seq_len=9", "train.seq_len: 8 → 9"),
-        ("--train.accumulate=2", "train.accumulate: 1 → 2"),
-        ("--train.precision=64-true", "train.precision: 32-true → 64-true"),
-        ("--seed=2", "seed: 1 → 2"),
-    ],
-)
-def test_a_continuation_with_other_batches_or_numbers_is_refused(
-    option: str, key: str, lstm_run: Path, failed: Failed
-) -> None:
-    message = failed(lstm_run, "--train.max_steps=30", "--resume", "auto", option)
-    assert message.startswith(f"{lstm_run} was started with another configuration ({key})")

@@ -45,13 +45,13 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    monkeypatch.setattr(cuda_graph, "why_eager", lambda *_: None)
+    monkeypatch.setattr(cuda_graph, "why_eager", lambda *_, **__: None)
     return Device(monkeypatch)
 
 
 def new_graph() -> StepGraph:
     parameter = torch.zeros(3, requires_grad=True)
-    fabric: Any = SimpleNamespace(device=torch.device("cpu"), is_global_zero=True)
+    fabric: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1, is_global_zero=True)
     return StepGraph(fabric, TrainConfig(), torch.optim.AdamW([parameter], lr=0.1))
 
 

@@ -33,18 +33,14 @@ def x_log_x(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return values * np.log(np.where(values > 0, values, 1))
 
 
-def objective(
-    bigrams: sparse.csr_array, counts: IntArray, word_class: IntArray, column_cost: float = 0.0
-) -> float:
+def objective(bigrams: sparse.csr_array, counts: IntArray, word_class: IntArray) -> float:
     """F, equation (1) of `exchange`, in nats, from its definition."""
     num_word_classes = int(word_class.max()) + 1
     pairs = bigrams.tocoo()
     follows: NDArray[np.float64] = np.zeros((num_word_classes, num_word_classes))
     np.add.at(follows, (word_class[pairs.row], word_class[pairs.col]), pairs.data)
     mass = np.bincount(word_class, weights=counts).astype(np.float64)
-    size = np.bincount(word_class)
-    likelihood = x_log_x(follows).sum() - 2 * x_log_x(mass).sum()
-    return float(likelihood - column_cost * (mass @ size))
+    return float(x_log_x(follows).sum() - 2 * x_log_x(mass).sum())
 
 
 def built(tokens: NDArray[np.uint16], counts: IntArray, **options: Any) -> IntArray:
@@ -69,13 +65,11 @@ def single_moves(
 
 
 @pytest.mark.parametrize("table_size", [1 << 16, 1])
-@pytest.mark.parametrize("column_cost", [0.0, 0.02])
 @pytest.mark.parametrize(("vocab_size", "num_word_classes", "capacity"), [(14, 3, 14), (23, 5, 7)])
 def test_no_single_move_raises_the_objective_further(
     vocab_size: int,
     num_word_classes: int,
     capacity: int,
-    column_cost: float,
     table_size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -83,16 +77,14 @@ def test_no_single_move_raises_the_objective_further(
     tokens, counts = text(vocab_size, 900, seed=vocab_size)
     bigrams = count_bigrams(tokens, vocab_size)
     start = np.arange(vocab_size) % num_word_classes
-    word_class = exchange(
-        bigrams, counts, start, num_word_classes, capacity, passes=50, column_cost=column_cost
-    )
-    end = objective(bigrams, counts, word_class, column_cost)
-    assert end > objective(bigrams, counts, start, column_cost)
+    word_class = exchange(bigrams, counts, start, num_word_classes, capacity, passes=50)
+    end = objective(bigrams, counts, word_class)
+    assert end > objective(bigrams, counts, start)
     sizes = np.bincount(word_class, minlength=num_word_classes)
     assert sizes.min() >= 1
     assert sizes.max() <= capacity
     for moved in single_moves(word_class, sizes, capacity, np.flatnonzero(counts > 0)):
-        assert objective(bigrams, counts, moved, column_cost) <= end + 1e-6
+        assert objective(bigrams, counts, moved) <= end + 1e-6
 
 
 def test_separate_words_stay_and_count_as_one_class_each() -> None:
@@ -143,9 +135,6 @@ def test_the_objective_is_the_likelihood_of_the_class_bigram_model() -> None:
     )
     words = counts @ np.log(np.maximum(counts, 1))
     assert objective(bigrams, counts, word_class) == pytest.approx(nats - words, abs=12)
-    assert objective(bigrams, counts, word_class, 0.5) == pytest.approx(
-        objective(bigrams, counts, word_class) - 0.5 * mass @ np.bincount(word_class)
-    )
 
 
 def test_words_in_wrong_classes_return_to_the_true_ones() -> None:
@@ -180,15 +169,6 @@ def test_nothing_moves_after_the_last_pass() -> None:
         bigrams = count_bigrams(tokens, 20)
         found = exchange(bigrams, counts, np.arange(20) % 4, 4, 12, passes=50)
         assert np.array_equal(exchange(bigrams, counts, found, 4, 12, passes=1), found), seed
-
-
-def test_a_column_cost_makes_classes_of_frequent_words_smaller() -> None:
-    tokens, counts = text(60, 5000, seed=2)
-    columns = []
-    for cost in (0.0, 0.05, 1.0):
-        word_class = built(tokens, counts, num_word_classes=6, max_words=60, column_cost=cost)
-        columns.append(float(np.bincount(word_class, weights=counts) @ np.bincount(word_class)))
-    assert columns[0] > columns[1] > columns[2]
 
 
 @pytest.mark.parametrize("max_words", [None, 9])

@@ -1,4 +1,4 @@
-"""Input vectors with those of the pieces of words."""
+"""Input vectors: of words, of the paths of words, of pieces of words; their gradients."""
 
 import math
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo import config as dynamo
 
 from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.model.build import build_model
@@ -17,16 +16,19 @@ from lm.output import ClassTree, HierarchicalSoftmax
 N, H, T, B, P = 11, 12, 5, 3, 9
 PIECES_OF_WORD = [[0], [1, 2], [], [1, 3, 4], [5], [5, 2], [6, 6], [7, 0, 1], [2], [8, 3], [4]]
 PIECES = torch.tensor([row + [-1] * (3 - len(row)) for row in PIECES_OF_WORD], dtype=torch.int32)
-TREE = ClassTree.two_level(torch.arange(N) % 3, shortlist=2)
 COUNTS = torch.arange(N) ** 2
-BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
+TREES = {
+    "full": ClassTree.full(N),
+    "shortlist": ClassTree.two_level(torch.arange(N) % 3, shortlist=2),
+    "huffman": ClassTree.huffman(COUNTS),
+}
 EMBEDDINGS = pytest.mark.parametrize("embedding", ["word", "path_sum"])
 TIED = pytest.mark.parametrize("tied", [False, True])
 
 
 def make(
-    backbone: str = "lstm",
-    embedding: str = "word",
+    kind: str = "word",
+    tree: str = "shortlist",
     *,
     tied: bool = False,
     row_wise: bool = False,
@@ -34,10 +36,10 @@ def make(
 ) -> LanguageModel:
     """A small model in fp64."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"backbone": backbone, "input_embedding": embedding} | settings
-    config = ModelConfig(hidden=H, heads=2, layers=1, **{"input_pieces": P} | options)
+    options: dict[str, Any] = {"input_pieces": P, "input_embedding": kind} | settings
+    config = ModelConfig(hidden=H, layers=1, **options)
     table = WordTable(tied=tied, row_wise=row_wise)
-    sections = config, OutputConfig(), table, TREE, T
+    sections = config, OutputConfig(), table, TREES[tree], T
     return build_model(*sections, pieces=PIECES, counts=COUNTS).double()
 
 
@@ -66,39 +68,38 @@ def added(weight: Tensor) -> Tensor:
 def word_vectors(model: LanguageModel) -> Tensor:
     """The input vector of each word without pieces, by definition."""
     assert isinstance(model.output, HierarchicalSoftmax)
-    shared = model.embedding is None
+    tree, shared = model.output.tree, model.embedding is None
     table = model.output.weight if model.embedding is None else model.embedding.weight
     if model.path_sum:
-        rows = [[row for _, row in TREE.path(word)] for word in range(N)]
+        rows = [[row for _, row in tree.path(word)] for word in range(N)]
     else:
-        rows = [[int(TREE.row_of_word[word]) if shared else word] for word in range(N)]
+        rows = [[int(tree.row_of_word[word]) if shared else word] for word in range(N)]
     return torch.stack([table[row].sum(0) for row in rows])[:, : model.embedding_size]
 
 
-@BACKBONES
 @EMBEDDINGS
 @TIED
-def test_input_vectors_are_sums_of_the_words_and_the_pieces(
-    backbone: str, embedding: str, tied: bool
-) -> None:
-    model, (tokens, _) = make(backbone, embedding, tied=tied), text()
-    vectors = word_vectors(model) + added(weight_of(model))
-    hidden, _ = model.backbone(vectors[tokens])
-    torch.testing.assert_close(model(tokens)[0], hidden, rtol=1e-12, atol=1e-14)
-
-
-@EMBEDDINGS
-@TIED
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("num_pieces", [None, P])
 @pytest.mark.parametrize("row_wise", [False, True])
-def test_gradients_are_those_of_the_definition(embedding: str, tied: bool, row_wise: bool) -> None:
-    model, (tokens, targets) = make(embedding=embedding, tied=tied, row_wise=row_wise), text()
-    truth = make(embedding=embedding, tied=tied)
-    vectors = word_vectors(truth) + added(weight_of(truth))
-    truth.output.loss(truth.backbone(vectors[tokens])[0], targets).backward()  # type: ignore[no-untyped-call]
+def test_input_vectors_and_all_gradients_are_those_of_the_definition(
+    embedding: str, tied: bool, tree: str, num_pieces: int | None, row_wise: bool
+) -> None:
+    options: dict[str, Any] = {"tied": tied, "input_pieces": num_pieces}
+    if not tied and embedding == "word":
+        options["embedding"] = 6
+    model, (tokens, targets) = make(embedding, tree, row_wise=row_wise, **options), text()
+    truth = make(embedding, tree, **options)
+    vectors = word_vectors(truth)
+    if num_pieces is not None:
+        vectors = vectors + added(weight_of(truth))
+    hidden, _ = truth.backbone(vectors[tokens])
+    torch.testing.assert_close(model(tokens)[0], hidden, rtol=1e-12, atol=1e-14)
+    truth.output.loss(hidden, targets).backward()  # type: ignore[no-untyped-call]
     model.loss(tokens, targets)[0].backward()  # type: ignore[no-untyped-call]
-    assert weight_of(truth).grad is not None
     for (name, ours), expected in zip(model.named_parameters(), truth.parameters(), strict=True):
         assert ours.grad is not None
+        assert expected.grad is not None
         grad = ours.grad if type(ours.grad) is Tensor else ours.grad.to_dense()
         torch.testing.assert_close(grad, expected.grad, rtol=1e-9, atol=1e-13, msg=name)
 
@@ -116,16 +117,6 @@ def test_a_word_that_loses_its_vector_keeps_its_pieces() -> None:
     torch.testing.assert_close(read[0][~is_dropped], whole[~is_dropped])
 
 
-def test_compiled_loss_and_gradients_equal_eager_ones() -> None:
-    model, (tokens, targets) = make(), text()
-    compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
-    with dynamo.patch(allow_rnn=True):  # nn.LSTM breaks the graph without
-        losses = [loss(tokens, targets)[0] for loss in (compiled, model.loss)]
-    torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
-    ours, truth = (torch.autograd.grad(loss, weight_of(model))[0] for loss in losses)
-    torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-13)
-
-
 @pytest.mark.parametrize("size", [4, 300])
 def test_the_sum_is_as_large_as_one_vector_and_init_range_bounds_them(size: int) -> None:
     module = InputPieces(torch.arange(4000, dtype=torch.int32).view(1000, 4), 4000, size)
@@ -138,9 +129,3 @@ def test_the_sum_is_as_large_as_one_vector_and_init_range_bounds_them(size: int)
 def test_a_model_without_pieces_has_the_state_that_it_had() -> None:
     names = make().state_dict().keys() - make(input_pieces=None).state_dict().keys()
     assert names == {"input_pieces.pieces", "input_pieces.weight"}
-
-
-def test_pieces_are_required() -> None:
-    config = ModelConfig(hidden=H, input_pieces=P)
-    with pytest.raises(ValueError, match=r"^model.input_pieces requires the pieces of the words$"):
-        build_model(config, OutputConfig(), WordTable(), TREE, T)
