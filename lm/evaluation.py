@@ -27,10 +27,15 @@ from tqdm import tqdm
 
 from data_prep.corpus.lines import read_lines
 from data_prep.errors import UserError
-from data_prep.sequences import Sequences
+from data_prep.sequences import Sequences, find_sequences
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.punctuation import EOS, UNK
-from data_prep.tokenizer.token_file import SplitInfo, counted_literals, log_literals
+from data_prep.tokenizer.token_file import (
+    SplitInfo,
+    counted_known,
+    counted_literals,
+    log_literals,
+)
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines as read_independent
@@ -322,6 +327,21 @@ def evaluate_text(
     text = list(counted_literals(lines, literals))
     tokens, counts = encode_text(run, text)
     log_literals("text", literals)
+    sequences = None
+    if run.is_independent:
+        if open_vocabulary:
+            raise UserError("an open vocabulary requires a text: items have no spelling")
+        num_known: list[int] = []
+        kept = [line for line in text if run.keeps_empty_lines or line.strip()]
+        for _ in counted_known(kept, "text", num_known):
+            pass
+        sequences = find_sequences(
+            tokens,
+            eos_id=run.description.eos_id,
+            unk_id=run.description.unk_id,
+            num_known=np.array(num_known),
+            predict_eos=run.config.data.predict_eos,
+        )
     result = evaluate(
         run.model,
         tokens,
@@ -330,6 +350,7 @@ def evaluate_text(
         unk_id=run.description.unk_id,
         context=run.description.context,
         progress="evaluate" if progress else None,
+        sequences=sequences,
     )
     if open_vocabulary:
         result = _spelled(result, run, text)

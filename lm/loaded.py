@@ -363,8 +363,7 @@ class LoadedModel:
     @cached_property
     def _catalogue(self) -> Catalogue | None:
         """The items of a model of independent sequences."""
-        is_independent = self._run.has_config and self._run.config.data.sequences == "independent"
-        return Catalogue(self._run) if is_independent else None
+        return Catalogue(self._run) if self._run.is_independent else None
 
     def _item_ids(self, words: Sequence[Word]) -> list[int]:
         """Token ids of words or items; items that are not in the catalogue are left out."""

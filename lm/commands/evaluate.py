@@ -145,9 +145,9 @@ def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
 
 def _check_text(options: argparse.Namespace, run: TrainedRun) -> None:
     """Raises UserError if the run is on independent sequences, and an option is not."""
-    needs_text = ("text", "open_vocabulary", "arpa", "by_frequency", "compare")
+    needs_text = ("open_vocabulary", "arpa", "by_frequency", "compare")
     given = [name for name in needs_text if getattr(options, name)]
-    if given and run.has_config and run.config.data.sequences == "independent":
+    if given and run.is_independent:
         option = f"--{given[0].replace('_', '-')}"
         raise UserError(f"{option} requires a text, but {run.folder} has independent sequences")
 

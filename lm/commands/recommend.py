@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
     from lm.generation.items import Catalogue, recommend
 
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
-    if run.config.data.sequences != "independent":
+    if not run.is_independent:
         raise UserError(f"{run.folder}: recommending requires data.sequences: independent")
     catalogue = Catalogue(run)
     users = (
