@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from data_prep.errors import UserError
-from lm.commands.arguments import COMPUTING, COUNT, JSON, RUN, Options
+from lm.commands.arguments import COMPUTING, COUNT, FILE, JSON, RUN, Options
 from lm.run import TrainedRun
 
 HELP = "most probable next items of sequences of items"
@@ -31,6 +31,7 @@ OPTIONS: Options = (
         "--k": COUNT | {"default": 10, "help": "number of items (default 10)"},
     }
     | EXCLUDE
+    | {"--retired": FILE | {"help": "items that nobody is recommended, one in each line"}}
     | COMPUTING
     | JSON
 )
@@ -48,6 +49,8 @@ def run(options: argparse.Namespace) -> None:
     if not run.is_independent:
         raise UserError(f"{run.folder}: recommending requires data.sequences: independent")
     catalogue = Catalogue(run)
+    retired = [] if options.retired is None else catalogue.ids(read_text(options.retired))
+    excluded = [*catalogue.special, *retired]
     users = (
         _items(line, f"{options.history}, line {number}")
         for number, line in enumerate(read_text(options.history), 1)
@@ -58,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
             _log.warning("%d items are not in the catalogue and are left out", num_unknown)
         try:
             log_prob, word = recommend(
-                run.model, histories, options.k, special=catalogue.special, exclude=options.exclude
+                run.model, histories, options.k, excluded=excluded, exclude=options.exclude
             )
         except ValueError as error:
             raise UserError(f"--k {options.k}: {error}") from error

@@ -5,6 +5,8 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from data_prep.corpus.events import item_word, word_item
 from data_prep.tokenizer.tokenizer import Tokenizer
@@ -44,7 +46,7 @@ def recommend(
     histories: Sequence[Sequence[int]],
     k: int,
     *,
-    special: Sequence[int],
+    excluded: Sequence[int],
     exclude: Literal["nothing", "seen"] = "nothing",
 ) -> TopK:
     """The k most probable next items of each of some histories, [L, k].
@@ -53,22 +55,21 @@ def recommend(
         model: in evaluation mode.
         histories: the token ids of L sequences, which may be empty.
         k: number of items of each, at most those that are not excluded from any.
-        special: token ids that are no items, the first of which is `<eos>`.
+        excluded: token ids that are recommended to nobody, the first of which is `<eos>`.
         exclude: `seen` leaves out the items of its history.
 
     Raises:
         ValueError: if k is out of range.
     """
-    eos_id = special[0]
+    eos_id = excluded[0]
     num_known: Ints = np.array(list(map(len, histories)), np.int64)
     lines = [[*history, eos_id] for history in histories]
-    hidden = torch.empty(len(lines), model.backbone.hidden_size, device=model.device)
-    for vectors, _, index in read_lines(model, lines, eos_id, num_known):
-        hidden[torch.from_numpy(index).to(hidden.device)] = vectors.to(hidden.dtype)
-    seen = [history if exclude == "seen" else () for history in histories]
-    excluded = torch.full((len(lines), len(special) + max(map(len, seen))), -1)
-    for row, history in zip(excluded, seen, strict=True):
-        row[: len(special)] = torch.tensor(special)
-        row[len(special) : len(special) + len(history)] = torch.tensor(history)
+    read = [(vectors, index) for vectors, _, index in read_lines(model, lines, eos_id, num_known)]
+    order = np.concatenate([index for _, index in read]).argsort()
+    hidden = torch.cat([vectors for vectors, _ in read])[torch.from_numpy(order).to(model.device)]
+    left_out: Sequence[int] | Tensor = excluded
+    if exclude == "seen":
+        rows = [torch.tensor([*excluded, *history]) for history in histories]
+        left_out = pad_sequence(rows, batch_first=True, padding_value=-1).to(hidden.device)
     with torch.no_grad():
-        return model.output.topk(hidden, k, excluded=excluded.to(hidden.device))
+        return model.output.topk(hidden, k, excluded=left_out)

@@ -241,6 +241,10 @@ def test_recommended_items_are_the_most_probable_ones(
     without = model.topk(model.start(), 3, exclude=[names[0], "unheard of"])
     assert len(without) == 3
     assert names[0] not in dict(without)
+    path.with_name("retired.txt").write_text(f"{names[0]}\nunheard of\n")
+    assert main([*command, f"--retired={path.with_name('retired.txt')}", "--json"]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])["items"]
+    assert last[:3] == names[1:]
     with pytest.raises(ValueError, match="a state does not have the tokens"):
         model.topk(model.start(), exclude="seen")
 
