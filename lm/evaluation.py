@@ -156,6 +156,7 @@ class Evaluation:
                 if name.split()[0] not in ("words,", "without", "per", "bits")
             }
             rows["out of vocabulary"] = f"{self.oov:,}, which are left out"
+            rows["sequences"] = rows.pop("line ends")
         if self.within_class_perplexity == 1:
             del rows["  of classes × within classes"]  # there are none
         width = max(map(len, rows))

@@ -17,6 +17,7 @@ from lm.run import Run
 from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint, save_checkpoint
 from lm.training.devices import build_fabric
+from lm.training.sequence_batches import SequenceBatches
 from lm.training.state import TrainingState
 
 Train = Callable[..., Path]
@@ -99,7 +100,8 @@ def kill_before_batch(before_call: Callable[..., None]) -> dict[int, int]:
         if number in waiting:
             os.kill(os.getpid(), waiting.pop(number))
 
-    before_call(Batches, "__getitem__", kill)
+    for kind in (Batches, SequenceBatches):
+        before_call(kind, "__getitem__", kill)
     return waiting
 
 
