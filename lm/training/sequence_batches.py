@@ -45,11 +45,11 @@ class SequenceBatches(Batches):
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, counted from the start of the first epoch."""
         epoch, index = divmod(number, self.per_epoch)
-        first, begin, end = _windows(self, epoch)[:, index]
+        begin, end = _windows(self, epoch)[:, index]
         tokens = np.full(((end - begin).max() + 1, len(begin)), IGNORED, np.int64)
-        for column, (start, a, b) in enumerate(zip(first, begin, end, strict=True)):
-            tokens[0, column] = self.sequences.tokens[a - 1] if a > start else self.eos_id
-            tokens[1 : b - a + 1, column] = self.sequences.tokens[a:b]
+        for column, (a, b) in enumerate(zip(begin, end, strict=True)):
+            # Before a sequence is the `<eos>` of another one, before the first that of the last.
+            tokens[: b - a + 1, column] = self.sequences.tokens[np.arange(a - 1, b)]
         tokens = tokens[:, self.rank :: self.world_size]
         inputs = np.where(tokens[:-1] == IGNORED, self.eos_id, tokens[:-1])
         return Batch(torch.from_numpy(inputs), torch.tensor(tokens[1:]), continues=False)
@@ -57,7 +57,7 @@ class SequenceBatches(Batches):
 
 @lru_cache(maxsize=1)  # all batches of an epoch need the same
 def _windows(batches: SequenceBatches, epoch: int) -> Ints:
-    """Of each window, the start of its sequence, its own start and its end [3, per_epoch, B].
+    """The start and the end of each window [2, per_epoch, B].
 
     The first window of a sequence that is cut is shorter by a number that differs between epochs,
     so that their number does not.
@@ -77,11 +77,11 @@ def _windows(batches: SequenceBatches, epoch: int) -> Ints:
     limit = start + number * seq_len - shift
     begin, end = np.maximum(start, limit), np.minimum(end, limit + seq_len)
     num_all = batches.per_epoch * batches.batch_size
-    windows = np.zeros((3, num_all), np.int64)  # the rest is empty
-    windows[:, : len(start)] = start, begin, end
+    windows = np.zeros((2, num_all), np.int64)  # the rest is empty
+    windows[:, : len(start)] = begin, end
     order = rng.permutation(num_all)
     group = np.arange(num_all) // (SORTED_BATCHES * batches.batch_size)
-    length = (windows[2] - windows[1])[order]
+    length = (windows[1] - windows[0])[order]
     order = order[np.lexsort((length, group))].reshape(-1, batches.batch_size)
     order = order[rng.permutation(len(order))]
     return windows[:, order]
