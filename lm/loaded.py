@@ -226,14 +226,14 @@ class LoadedModel:
         special, excluded = self._excluded(False), list[int]()
         if self._catalogue is not None:
             special = self._catalogue.special
-        if isinstance(prefix, Sequence) and not isinstance(prefix, str):
-            prefix = self._item_ids(prefix)
+        if not isinstance(prefix, str | bytes | State):
+            prefix = self._item_ids(_listed("tokens or items", prefix))
         if exclude == "seen":
             if isinstance(prefix, State):
                 raise ValueError("exclude: a state does not have the tokens that it has read")
             excluded = self.encode(prefix) if isinstance(prefix, str) else list(prefix)
         elif not isinstance(exclude, str):
-            excluded = self._item_ids(exclude)
+            excluded = self._item_ids(_listed("tokens or items", exclude))
         elif exclude != "nothing":
             raise ValueError(f"exclude must be nothing, seen or a list, got {exclude!r}")
         hidden = self._state(prefix).hidden

@@ -11,6 +11,7 @@ from lm.commands.arguments import (
     ARPA,
     COMPUTING,
     COUNT,
+    EXCLUDE,
     JSON,
     NO_PROGRESS,
     OPEN_VOCABULARY,
@@ -20,7 +21,6 @@ from lm.commands.arguments import (
     Options,
     check_picture,
 )
-from lm.commands.recommend import EXCLUDE
 from lm.run import TrainedRun
 
 HELP = "perplexity of a trained model on a text"

@@ -8,17 +8,10 @@ from itertools import islice
 from typing import Any
 
 from data_prep.errors import UserError
-from lm.commands.arguments import COMPUTING, COUNT, FILE, JSON, RUN, Options
+from lm.commands.arguments import COMPUTING, COUNT, EXCLUDE, FILE, JSON, RUN, Options
 from lm.run import TrainedRun
 
 HELP = "most probable next items of sequences of items"
-EXCLUDE: Options = {
-    "--exclude": {
-        "choices": ("nothing", "seen"),
-        "default": "nothing",
-        "help": "seen: leave out the items that a user has had (default: nothing)",
-    }
-}
 OPTIONS: Options = (
     RUN
     | {

@@ -82,6 +82,17 @@ def test_splits_by_the_last_items_and_by_time(format: str, tmp_path: Path) -> No
     assert list(read_lines(unsorted, "train")) == ["7 3 5 7", "1 2 3", "9"]
 
 
+def test_columns_may_be_categories_and_a_table_without_rows_is_refused(tmp_path: Path) -> None:
+    data = write(tmp_path, "parquet", EVENTS)
+    table = parquet.read_table(tmp_path / "events.parquet")
+    for number, name in enumerate(("who", "what")):
+        table = table.set_column(number, name, table[name].dictionary_encode())
+    parquet.write_table(table, tmp_path / "events.parquet")
+    assert lines(data, split="leave_one_out") == LEAVE_ONE_OUT
+    with pytest.raises(UserError, match="the table has no row"):
+        list(read_lines(write(tmp_path, "csv", []), "train"))
+
+
 def dates(number: int, as_text: bool) -> Any:
     date = datetime.datetime(2024, 1, 1) + datetime.timedelta(hours=number)
     return date.isoformat() if as_text else date
