@@ -24,6 +24,7 @@ class Batch(NamedTuple):
     inputs: Tensor  # [T, B] int64
     targets: Tensor  # [T, B] int64, one step ahead of `inputs`
     continues: bool  # whether each column continues the same column of the previous batch
+    num_ignored: int | None = None  # targets that are padding, -100; None: there never are any
 
 
 class Batches:

@@ -52,7 +52,8 @@ class SequenceBatches(Batches):
             tokens[: b - a + 1, column] = self.sequences.tokens[np.arange(a - 1, b)]
         tokens = tokens[:, self.rank :: self.world_size]
         inputs = np.where(tokens[:-1] == IGNORED, self.eos_id, tokens[:-1])
-        return Batch(torch.from_numpy(inputs), torch.tensor(tokens[1:]), continues=False)
+        num_ignored = int((tokens[1:] == IGNORED).sum())
+        return Batch(torch.from_numpy(inputs), torch.tensor(tokens[1:]), False, num_ignored)
 
 
 @lru_cache(maxsize=1)  # all batches of an epoch need the same

@@ -64,7 +64,10 @@ class CarriedLoss(nn.Module):
         loss, state = self.model.loss(batch.inputs, batch.targets, carried)
         if self.model.backbone.carries_state and state is not None:
             self.carried = tuple(part.detach() for part in state)
-        self.nll += loss.detach().double() * (batch.targets >= 0).sum()
+        targets: Tensor | int = batch.targets.numel()
+        if batch.num_ignored is not None:  # a recorded step reads its own number
+            targets = (batch.targets >= 0).sum()
+        self.nll += loss.detach().double() * targets
         return loss / self.num_batches
 
     def keep(self) -> None:
@@ -180,7 +183,7 @@ class TrainingState:
         first, model = self.progress.batches_done, self.model
         batches = [self.batches[first + k] for k in range(self.config.train.accumulate)]
         self.progress.batches_done += len(batches)
-        num_tokens = sum(int((batch.targets >= 0).sum()) for batch in batches)
+        num_tokens = sum(batch.targets.numel() - (batch.num_ignored or 0) for batch in batches)
         self.progress.tokens_done += num_tokens * self.batches.world_size
         self.num_tokens += num_tokens
         is_usual = all(batch.targets.shape == self.inputs.shape for batch in batches)

@@ -41,7 +41,8 @@ def test_each_epoch_has_each_item_once_after_the_items_before_it() -> None:
     for epoch in range(3):
         predicted: list[int] = []
         for number in range(epoch * found.per_epoch, (epoch + 1) * found.per_epoch):
-            inputs, targets, continues = found[number]
+            inputs, targets, continues, num_ignored = found[number]
+            assert num_ignored == int((targets == IGNORED).sum())
             assert not continues
             assert targets.shape[1] == 6
             assert len(targets) <= SEQ_LEN
