@@ -1,10 +1,10 @@
 """Write a synthetic corpus with any number of word types: train.txt, valid.txt and test.txt.
 
-With probability --markov, a word is one of the few successors of the previous word. Otherwise, and
-at the start of a line, it is drawn with P(rank) ∝ 1/rank. A successor is the quantile of a hash of
-the seed, the previous word and a number below --successors, so the text keeps Zipf's law while word
-pairs can be learned. The splits share the successors and differ in their draws. Equal arguments
-give equal text.
+Lines have 20 words. Every other word, at random, is one of the four successors of the previous
+word. The others, and the first of a line, are drawn with P(rank) ∝ 1/rank. A successor is the
+quantile of a hash of the seed, the previous word and the successor's number, so the text keeps
+Zipf's law while word pairs can be learned. The splits share the successors and differ in their
+draws. Equal arguments give equal text.
 
 A word is spelled from its rank, shorter if it is more frequent: 6.4 bytes of text per word with 14
 million types, including the space. Memory does not grow with the corpus.
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data_prep.errors import UserError
-from data_prep.storage import write_atomically
+from data_prep.storage import make_folder, write_atomically
 from scripts import run
 
 IntArray = NDArray[np.int64]
@@ -62,9 +62,10 @@ class WordModel:
     """The distribution of the text."""
 
     zipf: Zipf  # distribution of independent words and of successors
-    markov: float  # probability that a word is a successor of the previous one
-    num_successors: int  # each word has as many, equally likely
     seed: int  # determines successors and draws
+    markov: float = 0.5  # probability that a word is a successor of the previous one
+    num_successors: int = 4  # each word has as many, equally likely
+    line_words: int = 20
 
     def successor(self, words: IntArray, which: IntArray) -> IntArray:
         """Successor number `which` of each word, from 0 to `num_successors` - 1; all are ranks."""
@@ -73,9 +74,9 @@ class WordModel:
         # One successor in each part of the distribution, which therefore stays Zipf's.
         return self.zipf.quantile((which + uniform) / self.num_successors)
 
-    def blocks(self, split: int, num_words: int, line_words: int) -> Iterator[IntArray]:
+    def blocks(self, split: int, num_words: int) -> Iterator[IntArray]:
         """Yield the ranks of a split, [lines, line_words]; 0 after the end of the last line."""
-        generator = np.random.default_rng([self.seed, split])
+        generator, line_words = np.random.default_rng([self.seed, split]), self.line_words
         for start in range(0, num_words, LINES_PER_BLOCK * line_words):
             remaining = num_words - start
             lines = min(LINES_PER_BLOCK, -(-remaining // line_words))
@@ -127,13 +128,13 @@ def spell(ranks: IntArray) -> bytes:
 
 def write_corpus(options: argparse.Namespace) -> None:
     """Write the three splits."""
-    model = WordModel(Zipf(options.types), options.markov, options.successors, options.seed)
+    model = WordModel(Zipf(options.types), options.seed)
     sizes = {"train": options.tokens} | dict.fromkeys(("valid", "test"), options.held_out_tokens)
     hidden = options.no_progress or None  # None: unless stderr is a terminal
     bar = tqdm(total=sum(sizes.values()), unit=" words", unit_scale=True, disable=hidden)
 
     def write(file: BinaryIO, split: int, num_words: int) -> None:
-        for block in model.blocks(split, num_words, options.line_words):
+        for block in model.blocks(split, num_words):
             file.write(spell(block))
             bar.update(int(np.count_nonzero(block)))
 
@@ -155,23 +156,14 @@ def main() -> None:
     add("--tokens", type=int, required=True, metavar="T", help="words in train.txt")
     add("--out", type=Path, required=True, metavar="DIR", help="folder, created if missing")
     add("--seed", type=int, default=1)
-    add("--line-words", type=int, default=20, metavar="N", help="words per line, default 20")
     held_out = "words in valid.txt and in test.txt, default 200,000"
     add("--held-out-tokens", type=int, default=200_000, metavar="T", help=held_out)
-    add("--markov", type=float, default=0.5, metavar="P", help="default 0.5")
-    add("--successors", type=int, default=4, metavar="K", help="successors of a word, default 4")
     add("--no-progress", action="store_true", help="no progress bar")
     options = parser.parse_args()
-    counts = ("types", "tokens", "line_words", "held_out_tokens", "successors")
-    for name, least in ({"seed": 0} | dict.fromkeys(counts, 1)).items():
+    for name, least in {"seed": 0, "types": 1, "tokens": 1, "held_out_tokens": 1}.items():
         if (got := getattr(options, name)) < least:
             raise UserError(f"--{name.replace('_', '-')}: expected at least {least}, got {got}")
-    if not 0 <= options.markov <= 1:
-        raise UserError(f"--markov: expected 0 to 1, got {options.markov}")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out: {options.out} cannot be created: {error.strerror}") from error
+    make_folder(options.out)
     write_corpus(options)
 
 

@@ -4,8 +4,9 @@
     c_t = f ⊙ c_{t−1} + i ⊙ g                                                                 (2)
     h_t = o ⊙ tanh(c_t)                                                                       (3)
 
-One `nn.LSTM` per layer, because its own dropout cannot share masks over time. Dropout on the input
-vectors and on the last layer's output is the language model's.
+One `nn.LSTM` per layer, because its own dropout cannot share masks over time. Where masks are not
+shared, cuDNN has one call for all layers, as it computes several at the same time. Dropout on the
+input vectors and on the last layer's output is the language model's.
 """
 
 import math
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+_CUDNN_LSTM = 2
+"""The number of this kind of layer in `torch._cudnn_rnn`."""
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 """What `torch.lstm` takes of a layer, in this order."""
 
@@ -51,6 +54,25 @@ def _gradient_scale(inputs: Tensor) -> float:
     if not trains or torch.get_autocast_dtype("cuda") != torch.bfloat16:
         return 1.0
     return float(2 ** max(0, round(math.log2(inputs.shape[0] * inputs.shape[1])) - 4))
+
+
+def _runs_at_once(inputs: Tensor) -> bool:
+    """Whether cuDNN computes the layers; not in bf16, which its older versions do not support."""
+    has_dtype = inputs.dtype != torch.bfloat16 or torch.is_autocast_enabled("cuda")
+    acceptable: bool = torch.backends.cudnn.is_acceptable(inputs)  # type: ignore[no-untyped-call]
+    return inputs.is_cuda and has_dtype and acceptable
+
+
+def _lstm(
+    inputs: Tensor, state: tuple[Tensor, ...], weights: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output of the last of some layers without dropout, and all layers' ends."""
+    num_layers, trains = len(weights) // len(WEIGHTS), torch.is_grad_enabled()
+    options = (True, num_layers, 0.0, trains, False, False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
+        output, h, c = torch.lstm(inputs, state, weights, *options)
+    return output, h, c
 
 
 class Dropout(nn.Module):
@@ -107,6 +129,8 @@ class LSTM(nn.Module):
         self.dropout = Dropout(dropout, dropout_variational)
         sizes = [input_size] + [hidden_size] * (layers - 1)
         self.layers = nn.ModuleList(nn.LSTM(size, hidden_size) for size in sizes)
+        self.noise: Tensor | None = None
+        """The state of cuDNN's random numbers, which every call with dropout advances in place."""
 
     def init_state(self, batch_size: int) -> tuple[Tensor, ...]:
         """The state before the first token: h and c of zeros, each [layers, B, H]."""
@@ -119,14 +143,17 @@ class LSTM(nn.Module):
         """Runs the layers over a window, as every `Backbone`."""
         scale = _gradient_scale(embedded)
         outputs, *parts = _scaled(1 / scale, embedded, *(state or ()))
-        ends: list[tuple[Tensor, Tensor]] = []
-        for k, layer in enumerate(self.layers):
-            start = tuple(part[k : k + 1] for part in parts) or None
-            outputs, end = self._run_layer(layer, outputs, start, scale)
-            ends.append(end)
-            if k + 1 < len(self.layers):
-                outputs = self.dropout(outputs)
-        h, c = (torch.cat(each) for each in zip(*ends, strict=True))
+        if _runs_at_once(embedded) and not (self.training and self.dropout.variational):
+            outputs, h, c = self._run_at_once(outputs, tuple(parts), scale)
+        else:
+            ends: list[tuple[Tensor, Tensor]] = []
+            for k, layer in enumerate(self.layers):
+                start = tuple(part[k : k + 1] for part in parts) or None
+                outputs, end = self._run_layer(layer, outputs, start, scale)
+                ends.append(end)
+                if k + 1 < len(self.layers):
+                    outputs = self.dropout(outputs)
+            h, c = (torch.cat(each) for each in zip(*ends, strict=True))
         if scale != 1:
             outputs, h, c = outputs.bfloat16(), h.float(), c.float()
         outputs, h, c = _scaled(scale, outputs, h, c)
@@ -135,24 +162,45 @@ class LSTM(nn.Module):
     def _run_layer(
         self, layer: nn.Module, inputs: Tensor, start: tuple[Tensor, ...] | None, scale: float
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """A layer's output and end, with a mask on W_hh or weights' gradients divided by `scale`.
+        """A layer's output and end."""
+        if not (self.training and self.dropout_weight) and scale == 1:
+            output, (h, c) = layer(inputs, start)
+            return output, (h, c)
+        zeros = inputs.new_zeros(1, inputs.shape[1], self.hidden_size)
+        weights = self._weights(layer, scale)
+        output, h, c = _lstm(inputs, start or (zeros, zeros), weights)
+        return output, (h, c)
+
+    def _run_at_once(
+        self, inputs: Tensor, state: tuple[Tensor, ...], scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The output of the last layer and all layers' ends, by one call of cuDNN."""
+        h, c = state or self.init_state(inputs.shape[1])
+        weights = [weight for layer in self.layers for weight in self._weights(layer, scale)]
+        num_layers = len(self.layers)
+        if not self.training or self.dropout.p == 0 or num_layers == 1:
+            return _lstm(inputs, (h, c), weights)
+        p, device = self.dropout.p, inputs.device
+        if self.noise is None:
+            seed = int(torch.randint(1 << 62, (), device=device))
+            options: Any = {"dtype": torch.uint8, "device": device}
+            self.noise = torch._cudnn_init_dropout_state(p, True, seed, **options)
+        shape = (_CUDNN_LSTM, self.hidden_size, 0, num_layers)
+        options = (False, p, True, False, (), self.noise)  # in training, for both directions not
+        output, h, c, *_ = torch._cudnn_rnn(
+            inputs, weights, len(WEIGHTS), None, h, c, *shape, *options
+        )
+        return output, h, c
+
+    def _weights(self, layer: nn.Module, scale: float) -> list[Tensor]:
+        """A layer's weights, with a mask on W_hh; their gradients are divided by `scale`.
 
         Not by `functional_call`, which moves weights that a CUDA graph reads at their addresses.
         """
-        drops = self.training and self.dropout_weight
-        if not drops and scale == 1:
-            output, (h, c) = layer(inputs, start)
-            return output, (h, c)
         weights: list[Tensor] = [layer.get_parameter(f"{name}_l0") for name in WEIGHTS]
-        if drops:
+        if self.training and self.dropout_weight:
             weights[1] = F.dropout(weights[1], self.dropout_weight)
-        scaled = _scaled(1 / scale, *weights)
-        zeros = inputs.new_zeros(1, inputs.shape[1], self.hidden_size)
-        options = (True, 1, 0.0, True, False, False)  # biases, one layer, no dropout, training
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
-            output, h, c = torch.lstm(inputs, start or (zeros, zeros), list(scaled), *options)
-        return output, (h, c)
+        return list(_scaled(1 / scale, *weights))
 
     @staticmethod
     def select_state(state: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:

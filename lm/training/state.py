@@ -14,6 +14,7 @@ from lm.model.build import build_model, without_weights
 from lm.model.files import Description, save_model
 from lm.model.input_pieces import PIECES
 from lm.model.language_model import LanguageModel, State
+from lm.model.lstm import LSTM
 from lm.output.sharded import DealtRows
 from lm.run import Run
 from lm.training.batches import Batch, Batches
@@ -279,10 +280,12 @@ class TrainingState:
     def _to_checkpoint(self) -> dict[str, Any]:
         """Everything to save, as plain data, the same for all processes."""
         device, carried = self.fabric.device, self.carried_loss.carried
+        noise = self.model.backbone.noise if isinstance(self.model.backbone, LSTM) else None
         device_state = {
             "carried": None if carried is None else tuple(tensor.cpu() for tensor in carried),
             "cpu": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            "noise": noise if noise is None else noise.cpu(),
         }
         devices: list[Any] = [device_state]
         if self.fabric.world_size > 1:
@@ -321,6 +324,9 @@ class TrainingState:
         torch.set_rng_state(devices[rank]["cpu"])
         if devices[rank]["cuda"] is not None:
             torch.cuda.set_rng_state(devices[rank]["cuda"], device)
+        noise, backbone = devices[rank].get("noise"), self.model.backbone
+        if noise is not None and isinstance(backbone, LSTM):
+            backbone.noise = noise.to(device)
 
 
 def _load_weights(model: LanguageModel, weights: dict[str, Tensor], precision: str) -> None:

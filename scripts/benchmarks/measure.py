@@ -4,9 +4,7 @@ import ctypes
 import errno
 import math
 import resource
-import shutil
 import statistics
-import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -33,8 +31,6 @@ PROCESS = Path("/proc/self")
 Result = TypeVar("Result")
 FIGURES = ("seconds_median", "seconds_min", "ratio_to_floor", "peak_bytes", "page_faults", "loss")
 """Fields of a row that a refused method does not have."""
-KERNELS = ("_forward", "_errors", "_heavy", "_rows")
-"""Prefixes of the names of this project's kernels, except routing kernels."""
 PROFILED = 3
 """Steps whose mean the times of kernels are."""
 NAME_CHARACTERS = 60
@@ -85,22 +81,6 @@ def cold_clock() -> Clock:
 def clock_of(device: torch.device) -> Clock:
     """How steps are timed on a device."""
     return cold_clock() if device.type == "cuda" else cpu_clock
-
-
-def gpu_clocks(device: torch.device) -> list[int] | None:
-    """Clocks of a GPU's processors and memory, MHz, while it writes; None if they are unknown."""
-    if (program := shutil.which("nvidia-smi")) is None:
-        return None
-    command = [program, f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"]
-    command += ["--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits"]
-    written = torch.empty(256 << 20, dtype=torch.uint8, device=device)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        while process.poll() is None:
-            written.zero_()
-            torch.cuda.synchronize(device)
-        values = [value.strip() for value in process.stdout.read().split(",")]
-    return [int(value) for value in values] if all(map(str.isdecimal, values)) else None
 
 
 class Work(NamedTuple):
@@ -276,18 +256,6 @@ def launched(action: Callable[[], object], *, on_gpu: bool) -> list[tuple[str, f
     with instrumented(run=record):
         action()
     return found
-
-
-def describe_launches(row: Row) -> str:
-    """This project's kernels by name and, on a GPU, the number of other launches."""
-    halves = []
-    for half, names in row["launches"].items():
-        fused = [name for name in names if name.startswith(KERNELS)]
-        moves = sum(name.startswith(("Memcpy", "Memset")) for name in names)
-        kernels = f"{len(fused)} hierarchical kernel{'s' * (len(fused) != 1)} ({', '.join(fused)})"
-        others = len(names) - len(fused) - moves
-        halves.append(f"{half}: {kernels} + {others} other kernels + {moves} copies and fills")
-    return f"launches of {row['label']}: {'; '.join(halves)}"
 
 
 def make_row(method: Method, peak: Work) -> Row:

@@ -22,10 +22,7 @@ users get, `auto`, and the reference. The methods:
   full       torch: linear + cross_entropy
   chunked    torch: linear_cross_entropy, which holds few logits at once
   cce        Apple's cut-cross-entropy, on CUDA, if installed
-  liger      Liger's fused linear cross-entropy, on CUDA, if installed; liger_sm90 with its kernels
-             for compute capability 9.0, if CUTLASS's Python package is installed too
-  quack      QuACK's chunked linear cross-entropy without biases, for N and H up to multiples of 128
-             and 8, on CUDA, if installed
+  liger      Liger's fused linear cross-entropy, on CUDA, if installed
   adaptive   torch: AdaptiveLogSoftmaxWithLoss with the cutoffs of --cutoffs, projections divided
              by 4 from one cluster to the next
   gather     the classes of `random`, the rows of each position's class copied
@@ -284,9 +281,6 @@ def compare(
         rows.append(alone(size, peak, name, options.backends[0], options))
         check_losses(rows)
         add(rows[-1])
-    for row in printed.rows:
-        if "launches" in row:
-            print(measure.describe_launches(row))
     return printed.rows
 
 
@@ -331,7 +325,6 @@ def measured(
             attempt(method, Method.find_loss)
     rows_dtype = options.rows_dtype or options.dtype
     shared = {"dtype": options.dtype, "rows_dtype": rows_dtype, "seed": options.seed}
-    shared |= {"clocks_mhz": measure.gpu_clocks(options.device)} if on_gpu else {}
     rows = [measure.make_row(method, peak) | shared for method in methods]
     for method, row in zip(methods, rows, strict=True):
         if method.backend == "triton" and not (method.refused or isinstance(method, GraphMethod)):

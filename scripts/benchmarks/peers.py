@@ -8,7 +8,6 @@ biases except `adaptive`, which has none by default.
 import importlib
 import importlib.util
 import inspect
-import os
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm.output.backends.base import followed_by_zeros
 from scripts.benchmarks import methods
 from scripts.benchmarks.methods import Layer, Method, Problem
 
@@ -51,7 +49,8 @@ def full_softmax(
     exact: bool = True,
 ) -> Method:
     """A full softmax by the function that `load` returns."""
-    refused = refused or missing_package(problem, name)
+    if name in PACKAGES and not (problem.hidden.is_cuda and installed(name)):
+        refused = "not installed" if problem.hidden.is_cuda else "CUDA only"
 
     def build() -> Layer:
         table = problem.weight, problem.bias
@@ -103,35 +102,8 @@ def cce(problem: Problem) -> Method:
     return full_softmax(problem, "cce", load, exact=takes_bias)
 
 
-def quack(problem: Problem) -> Method:
-    """QuACK's chunked linear cross-entropy: without biases, and with rows of words that are none.
-
-    It requires a multiple of 8 for N and H, and is fastest where N is one of 128.
-    """
-    rows = problem.rows[: -(-problem.vocab_size // 128) * 128]
-
-    def build() -> Layer:
-        package = importlib.import_module("quack.linear_cross_entropy")
-        weight = methods.parameter(rows)
-
-        def loss(hidden: Tensor, target: Tensor) -> Tensor:
-            hidden = followed_by_zeros(hidden, weight.shape[1])
-            found: Tensor = package.chunked_linear_cross_entropy(hidden, weight, target)
-            return found
-
-        return loss, [weight]
-
-    refused = missing_package(problem, "quack")
-    return Method("quack", problem, build, exact=False, slow=True, refused=refused)
-
-
-def liger(kernels: str | None = None) -> CrossEntropy:
-    """Liger's fused linear cross-entropy: the full softmax in chunks of positions.
-
-    Its kernels are chosen for the process.
-    """
-    if kernels:
-        os.environ["LIGER_KERNEL_IMPL"] = kernels
+def liger() -> CrossEntropy:
+    """Liger's fused linear cross-entropy: the full softmax in chunks of positions."""
     layer = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
     return lambda hidden, weight, bias, target: layer(weight, hidden, target, bias)
 
@@ -230,31 +202,16 @@ PEERS: dict[str, Callable[[Problem], Method]] = {
     "chunked": chunked,
     "cce": cce,
     "liger": partial(full_softmax, name="liger", load=liger),
-    "liger_sm90": partial(full_softmax, name="liger_sm90", load=partial(liger, "cutedsl")),
-    "quack": quack,
     "adaptive": adaptive,
     "gather": gather,
     "grouped": grouped,
     "loop": loop,
 }
 """Peers by name in `--methods`."""
-PACKAGES = {
-    "cce": ("cut_cross_entropy",),
-    "liger": ("liger_kernel",),
-    "liger_sm90": ("liger_kernel", "cutlass"),
-    "quack": ("quack", "cutlass"),
-}
+PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}
 """Packages of peers that run on CUDA only."""
 
 
-def missing_package(problem: Problem, name: str) -> str | None:
-    """Why a peer of `PACKAGES` cannot run; None if it can, and for others."""
-    if name not in PACKAGES or (problem.hidden.is_cuda and installed(name)):
-        return None
-    return "not installed" if problem.hidden.is_cuda else "CUDA only"
-
-
 def installed(name: str) -> bool:
-    """Whether a peer belongs to packages, which are installed."""
-    packages = PACKAGES.get(name, ())
-    return bool(packages) and all(map(importlib.util.find_spec, packages))
+    """Whether a peer belongs to a package, which is installed."""
+    return name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is not None

@@ -10,8 +10,6 @@ the rows that a batch visits, not of all N rows. The methods:
   full     the ordinary softmax: linear + cross_entropy, SGD
   gather   the rows of each position's class copied, padded to the widest class of the batch, for
            one batched product; dense gradient, SGD
-  host     the table in host memory, a numpy array: rows of the batch's classes are looked up there,
-           copied to the device in one piece, their gradients copied back and subtracted there
   loop     one position after the other, every class a separate parameter, SGD; run on a few
            positions, its time scaled to all (its peak memory is that of the few)
 
@@ -50,7 +48,7 @@ from scripts.benchmarks.measure import (
 from scripts.benchmarks.reporting import Row, Table
 from scripts.benchmarks.scale_methods import METHODS, NUM_SEQUENCES, measure
 
-AGREEING = ("layer", "dense", "gather", "host", "loop")
+AGREEING = ("layer", "dense", "gather", "loop")
 """Methods that have the same loss."""
 COLUMNS = {
     "N": "{vocab_size:,}",
@@ -87,8 +85,6 @@ def measure_alone(name: str, vocab_size: int, dtype: str, options: argparse.Name
     shared = ("positions", "hidden", "steps", "memory_limit_gb", "seed", "threads")
     row |= {option: getattr(options, option) for option in shared}
     row |= {"time_limit_seconds": options.time_limit, "cpus": os.cpu_count()}
-    if name == "host" and dtype == "bf16":
-        return row | {"outcome": "refused: numpy has no bf16"}
     figures, code = in_new_process(measure_limited, name, vocab_size, dtype, options)
     ended = {-signal.SIGALRM: "time", -signal.SIGKILL: "memory"}  # the latter by the system
     return row | (figures if figures else {"outcome": ended.get(code, f"failed: {code}")})

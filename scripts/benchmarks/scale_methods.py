@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.base import row_size
@@ -49,8 +48,7 @@ class Task:
         tree = ClassTree.full(vocab_size) if name == "full" else rank_tree(counts)
         self.dtype = dtype  # the table's
         self.is_mixed = is_mixed(options.device, dtype)
-        self.table_device = torch.device("cpu") if name == "host" else options.device
-        self.tree = tree.to(self.table_device)
+        self.tree = tree.to(options.device)
         # [steps, 2, P]: input words and target words of each step
         self.words = words.view(num_steps, 2, num_positions).to(options.device)
         hidden = torch.randn(num_positions, options.hidden)
@@ -65,7 +63,7 @@ class Task:
     def table(self) -> tuple[Tensor, Tensor]:
         """Rows [R, W] and biases [R], with the same numbers for every method; zeros from H on."""
         size = self.hidden.shape[1]
-        like: dict[str, Any] = {"dtype": self.dtype, "device": self.table_device}
+        like: dict[str, Any] = {"dtype": self.dtype, "device": self.hidden.device}
         weight = torch.zeros(self.tree.num_rows, row_size(size), **like)
         bias = torch.empty(self.tree.num_rows, **like)
         for tensor in (weight[:, :size], bias):
@@ -172,50 +170,6 @@ def peer(task: Task, build: Callable[[ClassTree, Tensor, Tensor], methods.Layer]
     return Method(loss, _update(torch.optim.SGD(parameters, LEARNING_RATE)))
 
 
-def host(task: Task) -> Method:
-    """Two levels with the table on the host: each class is a product with rows copied over."""
-    device, tree = task.hidden.device, task.tree
-    table = [tensor.numpy() for tensor in task.peer_table]
-    first, width = tree.first_row.tolist(), tree.num_children.tolist()
-    spans: list[slice] = []
-    copies: list[Tensor] = []
-
-    def look_up(nodes: list[int]) -> None:
-        spans[:] = [slice(first[node], first[node] + width[node]) for node in nodes]
-        for array in table:
-            rows = torch.cat([torch.from_numpy(array[span]) for span in spans])
-            copies.append(parameter(rows.to(device)))
-
-    def loss(words: Tensor) -> Tensor:
-        word_class, place = methods.class_and_place(tree, words[1].cpu())
-        order = word_class.argsort()
-        present, counts = torch.unique(word_class, return_counts=True)
-        nodes = [0, *(present + 1).tolist()]
-        copies.clear()
-        look_up(nodes)
-        widths, sizes = [width[node] for node in nodes], counts.tolist()
-        root, *classes_rows = zip(*(torch.split(copy, widths) for copy in copies), strict=True)
-        logits = F.linear(task.hidden, *root)
-        nll = [F.cross_entropy(logits, word_class.to(device), reduction="sum")]
-        hidden = torch.split(task.hidden[order.to(device)], sizes)
-        target = torch.split(place[order].to(device), sizes)
-        for h, w, rows in zip(hidden, target, classes_rows, strict=True):
-            nll.append(F.cross_entropy(F.linear(h, *rows), w, reduction="sum"))
-        return torch.stack(nll).sum() / len(word_class)
-
-    def update() -> None:
-        for array, copy in zip(table, copies, strict=True):
-            assert copy.grad is not None
-            d_rows, start = copy.grad.cpu().numpy(), 0
-            for span in spans:
-                stop = start + span.stop - span.start
-                array[span] -= LEARNING_RATE * d_rows[start:stop]
-                start = stop
-        copies.clear()
-
-    return Method(loss, update)
-
-
 def _update(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     def update() -> None:
         optimizer.step()
@@ -230,7 +184,6 @@ METHODS: dict[str, Callable[[Task], Method]] = {
     "dense": partial(ours, optimizer=torch.optim.SGD, row_wise=False),
     "full": partial(peer, build=methods.full),
     "gather": partial(peer, build=methods.gather),
-    "host": host,
     "loop": partial(peer, build=methods.loop),
 }
 
@@ -238,7 +191,7 @@ METHODS: dict[str, Callable[[Task], Method]] = {
 def visited_rows(task: Task, words: Tensor, *, reads_inputs: bool) -> int:
     """Distinct rows of the nodes on paths of targets, and rows read as input vectors."""
     tree = task.tree
-    inputs, targets = words.to(task.table_device)
+    inputs, targets = words
     node = route(targets, tree.arrays, tree.depth, ignore_index=-100).node
     nodes = torch.unique(node[node >= 0])
     visited = int(tree.num_children[nodes].sum())

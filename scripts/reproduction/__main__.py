@@ -6,8 +6,6 @@
                                                   validation and compares the perplexity: equal
                                                   in every digit on the same kind of machine, up
                                                   to some percent different elsewhere
-  scripts/reproduce TABLE --data-dir DIR --speed  times steps of the rows, one after another in
-                                                  one process; needs a quiet machine
   scripts/reproduce pages                         generates the tables and figures of all pages
 
 A row is trained once for each seed. An interrupted run resumes.
@@ -42,8 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--results", type=Path, default=RESULTS, help="folder of the logs")
     add("--show", action="store_true", help="train nothing, print the table")
     add("--check", action="store_true", help="train up to the first validation and compare")
-    add("--speed", action="store_true", help="train nothing, time steps of the rows in turn")
-    add("--rounds", type=int, default=10, metavar="N", help="of timed steps")
     add("--no-progress", action="store_true", help="no progress bars")
     options = parser.parse_args(arguments)
     if options.table == "pages":
@@ -54,20 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError(f"no table {options.table!r}; there are {', '.join(tables)}")
     table = tables[options.table]
     runs = table.runs(options.results, options.rows, options.seeds)
-    missing = [] if options.show or options.speed else [run for run in runs if run.log is None]
-    if missing or options.check or options.speed:
+    missing = [] if options.show else [run for run in runs if run.log is None]
+    if missing or options.check:
         if options.data_dir is None:
             raise UserError("--data-dir is required, the folder of the corpus (or --show)")
         # Imports PyTorch, which the other commands do not require.
-        from scripts.reproduction.training import check_run, time_runs, train_run
+        from scripts.reproduction.training import check_run, train_run
 
     progress = not options.no_progress
     if options.check:
         for run in runs:
             print(check_run(run, options.data_dir, options.runs, progress=progress), flush=True)
-        return
-    if options.speed:
-        time_runs(runs, options.data_dir, options.runs, options.rounds)
         return
     for number, run in enumerate(missing, 1):
         where = f"{run.table}, {number} of {len(missing)}"

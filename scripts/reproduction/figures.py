@@ -7,25 +7,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from scripts.reproduction.protocol import Protocol
 from scripts.reproduction.runs import read_tables
-from scripts.reproduction.search_tables import (
-    expected_lowest,
-    final_logs,
-    frequency_differences,
-    trial_logs,
-)
 from scripts.reproduction.tables import Row, last_rows, read_log
 
-PARTS = ("data", "embedding", "backbone", "layer", "clipping", "optimizer", "loop")
-"""Parts of a training step, fields of the log `step`."""
 LAYERS = {
     "full": ("full softmax", "C3"),
     "adaptive": ("adaptive softmax", "C1"),
     "random": ("class-based softmax (ours)", "C0"),
 }
 """Method in the log `output_layer` → label and color."""
-
 TREE_TABLES = ("ptb_trees", "wikitext2_trees")
 DEPTHS = ("depth 3", "depth 4", "depth 8", "branching 2")
 """Trees in the log `trees` between the full softmax and the deepest one."""
@@ -63,28 +53,6 @@ def draw_vocabularies(results: Path, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_steps(results: Path, path: Path) -> None:
-    """Draw the parts of training steps as bars, each with the plain loop's time, from `step`."""
-    rows = last_rows(read_log(results, "step"), lambda row: (row["config"], row["tree"]))
-    figure = Figure(figsize=(9, 1.4 + 0.6 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
-    for place, row in enumerate(rows.values()):
-        begin = 0.0
-        for number, part in enumerate(PARTS):
-            width, label = 1e3 * row["seconds"] * row[part], part if place == 0 else None
-            axes.barh(place, width, left=begin, color=f"C{number}", label=label)
-            begin += width
-        plain = 1e3 * row["seconds"] / (1 + row["overhead"])
-        label = "plain loop" if place == 0 else "_"  # not in the legend
-        axes.vlines(plain, place - 0.4, place + 0.4, color="k", label=label)
-    labels = [f"{config.removesuffix('.yaml')}\n{tree.split(',')[0]}" for config, tree in rows]
-    axes.set_yticks(range(len(rows)), labels)
-    axes.set(xlabel="milliseconds per step")
-    axes.invert_yaxis()
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.savefig(path, dpi=120)
-
-
 def draw_curves(name: str, results: Path, path: Path) -> None:
     """Draw validation perplexity against training time, a line for each logged run of a table."""
     table = read_tables()[name]
@@ -102,45 +70,6 @@ def draw_curves(name: str, results: Path, path: Path) -> None:
     axes.yaxis.set_minor_formatter("{x:.0f}")
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def draw_trials(protocol: Protocol, results: Path, path: Path) -> None:
-    """Draw the expected lowest validation perplexity of so many trials, if there are any."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for method, logs in trial_logs(protocol, results).items():
-        values = [log["valid_perplexity"] for log in logs]
-        lowest = [expected_lowest(values, num + 1) for num in range(len(values))]
-        if lowest:
-            axes.plot(range(1, len(lowest) + 1), lowest, "o-", label=f"{method} ({len(values)})")
-    if not axes.lines:
-        return
-    axes.set(title=protocol.title, xlabel="trials", ylabel="expected lowest validation perplexity")
-    axes.grid(True, alpha=0.3)
-    axes.legend(title="method (trials done)")
-    figure.savefig(path, dpi=110)
-
-
-def draw_frequencies(protocol: Protocol, results: Path, path: Path) -> None:
-    """Draw nats per token less those of the baseline, for bins of words, if there are any."""
-    finals = final_logs(protocol, results)
-    if protocol.baseline not in finals:
-        return
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    both = ("target", "previous")
-    for axes, which in zip(figure.subplots(1, 2, sharey=True), both, strict=True):
-        base = finals[protocol.baseline]
-        for method, logs in finals.items():
-            axes.plot(frequency_differences(logs, base, which), "o-", label=method)
-        test = next(iter(finals[protocol.baseline].values()))["test"]
-        labels = [f"… {each['last_rank']:,}" for each in test["by_frequency"][which]]
-        axes.set_xticks(range(len(labels)), labels, fontsize=8)
-        axes.set_xlabel(f"rank of the {'predicted' if which == 'target' else which} word")
-        axes.grid(True, alpha=0.3)
-    figure.axes[0].set_ylabel(f"nats per token less those of: {protocol.baseline}")
-    figure.axes[0].legend(fontsize=8)
-    figure.suptitle(protocol.title)
     figure.savefig(path, dpi=120)
 
 

@@ -15,14 +15,10 @@ from lm.config.reference import sections
 from scripts import markdown
 from scripts.reproduction.figures import (
     draw_curves,
-    draw_frequencies,
-    draw_steps,
     draw_tree_curves,
     draw_trees,
-    draw_trials,
     draw_vocabularies,
 )
-from scripts.reproduction.protocol import PROTOCOLS, SEARCH, Protocol
 from scripts.reproduction.runs import RESULTS, TOP
 from scripts.reproduction.tables import generate_tables
 
@@ -107,16 +103,11 @@ def write_pages() -> None:
 
 
 def draw_figures(folder: Path) -> None:
-    """Draw the figures of all pages; those of a table or comparison without logs are left out."""
+    """Draw the figures of all pages."""
     draw_vocabularies(RESULTS, folder / "vocabularies.png")
-    draw_steps(RESULTS, folder / "step.png")
     draw_curves("ptb_time", RESULTS, folder / "ptb_time" / "perplexity_over_time.png")
     draw_trees(RESULTS, folder / "trees.png")
     draw_tree_curves(RESULTS, folder / "tree_curves.png")
-    for corpus, path in PROTOCOLS.items():
-        name, protocol = f"{SEARCH.name}{corpus}", Protocol.read(path)
-        draw_trials(protocol, RESULTS / name, folder / f"{name}_trials.png")
-        draw_frequencies(protocol, RESULTS / name, folder / f"{name}.png")
 
 
 def shrink(path: Path, num_colors: int = 256) -> None:

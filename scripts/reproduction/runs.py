@@ -65,14 +65,10 @@ class Run:
         append_log(self.results / self.table, {"row": self.row, "seed": self.seed} | log)
 
     @property
-    def speed_path(self) -> Path:
-        """Tokens per second of the runs of the table, timed in turn."""
-        return self.results / self.table / "speed.jsonl"
-
-    @property
     def speed(self) -> dict[str, Any]:
         """The last row of this run in the log of speeds, without its origin; empty if none."""
-        lines = self.speed_path.read_text("utf-8").splitlines() if self.speed_path.exists() else []
+        path = self.results / self.table / "speed.jsonl"
+        lines = path.read_text("utf-8").splitlines() if path.exists() else []
         rows = [row for row in map(json.loads, lines) if row["row"] == self.row]
         names = "tokens_per_second", "step_milliseconds"
         return {name: rows[-1][name] for name in names} if rows else {}

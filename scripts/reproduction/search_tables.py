@@ -61,10 +61,6 @@ def search_tables(protocol: Protocol, results: Path) -> dict[str, str]:
         "by_target": _frequency_table(protocol, finals, "target"),
         "by_previous": _frequency_table(protocol, finals, "previous"),
     }
-    if any(trials.values()):
-        tables["trials"] += f"\n\n![Expected lowest](../results/{results.name}_trials.png)"
-    if protocol.baseline in finals:
-        tables["by_previous"] += f"\n\n![Nats by frequency](../results/{results.name}.png)"
     return {f"{results.name}_{name}": table for name, table in tables.items()}
 
 

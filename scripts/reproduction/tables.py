@@ -74,8 +74,6 @@ GPU_COLUMNS = {
     "grouped": "`grouped_mm`",
 }
 """Methods in the logs of GPUs → titles of columns."""
-GPU_OVERVIEW = 6
-"""How many of them the overview has."""
 PUBLISHED_FLOPS = 745e12
 """Operations per second, six for each position, feature and word, published for QuACK 0.6 and
 Liger's kernels for sm_90 on Hopper: the fastest full softmax."""
@@ -93,8 +91,7 @@ def generate_tables(results: Path) -> dict[str, str]:
     generated["comparisons"] = markdown.table_of_rows(COMPARISONS, comparisons(results))
     for corpus, path in PROTOCOLS.items():
         generated |= search_tables(Protocol.read(path), results / f"{SEARCH.name}{corpus}")
-    for name, num_columns in (("gpu_layer", None), ("gpu_overview", GPU_OVERVIEW)):
-        generated[name] = gpu_layer(results, num_columns)
+    generated["gpu_layer"] = gpu_layer(results)
     generated["vocabularies"] = markdown.table_of_rows(VOCABULARIES, vocabularies(results))
     return generated
 
@@ -184,7 +181,7 @@ def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
     return found
 
 
-def gpu_layer(results: Path, num_columns: int | None) -> str:
+def gpu_layer(results: Path) -> str:
     """Milliseconds of the output layer on GPUs, with floors and the fastest published rate."""
     rows = read_log(results, "h100", {"what": "layer"})
     h100 = next(row for row in rows if "bytes_per_second" in row)
@@ -201,7 +198,7 @@ def gpu_layer(results: Path, num_columns: int | None) -> str:
         corner="N × H",
         row="{vocab_size:,} × {hidden}",
         column="{method}",
-        column_titles=dict(list(GPU_COLUMNS.items())[:num_columns]),
+        column_titles=GPU_COLUMNS,
         cell="{seconds_median:,.2f/1e-3}",
     )
 

@@ -1,10 +1,9 @@
 """Training a run of a table and writing its log, or comparing it with its log."""
 
 import json
-import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,9 @@ from lm.training.metrics import Metrics, read_metrics
 from lm.training.run_folder import check_folder
 from lm.training.state import Diverged
 from scripts.benchmarks.kneser_ney import write_model
-from scripts.benchmarks.reporting import Table, commit
-from scripts.benchmarks.training_speed import new_state, time_in_turn
+from scripts.benchmarks.reporting import commit
 from scripts.reproduction.runs import TOP, Run, Validation
 from scripts.reproduction.search_tables import Lines
-
-STEPS = 5
-"""Steps of each run in a round of `time_runs`."""
 
 
 def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
@@ -131,27 +126,6 @@ def check_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> str:
     if perplexity == expected:
         return f"{result}, equal to the log in every digit"
     return f"{result}, {expected:.2f} in the log ({perplexity / expected - 1:+.1%})"
-
-
-def time_runs(runs: Sequence[Run], data_dir: str, folders: Path, num_rounds: int) -> None:
-    """Time training steps of runs in turn, one process for all; append them to the table's log.
-
-    The data are those that each row was trained with, in a folder of `folders`; one seed of each.
-    """
-    states = {}
-    for run in {run.row: run for run in runs}.values():
-        prepared = f"--data.prepared_dir={folders / run.table / run.name / 'data'}"
-        options = [*run.options, f"--data.dir={data_dir}", prepared]
-        opened = TrainingRun.read(TOP / run.config, options)
-        states[run.row] = new_state(opened, (num_rounds + 1) * STEPS)
-    columns = {"row": "{row}", "tokens/s": "{tokens_per_second:,.0f}"}
-    runs[0].speed_path.parent.mkdir(parents=True, exist_ok=True)
-    table = Table(columns, runs[0].speed_path)
-    for row, rates in time_in_turn(states, num_rounds, STEPS).items():
-        rate, batches = statistics.median(rates), states[row].config.train
-        step_seconds = batches.batch_size * batches.seq_len / rate
-        figures = {"tokens_per_second": rate, "step_milliseconds": 1e3 * step_seconds}
-        table.add({"row": row, **figures, "rounds": num_rounds})
 
 
 def _train(

@@ -1,5 +1,6 @@
 """The LSTM backbone against its equations, written out step by step in fp64."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -137,6 +138,52 @@ def test_autocast_on_a_gpu_has_gradients_of_a_mean_over_many_tokens() -> None:
         found.append(torch.autograd.grad(loss, list(model.parameters())))
     for truth, ours in zip(*found, strict=True):
         assert float((ours - truth).norm() / truth.norm()) < 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("trains", [False, True])
+def test_one_call_on_a_gpu_equals_the_equations(trains: bool) -> None:
+    model, (embedded, state) = make().train(trains), inputs()
+    embedded.requires_grad_()
+    expected = definition(model, embedded, state, raw_weights_hh(model))
+    upstream = torch.randn(T, B, H, dtype=torch.float64)
+    leaves = [embedded, *model.parameters()]
+    truth = torch.autograd.grad((expected[0] * upstream).sum(), leaves)
+    on_gpu = copy.deepcopy(model).cuda()
+    x, state = embedded.detach().cuda().requires_grad_(), tuple(part.cuda() for part in state)
+    output, end = on_gpu(x, state)
+    torch.testing.assert_close([output, end], [*expected], rtol=0, atol=1e-12, check_device=False)
+    ours = torch.autograd.grad((output * upstream.cuda()).sum(), [x, *on_gpu.parameters()])
+    torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11, check_device=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dropout_between_layers_on_a_gpu_continues_from_its_noise(autocast: bool) -> None:
+    """The second layer's cells are 0 after the first step where its input is dropped, else ± ½."""
+    size, p = 64, 0.5
+    model = LSTM(size, size, 2, dropout=p).cuda()
+    with torch.no_grad():
+        for name, parameter in model.layers[1].named_parameters():
+            parameter.zero_()
+            if name == "weight_ih_l0":
+                parameter[2 * size : 3 * size].copy_(1e4 * torch.eye(size))
+    x = torch.randn(9, 40, size, device="cuda")
+    found = []
+    for _ in range(3):
+        noise = None if model.noise is None else model.noise.clone()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            found.append(model(x)[0])
+    assert not torch.equal(found[1], found[2])
+    assert noise is not None
+    model.noise = noise
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        assert torch.equal(model(x)[0], found[2])
+    first_step = found[2][0]
+    share = (first_step == 0).double().mean().item()
+    assert share == pytest.approx(p, abs=5 * (p * (1 - p) / first_step.numel()) ** 0.5)
 
 
 def test_weight_dropout_leaves_parameters_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

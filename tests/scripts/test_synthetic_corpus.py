@@ -22,7 +22,7 @@ def make(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_equal_arguments_give_equal_text_and_other_seeds_other_text(tmp_path: Path) -> None:
-    options = ("--types=300", "--tokens=1007", "--held-out-tokens=205", "--line-words=10")
+    options = ("--types=300", "--tokens=1007", "--held-out-tokens=205")
     for name, seed in (("a", 4), ("b", 4), ("c", 5)):
         assert make(tmp_path / name, *options, f"--seed={seed}").stderr == ""
     a, b, c = (
@@ -31,7 +31,7 @@ def test_equal_arguments_give_equal_text_and_other_seeds_other_text(tmp_path: Pa
     )
     assert a == b
     assert len({*a, *c}) == 6
-    assert [len(line.split()) for line in a[0].splitlines()] == [10] * 100 + [7]
+    assert [len(line.split()) for line in a[0].splitlines()] == [20] * 50 + [7]
     assert [len(text.split()) for text in a] == [1007, 205, 205]
     assert all(line == " ".join(line.split()) for text in a for line in text.splitlines())
 
@@ -39,8 +39,7 @@ def test_equal_arguments_give_equal_text_and_other_seeds_other_text(tmp_path: Pa
 def test_mistakes_are_single_line_errors(tmp_path: Path) -> None:
     for argument, expected in [
         ("--types=0", "--types: expected at least 1, got 0"),
-        ("--markov=1.5", "--markov: expected 0 to 1, got 1.5"),
-        ("--line-words=0", "--line-words: expected at least 1, got 0"),
+        ("--seed=-1", "--seed: expected at least 0, got -1"),
     ]:
         done = make(tmp_path / "x", "--types=9", "--tokens=9", argument)
         assert (done.returncode, done.stderr) == (1, f"make_corpus: {expected}\n")
@@ -71,8 +70,8 @@ def test_the_quantile_function_inverts_the_cumulative_weights(num_types: int) ->
 
 def ranks_of(markov: float) -> Ranks:
     """Ranks of 400,000 words in lines of 20."""
-    model = WordModel(zipf=Zipf(2_000), markov=markov, num_successors=4, seed=3)
-    return np.concatenate(list(model.blocks(0, 400_000, 20)))
+    model = WordModel(zipf=Zipf(2_000), markov=markov, seed=3)
+    return np.concatenate(list(model.blocks(0, 400_000)))
 
 
 def test_independent_words_follow_zipf() -> None:

@@ -110,10 +110,10 @@ def test_a_build_for_cuda_takes_more_memory_on_a_cpu(
     ],
 )
 def test_a_recorded_step_keeps_its_memory_next_to_that_of_a_shorter_batch(
-    config: Configured, options: list[str], steps: int
+    config: Configured, options: list[str], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Run, "on_gpu", True)
     run = run_of(config(*options, "train.accelerator=gpu", "output.backend=reference"))
-    run.on_gpu = True
     need = module.estimate_memory(run)
     assert need.graph == steps * (need.gradients + need.batch)
     rest = need.weights + need.gradients + need.optimizer + need.batch + need.other

@@ -15,18 +15,15 @@ The steps, in this order, each alone with --steps:
   commands          tokens per second of lm train, evaluate, score and generate; sampling and top-k
   benchmark-800k    larger vocabularies
   benchmark-10m
-  counters          hardware counters of the three largest kernels by ncu
   sanitizer         compute-sanitizer: memory and race checks of a few tests
 
 A step is begun if the expected time is left of --seconds; `--continue` runs, in a further call with
 the same --out, the steps that have not ended. `--list` shows what two calls do.
 
-Requires torch, triton, numpy and pytest, and `training`, `commands` and a part of `tests` what
-`lm train` imports; no network and no data. Leaves four files in --out, which are complete at any
-moment: gpu_check.json with all rows, summary.txt, which is also printed last, rows.jsonl and
-logs.tar.gz. A step ends at its limit, and all at --seconds from the start. No process remains, even
-if this one is killed. The exit code is 1 if a step failed or had no time. `--dry-run` runs steps
-without a GPU, tiny and interpreted.
+Leaves four files in --out, which are complete at any moment: gpu_check.json with all rows,
+summary.txt, which is also printed last, rows.jsonl and logs.tar.gz. A step ends at its limit, and
+all at --seconds from the start. No process remains, even if this one is killed. The exit code is 1
+if a step failed or had no time. `--dry-run` runs steps without a GPU, tiny and interpreted.
 """
 
 import argparse
@@ -38,12 +35,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from scripts.kernels.gpu_check import plan, processes
+from scripts.kernels.gpu_check import plan, preflight, processes
 from scripts.kernels.gpu_check.report import Report
 from scripts.kernels.gpu_check.run import Run
-
-MISSING = 2
-"""The exit code if something is missing."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -55,10 +49,8 @@ def parse_options() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--steps", nargs="+", metavar="NAME", help="default: all")
-    again = (
-        "keep what an earlier call left in --out, and run the steps that have not ended; those of"
-    )
-    add("--continue", action="store_true", dest="continues", help=f"{again} --steps in any case")
+    again = "keep what an earlier call left in --out, and run the steps that have not ended"
+    add("--continue", action="store_true", dest="continues", help=f"{again}, or --steps")
     add("--list", action="store_true", help="print the steps with their expected seconds")
     add("--out", type=Path, default=Path("runs/gpu_check"), metavar="DIR")
     seconds = "for all steps; default: %(default)s"
@@ -97,10 +89,9 @@ def check(options: argparse.Namespace, began: float, work: Path) -> int:
     try:
         missing = run.preflight(dry=options.dry_run, timing_only=options.timing_only)
         if missing is None:
-            chosen = plan.dry_steps if options.dry_run else plan.steps
             capability = report.content["capability"]
             names = options.steps or {*plan.names(dry=options.dry_run)} - ended
-            for step in chosen(report.work, capability, names):
+            for step in plan.steps(work, capability, names, dry=options.dry_run):
                 run.step(step)
     finally:
         report.content["seconds"] = round(time.monotonic() - began, 1)
@@ -110,13 +101,13 @@ def check(options: argparse.Namespace, began: float, work: Path) -> int:
             print(f"\n{text}written: {report.out}/gpu_check.json", flush=True)
     if missing is not None:
         print(f"gpu_check: {missing}", file=sys.stderr)
-        return MISSING
+        return preflight.MISSING
     return int(any(row["exit_code"] for row in report.steps))
 
 
 def main() -> None:
     """Run the check so that no process outlives it."""
-    began = time.monotonic() - processes.age_seconds()
+    began = time.monotonic()
     options = parse_options()
     if options.list or options.dry_run:
         print_plan()

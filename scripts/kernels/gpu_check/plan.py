@@ -19,30 +19,19 @@ GPU_TESTS = (
 SANITIZED = "repeat_bit_for_bit and (17 or 700)"
 MEMCHECK = ["memcheck", "--report-api-errors", "no"]
 """Failing calls of the driver are no errors of kernels: libraries try what a driver may lack."""
-DRY_TESTS = "tests/output/backends/triton/test_kernels.py"
-DRY_CHOICE = "empty_batch or nan_in_the_weight"
-METHODS = ["random", "graph", "full", "chunked", "cce", "liger", "liger_sm90", "quack"]
-METHODS += ["adaptive", "grouped"]
+METHODS = ["random", "graph", "full", "chunked", "cce", "liger", "adaptive", "grouped"]
 LARGEST = ["random", "graph", "cce", "adaptive", "grouped"]
 """Without full softmaxes that hold logits, or that go through all rows for few positions at a time.
 """
 
 
-class Size(NamedTuple):
-    """A problem of the benchmark."""
-
-    rows: str  # N:H
-    expected: int  # seconds
-    methods: list[str] = METHODS
-
-
 BENCHMARKS = {
-    "benchmark-33k": Size("33278:650", 42),
-    "benchmark-268k": Size("267735:1024", 48),
-    "benchmark-800k": Size("800000:1024", 42),
-    "benchmark-10m": Size("10000000:300", 30, LARGEST),
+    "benchmark-33k": ("33278:650", 42, METHODS),
+    "benchmark-268k": ("267735:1024", 48, METHODS),
+    "benchmark-800k": ("800000:1024", 42, METHODS),
+    "benchmark-10m": ("10000000:300", 30, LARGEST),
 }
-COUNTED = ["267735:1024"]
+"""N:H of the benchmark's problems, expected seconds, and methods."""
 RECIPE = str(TOP / "configs/wikitext2_lstm.yaml")
 PLAIN = ["--model.input_embedding=word", "--model.count_word_dropout=0"]
 AS_IT_IS = "two_level,model.input_embedding=path_sum,model.count_word_dropout=5"
@@ -55,7 +44,7 @@ Gradients of classes are row-wise by default.
 """
 CALL_SECONDS, RESERVED_SECONDS = 300, 3
 """Seconds of one call of the check, and those for its last files."""
-LOGS = ("layer", "training", "scale", "commands", "decode", "counters")
+LOGS = ("layer", "training", "scale", "commands", "decode")
 """Rows that steps write, as files of JSON lines."""
 
 
@@ -128,8 +117,7 @@ def preflight(work: Path, *, dry: bool = False, timing_only: bool = False) -> St
 
 def names(*, dry: bool) -> list[str]:
     """The names of all steps, in their order."""
-    found = dry_steps(Path(), 90) if dry else steps(Path(), 90)
-    return ["preflight", *(step.name for step in found)]
+    return ["preflight", *(step.name for step in steps(Path(), 90, dry=dry))]
 
 
 def calls() -> list[list[Step]]:
@@ -144,40 +132,32 @@ def calls() -> list[list[Step]]:
     return found
 
 
-def steps(work: Path, capability: int, chosen: Collection[str] | None = None) -> list[Step]:
-    """The chosen steps on a GPU, all by default, in their order; `work` is for files that they add.
+def steps(
+    work: Path, capability: int, chosen: Collection[str] | None = None, *, dry: bool = False
+) -> list[Step]:
+    """The chosen steps, all by default, in their order; `work` is for files that they add.
 
     The first one compiles for those that follow.
     """
+    found = _dry_steps(work, capability) if dry else _gpu_steps(work, capability, chosen)
+    return [step for step in found if chosen is None or step.name in chosen]
+
+
+def _gpu_steps(work: Path, capability: int, chosen: Collection[str] | None) -> list[Step]:
     whole = _whole_programs(work, ON_GPU)
     benchmarks = [_benchmark(work, name) for name in BENCHMARKS]
-    log = ["--json", str(work / "counters.jsonl")]
-    counters = module("kernels.gpu_check.counters", "--rows", *COUNTED, *log)
-    found = [
-        *_tests(),
-        whole[0],
-        *benchmarks[:2],
-        *whole[1:],
-        *benchmarks[2:],
-        Step("counters", [counters], 20, 90),
-        _sanitizer(),
-    ]
-    found = [step for step in found if chosen is None or step.name in chosen]
-    if chosen is None or "compile" in chosen:
-        names = {step.name for step in found}
-        sizes = [size.rows for name, size in BENCHMARKS.items() if name in names]
-        sizes += COUNTED if "counters" in names else []
-        sizes = list(dict.fromkeys(sizes or COUNTED))
-        command = module("kernels.compilation", "--sm", str(capability), "--rows", *sizes)
-        found.insert(0, Step("compile", [command], 11, 90))
-    return found
+    sizes = [rows for name, (rows, *_) in BENCHMARKS.items() if chosen is None or name in chosen]
+    command = module("kernels.compilation", "--sm", str(capability), "--rows")
+    compilation = Step("compile", [[*command, *(sizes or ["33278:650"])]], 11, 90)
+    found = [_tests(), whole[0], *benchmarks[:2], *whole[1:], *benchmarks[2:], _sanitizer()]
+    return [compilation, *found]
 
 
-def _tests() -> list[Step]:
+def _tests() -> Step:
     num_parts = max(1, min(12, (os.cpu_count() or 1) - 2))
     tests = [*PYTEST, "-m", "gpu", *GPU_TESTS, "--shard"]
     parts = [[*tests, f"{i}/{num_parts}"] for i in range(num_parts)]
-    return [Step("tests", parts, 105, 170, parallel=True)]
+    return Step("tests", parts, 105, 170, parallel=True)
 
 
 def _sanitizer() -> Step:
@@ -196,18 +176,16 @@ def _sanitizer() -> Step:
 
 
 def _benchmark(work: Path, name: str) -> Step:
-    size = BENCHMARKS[name]
-    options = ["--device", "cuda", "--rows", size.rows, "--methods", *size.methods]
+    rows, expected, methods = BENCHMARKS[name]
+    options = ["--device", "cuda", "--rows", rows, "--methods", *methods]
     options += ["--backends", "triton"]  # also where auto would not take the kernels
-    command = logged(work, "layer", "output_layer", *options)
-    return Step(name, [command], size.expected, 3 * size.expected)
+    return Step(name, [logged(work, "layer", "output_layer", *options)], expected, 3 * expected)
 
 
 def _whole_programs(work: Path, extent: Extent) -> list[Step]:
-    """Whole training steps, row-wise steps of the largest tables, and the commands."""
-    corpus = module(
-        "synthetic_corpus", *extent.corpus, "--out", str(work / "corpus"), "--no-progress"
-    )
+    """Whole training steps, row-wise steps of large tables, and the commands."""
+    text = ["--out", str(work / "corpus"), "--no-progress"]
+    corpus = module("synthetic_corpus", *extent.corpus, *text)
     recipe = [RECIPE, f"--data.dir={work / 'corpus'}", "--classes.method=random"]
     recipe += extent.overrides
     layers = [each for layer in LAYERS for each in (layer, f"{layer},train.cuda_graph=off")]
@@ -229,19 +207,17 @@ def _whole_programs(work: Path, extent: Extent) -> list[Step]:
     ]
 
 
-def dry_steps(work: Path, capability: int, chosen: Collection[str] | None = None) -> list[Step]:
-    """The steps without a GPU, tiny and interpreted; arguments are those of `steps`."""
-    tests = [*PYTEST, DRY_TESTS, "-k", DRY_CHOICE, "--shard", "0/1"]
+def _dry_steps(work: Path, capability: int) -> list[Step]:
+    """The steps without a GPU, tiny and interpreted."""
+    tests = [*PYTEST, "tests/output/backends/triton/test_kernels.py", "--shard", "0/1"]
+    tests += ["-k", "empty_batch or nan_in_the_weight"]
     tiny = ["--rows", "97:8", "--positions", "32"]
     options = [*tiny, "--rounds", "1", "--backends", "triton", "reference", "--methods", *METHODS]
     interpreted = {"TRITON_INTERPRET": "1"}
     benchmark = logged(work, "layer", "output_layer", *options)
-    counters = module("kernels.gpu_check.counters", *tiny)
-    found = [
+    return [
         Step("compile", [module("kernels.compilation", "--sm", str(capability), *tiny)], 30, 900),
         Step("tests", [tests], 45, 900, interpreted, parallel=True),
         Step("benchmark-97", [benchmark], 25, 900, interpreted),
         *_whole_programs(work, TINY),
-        Step("counters", [counters], 15, 900, interpreted),
     ]
-    return [step for step in found if chosen is None or step.name in chosen]

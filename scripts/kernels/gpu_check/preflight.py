@@ -1,10 +1,10 @@
 """What a computer has that the check requires, and whether the kernels are right on it.
 
-  python -m scripts.kernels.gpu_check.preflight [--json FILE] [--dtypes bf16 fp16 fp32] [--dry-run]
+  python -m scripts.kernels.gpu_check.preflight [--json FILE] [--dry-run]
 
 prints versions, the device and the tools that compile kernels, then compares a tiny forward and
-backward with the reference. The exit code is 2, and the last line one sentence, if something is
-missing. `--dry-run` compares in the interpreter. Takes a few seconds.
+backward with the reference, unless `--dry-run` is given. The exit code is 2, and the last line one
+sentence, if something is missing. Takes a few seconds.
 """
 
 import argparse
@@ -17,16 +17,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 10)
 PACKAGES = ("torch", "triton", "numpy", "pytest")
-PEERS = ("cut_cross_entropy", "liger_kernel", "quack")
+PEERS = ("cut_cross_entropy", "liger_kernel")
 MISSING = 2
 """The exit code if something is missing."""
 
@@ -35,7 +31,7 @@ class MissingError(Exception):
     """What is missing, as one sentence."""
 
 
-def packages(*, dry: bool = False) -> dict[str, Any]:
+def packages() -> dict[str, Any]:
     """Versions of Python, of the required packages and of the peers that are installed."""
     if sys.version_info < LEAST_PYTHON:
         raise MissingError(f"Python 3.11 is required, this is {platform.python_version()}")
@@ -46,34 +42,16 @@ def packages(*, dry: bool = False) -> dict[str, Any]:
     import torch
     import triton
 
-    if _release(torch.__version__) < LEAST_TORCH:
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < LEAST_TORCH:
         raise MissingError(f"torch 2.10 is required, this is {torch.__version__}")
-    versions = triton.__version__, np.__version__
-    if dry and _release(versions[0]) < (3, 7) and _release(versions[1]) >= (2, 4):
-        raise MissingError(
-            f"the interpreter of Triton {versions[0]} requires numpy before 2.4, this is"
-            f" {versions[1]}; only --dry-run needs it"
-        )
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
         "numpy": np.__version__,
-        "peers": {name: _version(name) for name in PEERS if importlib.util.find_spec(name)},
+        "peers": [name for name in PEERS if importlib.util.find_spec(name)],
     }
-
-
-def _version(package: str) -> str | None:
-    """Its version, if it has been installed and not merely copied."""
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return None
-
-
-def _release(text: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
-    return tuple(map(int, re.findall(r"\d+", text)[:2]))
 
 
 def device() -> dict[str, Any]:
@@ -85,25 +63,20 @@ def device() -> dict[str, Any]:
     major, minor = torch.cuda.get_device_capability()
     if major < 8:
         raise MissingError(f"compute capability 8.0 is required, this device has {major}.{minor}")
+    driver = None
+    if program := shutil.which("nvidia-smi"):
+        command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0]
     return {
         "device": torch.cuda.get_device_name(),
-        "driver": driver(),
+        "driver": driver,
         "capability": 10 * major + minor,
         "free_bytes": torch.cuda.mem_get_info()[0],
     }
 
 
-def driver() -> str | None:
-    """Version of the GPU's driver, where nvidia-smi is installed."""
-    if (program := shutil.which("nvidia-smi")) is None:
-        return None
-    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    printed = subprocess.run(command, capture_output=True, text=True).stdout
-    return next(iter(printed.splitlines()), None)
-
-
 def tools(capability: int) -> dict[str, Any]:
-    """What Triton compiles with: a C compiler, Python's header, ptxas; and optional programs."""
+    """What Triton compiles with: a C compiler, Python's header, ptxas."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if not compiler or not shutil.which(compiler):
         raise MissingError("no C compiler is found: install gcc or clang, or set CC")
@@ -117,8 +90,7 @@ def tools(capability: int) -> dict[str, Any]:
         assembler = get_ptxas(capability)
     except (OSError, RuntimeError) as error:
         raise MissingError(f"Triton finds no ptxas: {error}") from error
-    optional = {name: shutil.which(name) for name in ("ncu", "compute-sanitizer")}
-    return {"c_compiler": compiler, "ptxas": f"{assembler.path} {assembler.version}", **optional}
+    return {"c_compiler": compiler, "ptxas": f"{assembler.path} {assembler.version}"}
 
 
 def obstacle(capability: int) -> str | None:
@@ -159,24 +131,17 @@ def support(capability: int, *, dry: bool, timing_only: bool) -> dict[str, Any]:
     return {"obstacle": found, "variables": {}}
 
 
-def comparison(dtypes: list[str], capability: int) -> dict[str, str | None]:
-    """How the kernels differ from the reference, by dtypes; None where they agree.
-
-    Half precision also with rows in fp32 (`bf16*fp32`), as mixed-precision training has it.
-    """
+def comparison(capability: int) -> dict[str, str | None]:
+    """How the kernels differ from the reference with rows in bf16 and fp32; None if they agree."""
     import torch
 
     from lm.output.backends.triton.backend import TritonBackend, failures
     from lm.output.backends.triton.tile_shapes import tf32
     from lm.output.backends.verify import Kind, difference, tiny_problem
-    from scripts.benchmarks.measure import DTYPES
     from scripts.kernels.compilation import compile_all, launches, moved
 
-    kinds = {}
-    for dtype, rows in product(dtypes, ("fp32", None)):
-        single = DTYPES[rows or dtype]
-        name = dtype if rows in (None, dtype) else f"{dtype}*{rows}"
-        kinds[name] = Kind(DTYPES[dtype], single, single, 16, 16, tf32())
+    half, named = torch.bfloat16, {"bf16": torch.bfloat16, "bf16*fp32": torch.float32}
+    kinds = {name: Kind(half, rows, rows, tf32=tf32()) for name, rows in named.items()}
     problems = [moved(tiny_problem(kind)[0], "meta") for kind in kinds.values()]
     needed = [launch for problem in problems for launch in launches(problem, capability)]
     compile_all([(launch, capability) for launch in needed])
@@ -186,27 +151,7 @@ def comparison(dtypes: list[str], capability: int) -> dict[str, str | None]:
     }
 
 
-def interpreted_comparison() -> dict[str, str | None]:
-    """The comparison in the interpreter, on a smaller problem."""
-    import torch
-
-    from lm.output import ClassTree, hierarchical_cross_entropy
-    from lm.output.functional import BackendName
-
-    torch.manual_seed(0)
-    tree = ClassTree.two_level(torch.arange(40) % 6)
-    weight, hidden = torch.randn(tree.num_rows, 8), torch.randn(20, 8)
-    results = []
-    backends: list[BackendName] = ["reference", "triton"]
-    for backend in backends:
-        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        loss = hierarchical_cross_entropy(*leaves, torch.arange(20), tree, backend=backend)
-        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-    worst = max(float((x - y).abs().max()) for x, y in zip(*results, strict=True))
-    return {"fp32": None if worst < 1e-5 else f"off by {worst:.2g}"}
-
-
-def examine(dtypes: list[str], *, dry: bool, timing_only: bool) -> dict[str, Any]:
+def examine(*, dry: bool, timing_only: bool) -> dict[str, Any]:
     """All facts; raises `MissingError`."""
     facts: dict[str, Any] = {}
 
@@ -214,47 +159,38 @@ def examine(dtypes: list[str], *, dry: bool, timing_only: bool) -> dict[str, Any
         facts.update(found)
         print("; ".join(f"{name}: {value}" for name, value in found.items()), flush=True)
 
-    add(packages(dry=dry))
+    add(packages())
     add({"device": None, "capability": 90} if dry else device())
     capability = facts["capability"]
     add(tools(capability))
     add(support(capability, dry=dry, timing_only=timing_only))
     from lm.output.backends.triton.backend import TIMING_ONLY
-    from scripts.benchmarks.reporting import commit, environment
+    from lm.training.environment import processor_name
+    from scripts.benchmarks.reporting import commit
 
-    begin = time.monotonic()
-    differences = interpreted_comparison() if dry else comparison(dtypes, capability)
-    add({"differences": differences, "comparison_seconds": round(time.monotonic() - begin, 1)})
-    facts |= {"commit": commit(), "processor": environment()["environment"]}
+    add({"commit": commit(), "processor": processor_name()})
     facts["device"] = facts["device"] or facts["processor"]
-    bad = "; ".join(f"{dtype}: {found}" for dtype, found in differences.items() if found)
-    if bad and facts.get("timing_only") is None:
-        found = f"the kernels differ from the reference: {bad}"
+    add({"differences": {} if dry else comparison(capability)})
+    bad = [f"{dtype}: {found}" for dtype, found in facts["differences"].items() if found]
+    if bad and "timing_only" not in facts:
+        found = f"the kernels differ from the reference: {'; '.join(bad)}"
         if not timing_only:
             raise MissingError(f"{found}; --timing-only runs all steps, and marks their figures")
-        variables = {TIMING_ONLY: "1"}
-        facts |= {"timing_only": "wrong results: timing only, unsafe", "variables": variables}
-        facts |= {"obstacle": found}
+        mark = "wrong results: timing only, unsafe"
+        facts |= {"timing_only": mark, "obstacle": found, "variables": {TIMING_ONLY: "1"}}
     return facts
 
 
 def main() -> None:
     """Print the facts and write them as JSON if asked."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.kernels.gpu_check.preflight",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m scripts.kernels.gpu_check.preflight")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp16", "fp32"], default=["bf16"])
     unsafe = "accept any version of Triton, and results that differ"
     parser.add_argument("--timing-only", action="store_true", help=unsafe)
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
-    if options.dry_run:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     try:
-        facts = examine(options.dtypes, dry=options.dry_run, timing_only=options.timing_only)
+        facts = examine(dry=options.dry_run, timing_only=options.timing_only)
     except MissingError as missing:
         print(missing)
         sys.exit(MISSING)

@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -23,17 +24,6 @@ TIMED_OUT = 124
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def age_seconds() -> float:
-    """Seconds since this process started, with the imports; 0 where /proc does not tell."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - began
-    except (OSError, ValueError, IndexError):
-        return 0.0
-    return age if 0 <= age < 60 else 0.0
-
-
 def guarded(work: Callable[[], int]) -> int:
     """The exit code of `work`, run in a child process; nothing that it started remains.
 
@@ -41,7 +31,7 @@ def guarded(work: Callable[[], int]) -> int:
     """
     sys.stdout.flush()
     guard = os.getpid()
-    _adopt_orphans()
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     child = os.fork()
     if child == 0:
         os._exit(_run(work, guard))
@@ -65,7 +55,7 @@ def _run(work: Callable[[], int], guard: int) -> int:
         signal.signal(number, stop)
     try:
         os.setsid()  # signals to the group of the guard reach the check through the guard only
-        _adopt_orphans()
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != guard:
             return 1
@@ -81,17 +71,19 @@ def _run(work: Callable[[], int], guard: int) -> int:
             sys.stdout.flush()
 
 
-def start(command: Sequence[str], log: Path, **options: object) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own, its output appended to a log."""
     with log.open("ab") as file:
-        return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
-            **options,
+            preexec_fn=partial(_libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL),
+            env=env,
         )
 
 
@@ -121,9 +113,9 @@ def wait_all(
     return codes
 
 
-def end_descendants(others: Collection[int] = (), seconds: float = 5.0) -> None:
-    """Kill all processes below this one except `others`."""
-    deadline = time.monotonic() + seconds
+def end_descendants(others: Collection[int] = ()) -> None:
+    """Kill all processes below this one except `others`, within five seconds."""
+    deadline = time.monotonic() + 5
     while remaining := set(descendants()) - set(others):
         for pid in remaining:
             _send(pid, signal.SIGKILL)
@@ -147,14 +139,6 @@ def descendants() -> list[int]:
         generation = [child for pid in generation for child in children.get(pid, [])]
         found += generation
     return found
-
-
-def _adopt_orphans() -> None:
-    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _end_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _send(pid: int, number: int) -> None:

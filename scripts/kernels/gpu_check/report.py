@@ -3,14 +3,13 @@
   gpu_check.json      environment, state of each step, acceptance, rows of all logs
   summary.txt         the same in short; also printed last
   rows.jsonl          the rows, a line each, with the name of their log as "what"
-  logs.tar.gz         the outputs of the steps that have ended, at most 16 MB
+  logs.tar.gz         the outputs of the steps that have ended, of each at most 500 kB
 
 A row that was measured with a version of Triton that the backend refuses by default is marked.
 """
 
 import io
 import json
-import os
 import tarfile
 from collections.abc import Collection
 from pathlib import Path
@@ -20,8 +19,7 @@ from scripts import markdown
 from scripts.kernels.gpu_check.acceptance import acceptance
 from scripts.kernels.gpu_check.plan import LOGS
 
-ARCHIVE_BYTES = 16_000_000
-LOG_BYTES = 1_000_000
+LOG_BYTES = 250_000
 """Bytes of the beginning, and of the end, of each log."""
 SUMMARY_CHARACTERS = 11_000
 FILES = ("gpu_check.json", "summary.txt", "rows.jsonl", "logs.tar.gz")
@@ -66,15 +64,6 @@ COLUMNS: dict[str, markdown.Columns] = {
         "ms": "{seconds:.2f/1e-3}",
         "÷ all": "{ratio_to_all:.2f}",
         "same": "{same}",
-    },
-    "counters": {
-        "N:H": "{vocab_size}:{hidden}",
-        "kernel": "{kernel}",
-        "microseconds": "{seconds:.1f/1e-6}",
-        "DRAM MB": "{dram_bytes:.1f/1e6}",
-        "L2 MB": "{l2_bytes:.1f/1e6}",
-        "issue active %": "{issue_active_percent:.1f}",
-        "stalls": "{stalls}",
     },
 }
 """Tables of the summary."""
@@ -131,11 +120,16 @@ class Report:
 
     def archive(self) -> None:
         """Write the archive of logs."""
-        for limit in (LOG_BYTES, LOG_BYTES // 8, LOG_BYTES // 64):
-            packed = _packed(sorted(self.work.glob("*.log")), limit)
-            if len(packed) <= ARCHIVE_BYTES:
-                _replace(self.out / "logs.tar.gz", packed)
-                return
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+            for path in sorted(self.work.glob("*.log")):
+                content = path.read_bytes()
+                if len(content) > 2 * LOG_BYTES:
+                    content = content[:LOG_BYTES] + b"\n[...]\n" + content[-LOG_BYTES:]
+                entry = tarfile.TarInfo(path.name)
+                entry.size, entry.mtime = len(content), int(path.stat().st_mtime)
+                tar.addfile(entry, io.BytesIO(content))
+        _replace(self.out / "logs.tar.gz", buffer.getvalue())
 
     def finish(self) -> str:
         """Write all files; returns the summary."""
@@ -189,25 +183,8 @@ def _table(columns: markdown.Columns, rows: list[Row]) -> list[str]:
     return ["", *(" ".join(map(str.ljust, line, widths)).rstrip() for line in cells)]
 
 
-def _packed(logs: list[Path], limit: int) -> bytes:
-    """A .tar.gz of logs, of each at most `limit` bytes of the beginning and of the end."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        for path in logs:
-            content = path.read_bytes()
-            if len(content) > 2 * limit:
-                content = content[:limit] + b"\n[...]\n" + content[-limit:]
-            entry = tarfile.TarInfo(path.name)
-            entry.size, entry.mtime = len(content), int(path.stat().st_mtime)
-            tar.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()
-
-
 def _replace(path: Path, content: bytes) -> None:
     """Write a file that is complete or absent."""
     temporary = path.with_name("writing.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary.write_bytes(content)
+    temporary.replace(path)

@@ -101,7 +101,7 @@ class Run:
         for command, log in zip(step.commands, logs, strict=True):
             if self.report.mark:
                 log.write_text(f"** {self.report.mark} **\n")
-            running.append(processes.start(command, log, cwd=plan.TOP, env=variables))
+            running.append(processes.start(command, log, variables))
             if not step.parallel or len(running) == len(logs):
                 codes += processes.wait_all(running, deadline, tick, others)
                 running.clear()

@@ -28,7 +28,7 @@ from scripts.benchmarks.scale_methods import (
     visited_rows,
 )
 
-SAME = ["layer", "dense", "gather", "host", "loop"]
+SAME = ["layer", "dense", "gather", "loop"]
 Parse = Callable[..., argparse.Namespace]
 
 
@@ -37,8 +37,8 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
     """`parse(*arguments)`: the options of a tiny problem, also for `main`."""
 
     def options_of(*arguments: str) -> argparse.Namespace:
-        tiny = ["--positions", "64", "--hidden", "6", "--steps", "2", *arguments]
-        monkeypatch.setattr(sys, "argv", ["scale", *tiny])
+        tiny = ["--positions=64", "--hidden=6", "--steps=2", "--time-limit=3600"]
+        monkeypatch.setattr(sys, "argv", ["scale", *tiny, *arguments])
         return scale.parse_options()
 
     return options_of
@@ -50,10 +50,9 @@ def test_methods_over_classes_agree_and_every_row_has_its_figures(
     parse: Parse, vocab_size: int, dtype: str
 ) -> None:
     options = parse()
-    names = [name for name in METHODS if (name, dtype) != ("host", "bf16")]
-    rows = {name: measure(name, vocab_size, dtype, options) for name in names}
+    rows = {name: measure(name, vocab_size, dtype, options) for name in METHODS}
     truth = rows["layer"]["loss"]
-    for name in set(SAME) & set(names):
+    for name in SAME:
         assert rows[name]["loss"] == pytest.approx(truth, rel=1e-6 if dtype == "fp32" else 5e-3)
     for name, row in rows.items():
         seconds = row["seconds"]
@@ -83,7 +82,7 @@ def test_a_gpu_and_a_bf16_table_have_bf16_hidden_vectors(
     hidden = task.hidden.detach().to(torch.bfloat16 if mixed else torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         exact = float(hierarchical_cross_entropy(hidden, weight, target, task.tree, bias))
-    assert timed(task, METHODS["layer"](task), task.words[0], 60.0).loss == exact
+    assert timed(task, METHODS["layer"](task), task.words[0], 3600.0).loss == exact
 
 
 def test_a_recorded_step_is_replayed_with_the_words_of_each_step(
@@ -105,12 +104,6 @@ def test_a_recorded_step_is_replayed_with_the_words_of_each_step(
     assert scale_methods.on_the_device(task, method, records=False)["graph_seconds"] is None
 
 
-def test_the_tree_is_that_of_the_classes() -> None:
-    counts = zipf(10_000, 1)[1]
-    expected = ClassTree.two_level(rank_classes(counts))
-    assert all(map(torch.equal, scale_methods.rank_tree(counts).arrays, expected.arrays))
-
-
 def test_one_step_of_every_dense_way_leaves_the_same_table(parse: Parse) -> None:
     options = parse()
     tables = {}
@@ -118,7 +111,7 @@ def test_one_step_of_every_dense_way_leaves_the_same_table(parse: Parse) -> None
         task = Task(name, 131, torch.float32, options)
         method = METHODS[name](task)
         before = task.table[0].clone()
-        timed(task, method, task.words[0], 60.0)
+        timed(task, method, task.words[0], 3600.0)
         assert float((task.table[0] - before).abs().max()) > 1e-4
         tables[name] = torch.cat([task.table[0].flatten(), task.table[1]])
     for name, table in tables.items():
@@ -137,7 +130,7 @@ def test_the_whole_step_has_the_loss_of_its_model_and_changes_visited_rows_alone
         log_prob = model.output.log_prob(model(inputs)[0])
     truth = -float(log_prob.gather(2, targets[:, :, None]).mean())
     before = model.output.weight.detach().clone()
-    assert timed(task, method, task.words[0], 60.0).loss == pytest.approx(truth, rel=1e-5)
+    assert timed(task, method, task.words[0], 3600.0).loss == pytest.approx(truth, rel=1e-5)
     changed = int((model.output.weight != before).any(1).sum())
     assert changed == visited_rows(task, task.words[0], reads_inputs=True)
 
@@ -145,6 +138,8 @@ def test_the_whole_step_has_the_loss_of_its_model_and_changes_visited_rows_alone
 def test_classes_have_equal_sums_of_roots_of_counts() -> None:
     _, counts = zipf(10_000, 1)
     word_class = rank_classes(counts)
+    tree = ClassTree.two_level(word_class)
+    assert all(map(torch.equal, scale_methods.rank_tree(counts).arrays, tree.arrays))
     assert bool((word_class.diff() >= 0).all())
     mass = torch.zeros(100).double().index_add_(0, word_class, counts.double().sqrt())
     share, largest = float(mass.sum()) / 100, float(counts.double().sqrt().max())
@@ -180,33 +175,23 @@ def test_each_measurement_is_a_process_and_its_row_a_json_line(
     parse("--sizes", "131", "97", "--methods", "loop", "--json", str(file))
     scale.main()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(row["vocab_size"], row["method"]) for row in rows] == [(97, "loop"), (131, "loop")]
-    for row in rows:
-        assert (row["dtype"], row["outcome"], row["threads"]) == ("fp32", "done", 1)
-        assert row["torch"] == torch.__version__
+    names = ("vocab_size", "method", "dtype", "outcome", "threads", "torch")
+    for row, size in zip(rows, (97, 131), strict=True):
+        expected = (size, "loop", "fp32", "done", 1, torch.__version__)
+        assert tuple(row[name] for name in names) == expected
         assert row["device"]
-        assert row["python"]
-        assert row["cpus"] > 0
     printed = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].split("|")]
     assert printed[1:6] == ["131", "loop", "fp32", "done", f"{rows[1]['seconds']:.4f}"]
 
 
-def test_running_out_of_memory_ends_a_method_and_says_so(
-    parse: Parse, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_method_that_runs_out_of_memory_or_of_time_is_ended(parse: Parse) -> None:
     limit = ["--memory-limit-gb", "2", "--hidden", "50000"]
     options = parse("--sizes", "100", "10000", "20000", "--methods", "layer", *limit)
     rows = scale.measure_all(options)  # tables of 22 MB, 2.02 GB; the last is not tried
     assert [row["outcome"] for row in rows] == ["done", "memory"]
     assert 0.1e9 < rows[0]["peak_bytes"] < 2e9
-    printed = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].split("|")]
-    assert printed[1:6] == ["10,000", "layer", "fp32", "memory", "–"]
-
-
-def test_a_step_that_takes_too_long_is_ended(parse: Parse) -> None:
     options = parse("--sizes", "97", "--methods", "dense", "--time-limit", "1e-6")
-    (row,) = scale.measure_all(options)
-    assert row["outcome"] == "time"
+    assert [row["outcome"] for row in scale.measure_all(options)] == ["time"]
 
 
 def test_what_memory_running_out_looks_like() -> None:
@@ -222,25 +207,20 @@ def test_what_memory_running_out_looks_like() -> None:
 
 def test_a_method_with_another_loss_stops_the_run() -> None:
     row = {"vocab_size": 97, "dtype": "fp32"}
-    layer, host = row | {"method": "layer", "loss": 4.0}, row | {"method": "host", "loss": 4.0}
+    layer, loop = row | {"method": "layer", "loss": 4.0}, row | {"method": "loop", "loss": 4.0}
     full = row | {"method": "full", "loss": 5.0}
-    scale.check_losses([layer, full, host])
+    scale.check_losses([layer, full, loop])
     for wrong in (4.001, float("nan")):
-        with pytest.raises(SystemExit, match=r"N = 97: loss of host is .*, of layer 4\.0"):
-            scale.check_losses([layer, full, host | {"loss": wrong}])
+        with pytest.raises(SystemExit, match=r"N = 97: loss of loop is .*, of layer 4\.0"):
+            scale.check_losses([layer, full, loop | {"loss": wrong}])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "complaint"),
-    [
-        (["--positions", "33"], "--positions must be a multiple of 32, got 33"),
-        (["--memory-limit-gb", "0"], "--memory-limit-gb must be positive, got 0.0"),
-        (["--sizes", "97", "1"], "--sizes must be at least 2, got 1"),
-    ],
-)
-def test_options_out_of_range_are_refused(
-    parse: Parse, capsys: pytest.CaptureFixture[str], wrong: list[str], complaint: str
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parse(*wrong)
-    assert complaint in capsys.readouterr().err
+def test_options_out_of_range_are_refused(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, complaint in {
+        "--positions=33": "--positions must be a multiple of 32, got 33",
+        "--memory-limit-gb=0": "--memory-limit-gb must be positive, got 0.0",
+        "--sizes=1": "--sizes must be at least 2, got 1",
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            parse(wrong)
+        assert complaint in capsys.readouterr().err

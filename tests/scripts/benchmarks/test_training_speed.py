@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from lm.output import HierarchicalSoftmax
-from lm.output.rowwise import RowAdagrad
-from lm.training.loop import train_step
-from lm.training.optimizers import CombinedOptimizer
 from scripts.benchmarks import measure, training_speed
 from scripts.benchmarks.training_speed import start_training, torch_loss
 
@@ -36,23 +33,6 @@ def test_training_steps_are_timed_side_by_side(
     assert full["step_seconds"] == pytest.approx(32 / full["tokens_per_second_median"])
     assert all(peer["tokens_per_second_median"] > 0 for peer in peers)
     assert str(tmp_path) not in full["command"]
-
-
-def test_steps_use_the_gradients_and_optimizers_of_a_training_run(
-    tiny: Path, tmp_path: Path
-) -> None:
-    options = [f"--run_dir={tmp_path}", "--word_table.tied=true"]
-    row_wise = ["--word_table.gradients=row_wise", "--word_table.optimizer=adagrad"]
-    state = start_training(str(tiny), [*options, *row_wise], "two_level", num_steps=1)
-    train_step(state)
-    optimizer = state.optimizer.optimizer
-    assert state.model.row_wise
-    assert isinstance(optimizer, CombinedOptimizer)
-    assert isinstance(optimizer.optimizers[-1], RowAdagrad)
-    state = start_training(str(tiny), options, "two_level", num_steps=1)
-    assert not state.model.row_wise
-    assert isinstance(state.optimizer.optimizer, torch.optim.AdamW)
-    assert train_step(state) == pytest.approx(state.config.optim.lr)
 
 
 def test_steps_on_a_gpu_are_profiled_unless_they_are_recorded(

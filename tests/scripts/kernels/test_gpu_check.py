@@ -19,12 +19,11 @@ import torch
 from scripts.kernels.gpu_check import plan, preflight
 from scripts.kernels.gpu_check.acceptance import acceptance
 from scripts.kernels.gpu_check.plan import Step
-from scripts.kernels.gpu_check.report import ARCHIVE_BYTES, Report
+from scripts.kernels.gpu_check.report import LOG_BYTES, Report
 from scripts.kernels.gpu_check.run import Run
 
 TOP = Path(__file__).resolve().parents[3]
 STEPS = ["preflight", "compile", "tests", "benchmark-97", "training", "row-wise", "commands"]
-STEPS += ["counters"]
 PAGE = (TOP / "scripts/kernels/README.md").read_text()
 CALLS = re.findall(r"^scripts/gpu_check(| --continue) +# (\d+) s: (.*)", PAGE, re.M)
 """Options, seconds and steps of the commands of the page."""
@@ -107,14 +106,12 @@ def test_the_check_for_a_gpu_runs_all_steps_without_one(tmp_path: Path) -> None:
     assert report["steps"][:-2] == steps[1:-1]
     assert [(step["step"], step["status"]) for step in report["steps"][-2:]] == [
         ("preflight", "passed"),
-        ("counters", "passed"),
+        ("commands", "passed"),
     ]
-    assert report["rows"] == rows
-    assert (tmp_path / "rows.jsonl").read_text().splitlines() == lines
+    assert report["rows"]["layer"] == rows["layer"]
+    assert len(report["rows"]["commands"]) == 2 * len(rows["commands"])
     with tarfile.open(tmp_path / "logs.tar.gz") as archive:
         assert {f"{name}.0.log" for name in STEPS} <= set(archive.getnames())
-        archive.extract("counters.0.log", tmp_path, filter="data")
-    assert (tmp_path / "counters.0.log").read_text().count("run without ncu") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -207,13 +204,6 @@ sys.exit(processes.guarded(work))
     assert processes_with(mark) == []
 
 
-def test_the_age_of_a_process_counts_its_imports() -> None:
-    code = "import time; time.sleep(0.5); from scripts.kernels.gpu_check import processes"
-    code += "; print(processes.age_seconds())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=TOP)
-    assert 0.5 <= float(done.stdout) < 30
-
-
 def report_in(folder: Path, **facts: Any) -> Report:
     """A report with its logs in a folder next to it."""
     (folder / "work").mkdir()
@@ -284,17 +274,6 @@ def test_an_old_version_of_triton_is_refused_unless_for_timing(
     assert preflight.support(90, dry=False, timing_only=True) == {"variables": {}}
 
 
-def test_numpy_that_an_old_interpreter_cannot_use_is_refused_for_a_dry_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("triton.__version__", "3.6.0")
-    monkeypatch.setattr("numpy.__version__", "2.5.2")
-    expected = r"interpreter of Triton 3.6.0 requires numpy before 2.4, this is 2.5.2"
-    with pytest.raises(preflight.MissingError, match=expected):
-        preflight.packages(dry=True)
-    assert preflight.packages()["numpy"] == "2.5.2"
-
-
 @pytest.mark.parametrize("programs", ["kernels", "commands"])
 def test_the_programs_of_the_check_import_only_what_it_requires(programs: str) -> None:
     """Kernels and their tests none of the project's packages, commands few of them."""
@@ -304,7 +283,7 @@ def test_the_programs_of_the_check_import_only_what_it_requires(programs: str) -
         blocked += ["scipy", "numba", "yaml", "lightning", "pydantic", "safetensors", "matplotlib"]
         blocked += ["pandas", "pyarrow"]
         names = ["benchmarks.output_layer", "benchmarks.scale", "kernels.compilation"]
-        names += [f"kernels.gpu_check.{name}" for name in ("__main__", "preflight", "counters")]
+        names += [f"kernels.gpu_check.{name}" for name in ("__main__", "preflight")]
         collect.append(plan.GPU_TESTS[0])
     else:
         names = ["benchmarks.commands", "benchmarks.decode", "benchmarks.training_speed"]
@@ -324,12 +303,14 @@ def test_kernels_that_differ_end_the_check_unless_it_is_for_timing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, facts in (("packages", {}), ("device", {"device": "G", "capability": 80})):
-        monkeypatch.setattr(preflight, name, lambda facts=facts, **_: facts)
-    monkeypatch.setattr(preflight, "comparison", lambda *_: {"fp16": None, "bf16": "nll is off"})
+        monkeypatch.setattr(preflight, name, lambda facts=facts: facts)
+    monkeypatch.setattr(
+        preflight, "comparison", lambda _: {"bf16*fp32": None, "bf16": "nll is off"}
+    )
     expected = r"^the kernels differ from the reference: bf16: nll is off; --timing-only runs"
     with pytest.raises(preflight.MissingError, match=expected):
-        preflight.examine(["bf16"], dry=False, timing_only=False)
-    facts = preflight.examine(["bf16"], dry=False, timing_only=True)
+        preflight.examine(dry=False, timing_only=False)
+    facts = preflight.examine(dry=False, timing_only=True)
     assert facts["timing_only"] == "wrong results: timing only, unsafe"
     assert facts["variables"] == {"SQRTLM_UNSAFE_TRITON": "1"}
 
@@ -378,4 +359,5 @@ def test_logs_and_the_summary_are_shortened(tmp_path: Path) -> None:
     long |= {"expected_seconds": 1, "last_lines": ["x" * 5000], "end_of_output": "y" * 3000}
     report.steps.extend([long] * 20)
     assert len(report.finish()) <= 11_500
-    assert 1_000_000 < (report.out / "logs.tar.gz").stat().st_size <= ARCHIVE_BYTES
+    size = (report.out / "logs.tar.gz").stat().st_size
+    assert 12 * 1.9 * LOG_BYTES < size < 12 * 2.1 * LOG_BYTES
