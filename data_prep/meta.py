@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+from numpy.typing import NDArray
 
 from data_prep.corpus.loader import SPLITS, hub_folder, input_files, splits
 from data_prep.errors import UserError
@@ -23,8 +25,16 @@ from data_prep.settings import (
     TokenizerConfig,
     without_deleted,
 )
-from data_prep.storage import ArrayInfo, read_json, sha256_file, write_json_atomically
-from data_prep.tokenizer.serialization import TokenizerInfo
+from data_prep.storage import (
+    ArrayInfo,
+    check_sha256,
+    map_array,
+    read_json,
+    sha256_file,
+    write_json_atomically,
+)
+from data_prep.tokenizer.serialization import TOKENIZER, TokenizerInfo, verify_tokenizer
+from data_prep.tokenizer.speller import SPELLER
 from data_prep.tokenizer.token_file import SplitInfo
 
 META = "meta.json"
@@ -47,7 +57,6 @@ TOKENIZER_SETTINGS = {
     "sentencepiece": ("model_type", "byte_fallback", "character_coverage", "max_sentences"),
 }
 
-
 Split = Literal["train", "valid", "test"]
 Settings = dict[str, dict[str, Any]]
 
@@ -58,8 +67,7 @@ logger = logging.getLogger("data_prep")
 class InputFile(Strict):
     """A file of the corpus as it was when it was read."""
 
-    name: str
-    """Without the folder, so that a corpus can be moved."""
+    name: str  # without the folder, so that a corpus can be moved
     num_bytes: NonNegative
     sha256: str
 
@@ -69,14 +77,10 @@ class ClassesInfo(Strict):
     """What is recorded about the word classes."""
 
     method: str
-    num_word_classes: Positive
-    """C, number of classes that contain words."""
-    num_levels: Positive = 1
-    """Number of classes of a word, each within the one before."""
-    shortlist: NonNegative
-    """Number of most frequent words that are in no class."""
-    array: ArrayInfo
-    """[num_levels · N], the class of each word on the first level, then on the second, …"""
+    num_word_classes: Positive  # C, number of classes that contain words
+    num_levels: Positive = 1  # number of classes of a word, each within the one before
+    shortlist: NonNegative  # number of most frequent words that are in no class
+    array: ArrayInfo  # [num_levels · N], each word's class on the first level, on the second, …
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +88,13 @@ class Meta(Strict):
     """The content of `meta.json`."""
 
     format_version: int = FORMAT_VERSION
-    settings: Settings
-    """Sections `data`, `tokenizer` and, if needed, `classes`: the keys that affect the files."""
-    inputs: dict[str, list[InputFile]]
-    """The corpus files of each split in reading order; under `classes`, the word → class file."""
+    settings: Settings  # sections `data`, `tokenizer`, `classes`: the keys that affect the files
+    inputs: dict[str, list[InputFile]]  # of each split in reading order; `classes`: the class file
     tokenizer: TokenizerInfo | None = None
-    speller_sha256: str | None = None
-    """None with sentencepiece, and in folders of earlier versions."""
+    speller_sha256: str | None = None  # None with sentencepiece, and in folders of earlier versions
     splits: dict[Split, SplitInfo] = field(default_factory=dict)
     counts: ArrayInfo | None = None
-    classes: ClassesInfo | None = None
-    """None in a complete folder: it was prepared without classes."""
+    classes: ClassesInfo | None = None  # None in a complete folder: it was prepared without classes
     complete: bool = False
 
 
@@ -104,16 +104,48 @@ def read_meta(folder: Path) -> Meta | None:
     if not path.exists():
         return None
     meta: Meta = read_json(path, Meta, FORMAT_VERSION)
-    has_tokens = None not in (meta.tokenizer, meta.counts, meta.splits.get("train"))
-    has_needed_classes = ("classes" in meta.settings) == (meta.classes is not None)
+    counts, classes, tokenizer = meta.counts, meta.classes, meta.tokenizer
+    has_tokens = None not in (tokenizer, counts, meta.splits.get("train"))
+    has_needed_classes = ("classes" in meta.settings) == (classes is not None)
     if meta.complete and not (has_tokens and has_needed_classes):
         raise UserError(f"{path} is damaged: it is marked complete, but a stage is missing")
-    arrays = [(meta.counts, 1)] if meta.counts else []
-    arrays += [(meta.classes.array, meta.classes.num_levels)] if meta.classes else []
-    for array, per_word in arrays:
-        if meta.tokenizer and array.length != per_word * meta.tokenizer.vocab_size:
-            raise UserError(f"{path} is damaged: an array has not one value for each word")
+    lengths: set[float] = {counts.length} if counts else set()
+    lengths |= {classes.array.length / classes.num_levels} if classes else set()
+    if tokenizer and lengths - {tokenizer.vocab_size}:
+        raise UserError(f"{path} is damaged: an array has not one value for each word")
     return meta
+
+
+def stored_array(folder: Path, meta: Meta, name: str, *, verify: bool = True) -> NDArray[Any]:
+    """Map an array of a prepared folder, if it is recorded: of a split, `COUNTS` or `CLASSES`.
+
+    UserError if it is not as recorded; `verify` is that of `map_array`.
+    """
+    assert meta.tokenizer is not None
+    if name == COUNTS:
+        assert meta.counts is not None
+        return map_array(folder / name, meta.counts, verify=verify)
+    if name == CLASSES:
+        assert meta.classes is not None
+        below = meta.classes.num_word_classes
+        return map_array(folder / name, meta.classes.array, verify=verify, below=below, least=-1)
+    split, _, is_known = Path(name).stem.partition("-")
+    info, below = meta.splits[cast(Split, split)], meta.tokenizer.vocab_size
+    if is_known:
+        assert info.known is not None
+        return map_array(folder / name, info.known, verify=verify)
+    return map_array(folder / name, info.array, verify=verify, below=below)
+
+
+def verify_stored(folder: Path, meta: Meta, name: str) -> None:
+    """Compare a recorded file with its record; UserError if it differs or cannot be read."""
+    assert meta.tokenizer is not None
+    if name == TOKENIZER:
+        verify_tokenizer(folder, meta.tokenizer.sha256)
+    elif name == SPELLER:
+        check_sha256(folder / name, sha256_file(folder / name), meta.speller_sha256)
+    else:
+        stored_array(folder, meta, name)
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
@@ -154,8 +186,12 @@ def requested_meta(
         if path.resolve().parent == folder.resolve():
             raise UserError(f"{path} is in the prepared folder: the corpus must be elsewhere")
     described = cache(_described)  # every split of a hub folder has the same files
-    inputs = {name: described(tuple(files)) for name, files in paths.items()}
-    _warn_of_overlap(inputs, data)
+    inputs = {name: list(map(described, files)) for name, files in paths.items()}
+    training = {file.sha256 for file in inputs["train"]}
+    for split in SPLITS[1:] if data.hub is None and data.split == "files" else ():
+        for file in inputs.get(split, []):
+            if file.sha256 in training:
+                logger.warning("%s: %s is in the training split as well", split, file.name)
     return Meta(settings=settings, inputs=inputs)
 
 
@@ -194,20 +230,8 @@ def _splits(data: DataConfig, settings: Settings, found: Meta | None) -> list[st
     return splits(data)
 
 
-def _described(paths: tuple[Path, ...]) -> list[InputFile]:
-    return [
-        InputFile(name=path.name, sha256=sha256_file(path), num_bytes=path.stat().st_size)
-        for path in paths
-    ]
-
-
-def _warn_of_overlap(inputs: dict[str, list[InputFile]], data: DataConfig) -> None:
-    """Warn about files of two splits, except of hub folders, whose splits list the same files."""
-    training = {file.sha256 for file in inputs["train"]}
-    for split in ("valid", "test") if data.hub is None and data.split == "files" else ():
-        for file in inputs.get(split, []):
-            if file.sha256 in training:
-                logger.warning("%s: %s is in the training split as well", split, file.name)
+def _described(path: Path) -> InputFile:
+    return InputFile(name=path.name, sha256=sha256_file(path), num_bytes=path.stat().st_size)
 
 
 def _file_differences(split: str, before: list[InputFile], after: list[InputFile]) -> list[str]:

@@ -6,7 +6,6 @@ it stopped; a file that does not match its record is made again.
 
 import logging
 import os
-import shutil
 from collections.abc import Iterable, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,27 +33,19 @@ from data_prep.meta import (
     requested_meta,
     requested_settings,
     setting_changes,
+    stored_array,
+    verify_stored,
     write_meta,
 )
 from data_prep.prepared import Prepared, open_prepared
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
-from data_prep.storage import (
-    ArrayInfo,
-    locked,
-    make_folder,
-    map_array,
-    open_to_read,
-    verify_file,
-    write_array,
-    write_atomically,
-)
+from data_prep.storage import copy_atomically, locked, make_folder, write_array
 from data_prep.tokenizer.serialization import (
     MODEL_FILE,
     TOKENIZER,
     TokenizerInfo,
     load_tokenizer,
     save_tokenizer,
-    verify_tokenizer,
 )
 from data_prep.tokenizer.speller import SPELLER, Speller
 from data_prep.tokenizer.token_file import counted_known, encode_split
@@ -84,10 +75,10 @@ def prepare(
 ) -> Prepared:
     r"""Make a prepared folder match the settings, with as little work as possible.
 
-    With the same settings and input files nothing is done. Otherwise each difference is logged to
-    `data_prep`, and only what depends on it is made again: everything if the training text or the
-    tokenizer changed, one token file if its split changed, the classes alone if `classes` changed.
-    A dataset on the hub is assumed not to change. Preparations of one folder wait for each other.
+    Each difference from the settings and files that made it is logged to `data_prep`, and only what
+    depends on it is made again: everything if the training text or the tokenizer changed, one token
+    file if its split changed, the classes alone if `classes` changed. A dataset on the hub is
+    assumed not to change. Preparations of one folder wait for each other.
 
     Args:
         data: where the text is.
@@ -99,9 +90,7 @@ def prepare(
             being made again.
         progress: whether progress bars are shown on stderr.
         others: prepared folders that a new folder may take the files of, if they were made from the
-            same text by the same settings. The files are links where the file system has them;
-            they are verified as those of the folder itself, so another process may be preparing
-            the other folder.
+            same text by the same settings; they are verified as those of the folder itself.
 
     Returns:
         The folder, open for reading.
@@ -127,7 +116,11 @@ def prepare(
     _check_owner(folder)
     make_folder(folder)
     with locked(folder / LOCK):
-        found = _read_found(folder)
+        try:
+            found = read_meta(folder)
+        except UserError as error:
+            logger.warning("%s; preparing from the beginning", error)
+            found = None
         requested = requested_meta(data, tokenizer, classes, folder, found)
         changed = find_changes(found, requested) if found else {}
         differences = list(chain.from_iterable(changed.values()))
@@ -186,14 +179,6 @@ def _check_owner(folder: Path) -> None:
     )
 
 
-def _read_found(folder: Path) -> Meta | None:
-    try:
-        return read_meta(folder)
-    except UserError as error:
-        logger.warning("%s; preparing from the beginning", error)
-        return None
-
-
 def _take_over(
     folder: Path, requested: Meta, others: Iterable[Path]
 ) -> tuple[Meta | None, dict[str, list[str]]]:
@@ -206,9 +191,14 @@ def _take_over(
             changed = find_changes(found, requested)
             if changed.keys() - {"classes"}:
                 continue
+            # Files are replaced and never changed in place, so that both of their names stay valid.
             for name in FILES:
                 if name != META and (other / name).exists():
-                    _link(other / name, folder / name)
+                    (folder / name).unlink(missing_ok=True)
+                    try:
+                        os.link(other / name, folder / name)
+                    except OSError:  # a file system without links
+                        copy_atomically(other / name, folder / name)
             write_meta(folder, found)
         except (UserError, OSError) as error:
             logger.warning("%s is not used: %s", other, error)
@@ -218,44 +208,30 @@ def _take_over(
     return None, {}
 
 
-def _link(source: Path, target: Path) -> None:
-    """Make a second name of a file, or a copy where the file system has no links.
-
-    Prepared files are replaced and never changed in place, so both names stay valid.
-    """
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        with open_to_read(source) as file:
-            write_atomically(target, partial(shutil.copyfileobj, file))
-
-
 def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Set[str]) -> Meta:
     """The requested record with the finished stages that are still valid."""
     if found is None or found.tokenizer is None or changed & {"data", "tokenizer", "train"}:
         return requested
-    if not _is_intact(folder / TOKENIZER, found.tokenizer):
+    intact = partial(_is_intact, folder, found)
+    if not intact(TOKENIZER):
         return requested
-    below = found.tokenizer.vocab_size
     splits = {
         split: info
         for split, info in found.splits.items()
         if split in requested.inputs
         and split not in changed
-        and _is_intact(folder / f"{split}.npy", info.array, below)
-        and (info.known is None or _is_intact(folder / KNOWN.format(split), info.known))
+        and intact(f"{split}.npy")
+        and (info.known is None or intact(KNOWN.format(split)))
     }
-    if found.counts is None or not _is_intact(folder / COUNTS, found.counts):
+    if found.counts is None or not intact(COUNTS):
         splits.pop("train", None)
-    valid = replace(requested, tokenizer=found.tokenizer, splits=splits)
-    if found.speller_sha256 and _is_intact(folder / SPELLER, found.speller_sha256):
-        valid = replace(valid, speller_sha256=found.speller_sha256)
+    speller = found.speller_sha256 if found.speller_sha256 and intact(SPELLER) else None
+    valid = replace(requested, tokenizer=found.tokenizer, splits=splits, speller_sha256=speller)
     if "train" not in splits:
         return valid
     valid = _with_valid_classes(replace(valid, counts=found.counts), folder, found, changed)
     is_complete = valid.classes is not None or "classes" not in valid.settings
-    is_complete &= valid.speller_sha256 is not None or found.tokenizer.kind != "words"
+    is_complete &= speller is not None or found.tokenizer.kind != "words"
     return replace(valid, complete=is_complete and set(splits) == valid.inputs.keys() - {"classes"})
 
 
@@ -267,26 +243,14 @@ def _with_valid_classes(valid: Meta, folder: Path, found: Meta, changed: Set[str
         settings = valid.settings | {"classes": found.settings["classes"]}
         inputs = valid.inputs | {n: f for n, f in found.inputs.items() if n == "classes"}
         return replace(valid, settings=settings, inputs=inputs, classes=found.classes)
-    array, below = found.classes.array, found.classes.num_word_classes
-    if "classes" in changed or not _is_intact(folder / CLASSES, array, below, least=-1):
-        return valid
-    return replace(valid, classes=found.classes)
+    is_valid = "classes" not in changed and _is_intact(folder, found, CLASSES)
+    return replace(valid, classes=found.classes) if is_valid else valid
 
 
-def _is_intact(
-    path: Path,
-    info: ArrayInfo | TokenizerInfo | str,
-    below: int | None = None,
-    least: int = 0,
-) -> bool:
-    """Whether an array, the tokenizer's files or a file match the record; otherwise log why."""
+def _is_intact(folder: Path, found: Meta, name: str) -> bool:
+    """Whether a file is as recorded; otherwise log why."""
     try:
-        if isinstance(info, ArrayInfo):
-            map_array(path, info, verify=True, below=below, least=least)
-        elif isinstance(info, TokenizerInfo):
-            verify_tokenizer(path.parent, info.sha256)
-        else:
-            verify_file(path, info)
+        verify_stored(folder, found, name)
     except UserError as error:
         logger.warning("%s; making it again", error)
         return False
@@ -295,13 +259,12 @@ def _is_intact(
 
 def _remove_stale(folder: Path, found: Meta, valid: Meta) -> None:
     """Delete the files that are no longer valid, after `meta.json` has ceased to describe them."""
-    for split in found.splits.keys() - valid.splits.keys():
-        for name in (f"{split}.npy", KNOWN.format(split)):
-            (folder / name).unlink(missing_ok=True)
-    if found.classes and not valid.classes:
-        (folder / CLASSES).unlink(missing_ok=True)
-    if found.speller_sha256 and not valid.speller_sha256:
-        (folder / SPELLER).unlink(missing_ok=True)
+    lost = found.splits.keys() - valid.splits.keys()
+    stale = [name.format(split) for split in lost for name in ("{}.npy", KNOWN)]
+    stale += [CLASSES] if found.classes and not valid.classes else []
+    stale += [SPELLER] if found.speller_sha256 and not valid.speller_sha256 else []
+    for name in stale:
+        (folder / name).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -316,15 +279,15 @@ class _Stages:
 
     def run(self, meta: Meta) -> Meta:
         """Do the stages that are missing from a record; return the complete record."""
-        tokenizer, found = None, None
+        tokenizer, found, has_words = None, None, self.tokenizer.kind == "words"
         if meta.tokenizer is None:
             logger.info("building the vocabulary from the training split")
-            if self.tokenizer.kind == "words":
+            if has_words:
                 found = count_words(read_lines(self.data, "train"), self.tokenizer)
             tokenizer, info = self._build_tokenizer(found)
             meta = replace(meta, tokenizer=info)
             write_meta(self.folder, meta)
-        if self.tokenizer.kind == "words" and meta.speller_sha256 is None:
+        if has_words and meta.speller_sha256 is None:
             meta = replace(meta, speller_sha256=self._build_speller(meta, found))
             write_meta(self.folder, meta)
         del found  # large
@@ -341,19 +304,16 @@ class _Stages:
         return meta
 
     def _build_tokenizer(self, found: WordCounts | None) -> tuple[Tokenizer, TokenizerInfo]:
-        settings, counts = self.tokenizer, None
-        tokenizer: Tokenizer
         if found is None:
             lines = read_lines(self.data, "train")
-            tokenizer = SentencePieceTokenizer(train_sentencepiece(lines, settings))
-        else:
-            counts = found.counts
-            tokenizer = WordTokenizer(
-                found.words,
-                lowercase=settings.lowercase,
-                split_punctuation=settings.split_punctuation,
-            )
-        return tokenizer, save_tokenizer(self.folder, tokenizer, counts)
+            pieces = SentencePieceTokenizer(train_sentencepiece(lines, self.tokenizer))
+            return pieces, save_tokenizer(self.folder, pieces)
+        words = WordTokenizer(
+            found.words,
+            lowercase=self.tokenizer.lowercase,
+            split_punctuation=self.tokenizer.split_punctuation,
+        )
+        return words, save_tokenizer(self.folder, words, found.counts)
 
     def _build_speller(self, meta: Meta, found: WordCounts | None) -> str:
         assert meta.tokenizer is not None
@@ -370,9 +330,7 @@ class _Stages:
         if self.data.sequences == "independent":
             lines = counted_known(lines, split, num_known)
         elif split == "train":
-            others = {
-                each: read_lines(self.data, each) for each in meta.inputs if each in SPLITS[1:]
-            }
+            others = {s: read_lines(self.data, s) for s in SPLITS[1:] if s in meta.inputs}
             lines = noted(compared(lines, others), "train")
         info, occurrences = encode_split(lines, tokenizer, path, progress=self.progress)
         logger.info("%s: %d lines, %d tokens, %d unknown", split, info.lines, info.tokens, info.oov)
@@ -388,12 +346,11 @@ class _Stages:
         from data_prep.classes.class_file import lowest_classes
         from data_prep.classes.word_classes import build_class_levels  # imports scipy
 
-        assert meta.counts is not None
         logger.info("building word classes by %s", settings.method)
         levels = build_class_levels(
-            map_array(self.folder / COUNTS, meta.counts),
+            stored_array(self.folder, meta, COUNTS, verify=False),
             settings,
-            tokens=map_array(self.folder / "train.npy", meta.splits["train"].array),
+            tokens=stored_array(self.folder, meta, "train.npy", verify=False),
             words=self._words,
             folder=Path(self.data.dir),
             progress=self.progress,

@@ -5,9 +5,8 @@ A prepared folder contains `meta.json`, the tokenizer (`tokenizer.json`, and `vo
 and, if classes were needed, `classes.npy`. Every file is complete or absent.
 """
 
-import shutil
 from collections.abc import Iterable
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,20 @@ from numpy.typing import NDArray
 
 from data_prep.classes.class_file import lowest_classes
 from data_prep.errors import UserError
-from data_prep.meta import CLASSES, COUNTS, KNOWN, META, ClassesInfo, Meta, read_meta
-from data_prep.sequences import Sequences, find_sequences
-from data_prep.storage import ArrayInfo, map_array, open_to_read, verify_file, write_atomically
-from data_prep.tokenizer.serialization import (
-    MODEL_FILE,
-    TOKENIZER,
-    load_tokenizer,
-    verify_tokenizer,
+from data_prep.meta import (
+    CLASSES,
+    COUNTS,
+    KNOWN,
+    META,
+    ClassesInfo,
+    Meta,
+    read_meta,
+    stored_array,
+    verify_stored,
 )
+from data_prep.sequences import Sequences, find_sequences
+from data_prep.storage import copy_atomically
+from data_prep.tokenizer.serialization import MODEL_FILE, TOKENIZER, load_tokenizer
 from data_prep.tokenizer.speller import SPELLER, Speller
 from data_prep.tokenizer.token_file import SplitInfo
 from data_prep.tokenizer.tokenizer import Tokenizer
@@ -48,17 +52,11 @@ class Prepared:
 
     def __init__(self, folder: Path, meta: Meta, *, verified: Iterable[str] = ()) -> None:
         assert meta.tokenizer is not None
-        assert meta.counts is not None
-        self.folder = folder
-        self.meta = meta
-        self.splits: dict[str, SplitInfo] = {split: meta.splits[split] for split in meta.splits}
+        self.folder, self.meta, self._verified = folder, meta, set(verified)
+        self.splits: dict[str, SplitInfo] = dict(meta.splits.items())
         self.vocab_size = meta.tokenizer.vocab_size
-        self.eos_id = meta.tokenizer.eos_id
-        self.unk_id = meta.tokenizer.unk_id
-        self.tokenizer_kind = meta.tokenizer.kind
-        self.tokenizer_sha256 = meta.tokenizer.sha256
-        self._counts = meta.counts
-        self._verified = set(verified)
+        self.eos_id, self.unk_id = meta.tokenizer.eos_id, meta.tokenizer.unk_id
+        self.tokenizer_kind, self.tokenizer_sha256 = meta.tokenizer.kind, meta.tokenizer.sha256
 
     @property
     def num_word_classes(self) -> int:
@@ -71,21 +69,16 @@ class Prepared:
         return self._classes.shortlist
 
     def tokens(self, split: str) -> NDArray[np.unsignedinteger[Any]]:
-        """Return all tokens of a split in reading order.
+        """Return all tokens of a split in reading order: [tokens], uint16 or uint32, read-only.
 
-        Returns:
-            [tokens], uint16 or uint32, a read-only map of the file.
-
-        Raises:
-            UserError: the split was not prepared; the file is absent, truncated or damaged; an id
-                is out of range.
+        UserError if the split was not prepared, or the file is absent or damaged.
         """
         if split not in self.splits:
             raise UserError(
                 f"{self.folder} has no {split} split: give its files as data.files.{split}"
                 f" (prepared: {', '.join(self.splits)})"
             )
-        return self._array(f"{split}.npy", self.splits[split].array, below=self.vocab_size)
+        return self._array(f"{split}.npy")
 
     @property
     def is_independent(self) -> bool:
@@ -99,33 +92,25 @@ class Prepared:
             tokens,
             eos_id=self.eos_id,
             unk_id=self.unk_id,
-            num_known=None if known is None else self._array(KNOWN.format(split), known),
+            num_known=None if known is None else self._array(KNOWN.format(split)),
             predict_eos=bool(self.meta.settings["data"].get("predict_eos")),
         )
 
     def counts(self) -> NDArray[np.int64]:
         """Return the occurrences of every id in the training split, int64 [N]."""
-        return self._array(COUNTS, self._counts)
+        return self._array(COUNTS)
 
     def class_levels(self) -> NDArray[np.int32]:
-        """Return the classes of every id, each within the one before.
+        """Return the classes of every id, int32 [levels, N], each within the one before.
 
-        Returns:
-            int32 [levels, N], from the root down; -1 below a word's last class. The values of the
-            `shortlist` most frequent words have no meaning.
-
-        Raises:
-            UserError: the folder was prepared without classes; the file is absent or damaged.
+        They are -1 below a word's last class; those of the `shortlist` most frequent words have no
+        meaning. UserError if the folder was prepared without classes, or the file is damaged.
         """
-        info = self._classes
-        levels = self._array(CLASSES, info.array, below=info.num_word_classes, least=-1)
-        return levels.reshape(info.num_levels, -1)
+        num_levels = self._classes.num_levels
+        return self._array(CLASSES).reshape(num_levels, -1)
 
     def word_class(self) -> NDArray[np.int32]:
-        """Return the class that contains every id; int32 [N], values in [0, num_word_classes).
-
-        Otherwise as `class_levels`.
-        """
+        """Return the class that contains every id, int32 [N]; otherwise as `class_levels`."""
         return lowest_classes(self.class_levels())
 
     def tokenizer(self) -> Tokenizer:
@@ -134,46 +119,25 @@ class Prepared:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        self._verify_tokenizer()
+        self._verify(TOKENIZER)
         return load_tokenizer(self.folder, verify=False)
 
     def speller(self) -> Speller:
-        """Return the model of the spellings of unknown words.
-
-        Raises:
-            UserError: the folder has none, or its file is damaged.
-        """
-        self._verify_speller()
+        """Return the model of the spellings of unknown words; UserError if there is none."""
+        if self.meta.speller_sha256 is None:
+            raise UserError(f"{self.folder} has no {SPELLER}: run `lm prepare` (models of words)")
+        self._verify(SPELLER)
         return Speller.load(self.folder / SPELLER, self.tokenizer_sha256)
 
     def copy_to(self, folder: Path | str, *, classes: bool = False) -> None:
-        """Copy the tokenizer, its speller, and the classes if asked for, to the folder of a run.
-
-        Raises:
-            UserError: a file is absent, damaged or belongs to another tokenizer.
-        """
-        if classes:
-            self.class_levels()
-        self._verify_tokenizer()
-        copied = [MODEL_FILE[self.tokenizer_kind], TOKENIZER, *([CLASSES] if classes else ())]
-        if self.meta.speller_sha256 is not None:
-            self._verify_speller()
-            copied.append(SPELLER)
+        """Copy the tokenizer, its speller, and the classes if asked for, to the folder of a run."""
+        copied = [MODEL_FILE[self.tokenizer_kind], TOKENIZER]
+        copied += [CLASSES] if classes and self._classes else []
+        copied += [SPELLER] if self.meta.speller_sha256 else []
+        for name in copied[1:]:
+            self._verify(name)
         for name in copied:
-            with open_to_read(self.folder / name) as file:
-                write_atomically(Path(folder) / name, partial(shutil.copyfileobj, file))
-
-    def _verify_tokenizer(self) -> None:
-        if TOKENIZER not in self._verified:
-            verify_tokenizer(self.folder, self.tokenizer_sha256)
-            self._verified.add(TOKENIZER)
-
-    def _verify_speller(self) -> None:
-        if self.meta.speller_sha256 is None:
-            raise UserError(f"{self.folder} has no {SPELLER}: run `lm prepare` (models of words)")
-        if SPELLER not in self._verified:
-            verify_file(self.folder / SPELLER, self.meta.speller_sha256)
-            self._verified.add(SPELLER)
+            copy_atomically(self.folder / name, Path(folder) / name)
 
     @property
     def _classes(self) -> ClassesInfo:
@@ -184,21 +148,19 @@ class Prepared:
             )
         return self.meta.classes
 
-    def _array(
-        self, name: str, info: ArrayInfo, *, below: int | None = None, least: int = 0
-    ) -> NDArray[Any]:
-        verify = name not in self._verified
-        array = map_array(self.folder / name, info, verify=verify, below=below, least=least)
+    def _verify(self, name: str) -> None:
+        if name not in self._verified:
+            verify_stored(self.folder, self.meta, name)
+            self._verified.add(name)
+
+    def _array(self, name: str) -> NDArray[Any]:
+        array = stored_array(self.folder, self.meta, name, verify=name not in self._verified)
         self._verified.add(name)
         return array
 
 
 def open_prepared(folder: Path | str) -> Prepared:
-    """Open a folder that `prepare` has completed.
-
-    Raises:
-        UserError: the folder is absent, incomplete, damaged or has another format version.
-    """
+    """Open a folder that `prepare` has completed; UserError if it is not complete and intact."""
     folder = Path(folder)
     meta = read_meta(folder)
     if meta is None:

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
@@ -42,8 +43,7 @@ class ArrayInfo(Strict):
 
     dtype: ArrayType
     length: NonNegative
-    sha256: str
-    """Checksum of the values; the header follows from `dtype` and `length`."""
+    sha256: str  # checksum of the values; the header follows from `dtype` and `length`
 
 
 def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) -> ArrayInfo:
@@ -75,21 +75,12 @@ def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) ->
 
 
 def map_array(
-    path: Path,
-    info: ArrayInfo,
-    *,
-    verify: bool = False,
-    below: int | None = None,
-    least: int = 0,
+    path: Path, info: ArrayInfo, *, verify: bool = False, below: int | None = None, least: int = 0
 ) -> NDArray[Any]:
     """Map a `.npy` file read-only into memory.
 
-    Args:
-        path: the file.
-        info: its record.
-        verify: whether the values are compared with their checksum (about 1 GB/s).
-        below: if they are verified, the values must be in [least, below).
-        least: see `below`.
+    With `verify`, the values are compared with their checksum (about 1 GB/s), and must be in
+    [least, below).
 
     Raises:
         UserError: the size, the header or a verified value is not as recorded.
@@ -124,11 +115,16 @@ def _verify_values(
         digest.update(raw)
         chunk = np.frombuffer(raw, np.dtype(info.dtype).newbyteorder("<"))
         lowest, highest = min(lowest, int(chunk.min())), max(highest, int(chunk.max()))
-    if digest.hexdigest() != info.sha256:
-        raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one")
+    check_sha256(path, digest.hexdigest(), info.sha256)
     if below is not None and not least <= lowest <= highest < below:
         worst = lowest if lowest < least else highest
         raise UserError(f"{path} holds the value {worst}: expected {least} to {below - 1}")
+
+
+def check_sha256(path: Path, found: str, expected: str | None) -> None:
+    """UserError if the checksum of a file is not the recorded one."""
+    if found != expected:
+        raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one")
 
 
 def sha256_file(path: Path | str) -> str:
@@ -137,25 +133,14 @@ def sha256_file(path: Path | str) -> str:
         return hashlib.file_digest(file, hashlib.sha256).hexdigest()
 
 
-def verify_file(path: Path, sha256: str) -> None:
-    """Compare a file with its checksum; UserError if it differs or cannot be read."""
-    if sha256_file(path) != sha256:
-        raise UserError(f"{path} is damaged: its SHA-256 is not the recorded one")
-
-
 def write_atomically(
     path: Path | str, writer: Callable[[BinaryIO], Result], *, shared: bool = False
 ) -> Result:
     """Write a file that is complete or absent; a previous version stays until the new one is whole.
 
-    Args:
-        path: the file; its folder exists.
-        writer: called with a seekable binary file in the same folder, open for writing.
-        shared: whether several processes may write the file at once. The temporary file of a
-            process that is killed is then not overwritten by the next one.
-
-    Returns:
-        What `writer` returns.
+    `writer` is called with a seekable binary file in the same folder, open for writing; returns
+    what it returns. Several processes may write a `shared` file at once; the temporary file of one
+    that is killed is then not overwritten by the next one.
 
     Raises:
         UserError: the file system refuses (full, read-only, no permission).
@@ -174,6 +159,12 @@ def write_atomically(
         with suppress(OSError):  # of a read-only file system
             temporary.unlink(missing_ok=True)
     return result
+
+
+def copy_atomically(source: Path, target: Path) -> None:
+    """Copy a file with `write_atomically`; UserError also if it cannot be read."""
+    with open_to_read(source) as file:
+        write_atomically(target, partial(shutil.copyfileobj, file))
 
 
 def temporary_name(path: Path, process: int | None = None) -> Path:
@@ -220,11 +211,8 @@ def folder_to_fill(path: Path) -> Iterator[None]:
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder of files that is complete or absent: filled under another name, then renamed.
 
-    Args:
-        path: the folder; its parents are made, and removed if that fails.
-
-    Yields:
-        The folder to fill, which is deleted if that fails.
+    Its parents are made. The folder to fill, which is yielded, and new parents are deleted if that
+    fails.
 
     Raises:
         UserError: the folder exists, or the file system refuses (full, read-only, no permission).
@@ -232,7 +220,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     if path.exists():
         raise UserError(f"{path} already exists: delete it, or choose another name")
     temporary = temporary_name(path)
-    with folder_to_fill(path.parent):
+    with folder_to_fill(path.parent), writing(path):
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
@@ -243,8 +231,6 @@ def new_folder(path: Path) -> Iterator[Path]:
             _sync_folder(path.parent)
         except FileNotFoundError as error:
             raise UserError(f"{path} is written by another process at the same time") from error
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -297,11 +283,8 @@ def read_json(path: Path, kind: type[Any], format_version: int) -> Any:
 def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
     """Hold a lock that one process has at a time, and which ends with the process.
 
-    On a file system without locks there is none, which a warning says.
-
-    Args:
-        path: the lock file, created if necessary and never deleted; its folder exists.
-        busy: message if another process has the lock; None waits for it.
+    The lock file is created if necessary and never deleted. On a file system without locks there is
+    none, which a warning says. If another process has the lock, `busy` is the message; None waits.
 
     Raises:
         UserError: another process has the lock, or the file cannot be opened.

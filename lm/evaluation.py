@@ -16,7 +16,7 @@ single spaces, without others at its ends, and no line has the word `<eos>`.
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -58,6 +58,12 @@ def as_json(figures: Any) -> dict[str, Any]:
     text = json.dumps(asdict(figures))
     found: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
     return found
+
+
+def table_of(title: str, rows: Mapping[str, str]) -> str:
+    """Figures with their names as lines of text below a title."""
+    width = max(map(len, rows))
+    return "\n".join([title, *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +165,7 @@ class Evaluation:
             rows["sequences"] = rows.pop("line ends")
         if self.within_class_perplexity == 1:
             del rows["  of classes × within classes"]  # there are none
-        width = max(map(len, rows))
-        return "\n".join([title, *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
+        return table_of(title, rows)
 
 
 @torch.no_grad()
@@ -263,8 +268,7 @@ def perplexity_rule(unit: str, spelled: bool = False) -> str:
         return "per piece and line end"
     if unit == ITEM:
         return "per item"
-    rule = "spelled" if spelled else "counted as <unk>"
-    return f"per {unit} and line end, unknown words {rule}"
+    return f"per {unit} and line end, unknown words {'spelled' if spelled else 'counted as <unk>'}"
 
 
 def perplexity(nll: float, count: int) -> float:
@@ -316,13 +320,11 @@ def evaluate_text(
 ) -> Evaluation:
     """Evaluate the model of a run on the lines of a text, given without line ends.
 
-    Empty lines count only if they did in the corpus of the model: the figures of a split and of
-    its text are equal.
+    Empty lines count only if they did in the corpus of the model.
 
     Raises:
         UserError: if there is no model, its tokenizer is not the one that it was trained with, or
-            the text has no line; with an open vocabulary also if there is no speller, or a piece
-            is unknown.
+            the text has no line; with an open vocabulary also as `spelling_nats`.
     """
     literals = dict.fromkeys(run.tokenizer.literals, 0)
     text = list(counted_literals(lines, literals))
@@ -376,9 +378,8 @@ def _spelled(result: Evaluation, run: TrainedRun, lines: list[str]) -> Evaluatio
 def spelling_nats(run: TrainedRun, lines: Sequence[str], oov: int) -> NDArray[np.float64]:
     """-log P(word | `<unk>`) of each unknown word of lines, in order; none of a model of pieces.
 
-    Raises:
-        UserError: if there is no speller; or if `oov`, the number of tokens `<unk>`, shows that a
-            model of pieces does not know one, which has no spelling.
+    UserError if there is no speller, or if `oov`, the number of tokens `<unk>`, shows that a model
+    of pieces does not know one.
     """
     if isinstance(run.tokenizer, WordTokenizer):
         return -run.speller.log_prob(run.tokenizer.unknown_occurrences(lines))
@@ -410,7 +411,7 @@ def encode_text(run: TrainedRun, lines: Iterable[str]) -> tuple[NDArray[Any], Te
     if not text:
         raise UserError("the text to evaluate is empty")
     counts = TextCounts(
-        words=sum(tokenizer.num_words(line) for line in text),
+        words=sum(len(line.split()) for line in text),
         lines=len(text),
         utf8_bytes=sum(len(line.encode()) + 1 for line in text),
     )

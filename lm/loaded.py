@@ -36,7 +36,7 @@ from torch import Tensor
 from lm.evaluation import Evaluation, evaluate_text
 from lm.generation import Sample, Sampling, generate_text, search_text
 from lm.generation.items import Catalogue
-from lm.generation.text import checked_text, encode_prompt, tokens_without_text, unknown_words
+from lm.generation.text import checked_text, encode_prompt, unknown_words
 from lm.model.reader import read_prefix
 from lm.run import TrainedRun
 from lm.scoring import LineScore, Scorer
@@ -376,7 +376,7 @@ class LoadedModel:
         ]
 
     def _excluded(self, allow_unk: bool) -> tuple[int, ...]:
-        return () if allow_unk else tokens_without_text(self.tokenizer)
+        return () if allow_unk else (self.tokenizer.unk_id,)
 
     def _state(self, prefix: Prefix) -> State:
         return self._own(prefix) if isinstance(prefix, State) else self.start(prefix)

@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from data_prep.corpus.hints import NUM_LINES, UNSPACED, find_text, warn_of
-from data_prep.corpus.lines import TextFile, text_lines
+from data_prep.corpus.lines import TextFile
 from data_prep.corpus.split import (
     MIN_UNITS,
     Sample,
@@ -222,7 +222,7 @@ def count_vocabulary(training: Path, tokenizer: str) -> tuple[int, str]:
     from data_prep.tokenizer.vocabulary import count_words  # imports pyarrow and numba
 
     settings = TokenizerConfig(**yaml.safe_load(f"{{{tokenizer}}}"))
-    lines = (line for line in text_lines(training) if line.strip())
+    lines = (line for line in TextFile(training).lines() if line.strip())
     found = count_words(lines, settings)
     num_unknown, num_tokens = int(found.counts[found.words.id(UNK)]), int(found.counts.sum())
     rare = (num_unknown or int((found.counts == 1).sum())) / num_tokens

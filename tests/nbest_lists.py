@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from itertools import accumulate
 
-from lm.rescoring.nbest import word_errors
+from lm.rescoring.word_errors import word_errors
 
 SUBSTITUTE, DELETE, INSERT = 0.12, 0.03, 0.03
 NEAR = 50

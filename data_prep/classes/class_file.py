@@ -1,6 +1,7 @@
 """Word classes read from files: of mkcls, Brown clustering, SRILM, and taxonomies."""
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -8,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.corpus.lines import text_lines
+from data_prep.corpus.lines import TextFile
 from data_prep.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -28,13 +29,8 @@ def read_class_levels(
     are ignored. `<unk>` and `<eos>` share an additional class if the file lacks them. UserError if
     the file is absent or not UTF-8, a line has another format, a word is in two classes or missing.
 
-    Args:
-        path: the file.
-        file_format: as `ClassesConfig.file_format`.
-        words: the N words by id.
-        depth: None: a class is all that the file says, on one level. Otherwise a class is within
-            those that a part of it names: the first bits, the first categories; of these, up to
-            depth - 1.
+    Without a `depth`, a class is all that the file says, on one level. Otherwise it is within those
+    that a part of it names, the first bits or the first categories; of these, up to depth - 1.
 
     Returns:
         int32 [levels, N], the class of each word on each level; -1 below its last one.
@@ -65,19 +61,15 @@ def read_class_levels(
         _log.warning(
             "%s: %d of %d levels of classes are used (classes.depth)", path, depth - 1, deepest
         )
-    number: list[dict[tuple[str, ...], int]] = []
-    word_class: list[tuple[int, int, int]] = []  # level, word, class
+    num_levels = min(deepest, depth - 1) if depth else 1
+    number: list[dict[tuple[str, ...], int]] = [{} for _ in range(max(1, num_levels))]
+    levels = np.full((len(number), len(words)), -1, dtype=np.int32)
     for index, name in name_of_id.items():
-        parts = _parts(name, file_format)[: depth - 1] if depth else (name,)
-        number += [{} for _ in parts[len(number) :]]
+        parts = _parts(name, file_format)[:num_levels] if depth else (name,)
         for level, known in enumerate(number[: len(parts)]):
-            found = known.setdefault(parts[: level + 1], len(known))
-            word_class.append((level, index, found))
-    additional = len(number[0]) if number else 0
-    missing = [(0, index, additional) for index in range(len(words)) if index not in name_of_id]
-    levels = np.full((max(len(number), 1), len(words)), -1, dtype=np.int32)
-    where = np.array(word_class + missing, dtype=np.int32).reshape(-1, 3).T
-    levels[where[0], where[1]] = where[2]
+            levels[level, index] = known.setdefault(parts[: level + 1], len(known))
+    has_none = [index for index in range(len(words)) if index not in name_of_id]
+    levels[0, has_none] = len(number[0])
     return levels
 
 
@@ -88,8 +80,7 @@ def lowest_classes(levels: NDArray[np.int32]) -> NDArray[np.int32]:
     [1, 2, 0]
     """
     if len(levels) == 1:
-        only: NDArray[np.int32] = levels[0]
-        return only
+        return levels.ravel()
     return np.unique(levels, axis=1, return_inverse=True)[1].astype(np.int32)
 
 
@@ -105,34 +96,30 @@ def _parts(name: str, file_format: FileFormat) -> tuple[str, ...]:
 
 def _read_pairs(path: Path, file_format: FileFormat) -> Iterator[tuple[str, str, str]]:
     """Yield place in the file, name of the class and word of every line that is not blank."""
-    for number, line in enumerate(text_lines(path), start=1):
-        if line.strip():
-            place = f"{path}, line {number}"
-            yield (place, *_parse_line(line, file_format, place))
-
-
-def _parse_line(text: str, file_format: FileFormat, place: str) -> tuple[str, str]:
-    """Name of the class and word; UserError that names `place` if the line has another format."""
-    match file_format, text.split() if file_format == "srilm" else text.split("\t"):
-        case "mkcls", [word, name]:
-            return name.strip(), word
-        case "brown", [name, word, count] if (
-            name and not name.strip("01") and count.strip().isdecimal()
-        ):
-            return name, word
-        case "taxonomy", [word, name] if all(name.strip().split("/")):
-            return name.strip(), word
-        case "srilm", [name, word]:
-            return name, word
-        case "srilm", [name, probability, word] if _is_probability(probability):
-            return name, word
     expected = {
         "mkcls": "word TAB class",
         "brown": "bit string TAB word TAB count",
         "srilm": "class [probability] word",
         "taxonomy": "word TAB class/subclass/…",
     }[file_format]
-    raise UserError(f"{place}: expected {expected} ({file_format}), got {text[:80]!r}")
+    for number, line in enumerate(TextFile(path).lines(), start=1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        match file_format, line.split() if file_format == "srilm" else line.split("\t"):
+            case "mkcls", [word, name]:
+                yield place, name.strip(), word
+            case "brown", [name, word, num] if re.fullmatch(r"[01]+ \s*\d+\s*", f"{name} {num}"):
+                yield place, name, word
+            case "taxonomy", [word, name] if all(name.strip().split("/")):
+                yield place, name.strip(), word
+            case "srilm", [name, word]:
+                yield place, name, word
+            case "srilm", [name, probability, word] if _is_probability(probability):
+                yield place, name, word
+            case _:
+                problem = f"expected {expected} ({file_format}), got {line[:80]!r}"
+                raise UserError(f"{place}: {problem}")
 
 
 def _is_probability(text: str) -> bool:

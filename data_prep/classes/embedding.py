@@ -68,9 +68,8 @@ def embedding_classes(
         )
     vectors = _word_vectors(bigrams, counts, dimensions, seed)
     word_class = _balanced_kmeans(vectors, counts, num_word_classes, capacity, seed, progress)
-    return refine_classes(
-        bigrams, counts, word_class, num_word_classes, capacity, seed, progress
-    ).astype(np.int32)
+    options = num_word_classes, capacity, seed, progress
+    return _refined(bigrams, counts, word_class, *options).astype(np.int32)
 
 
 def _word_vectors(
@@ -108,8 +107,7 @@ def truncated_svd(
 
     Randomised subspace iteration (Halko, Martinsson & Tropp 2011, algorithms 4.4 and 5.1). Values
     far below the first are inexact, because they are roots of eigenvalues. The entry of largest
-    magnitude of each vector is positive. scikit-learn's `randomized_svd` is not faster and gives
-    other vectors, and so other classes than the published figures have.
+    magnitude of each vector is positive.
     """
     generator = np.random.default_rng(seed)
     width = min(rank + OVERSAMPLING, *matrix.shape)
@@ -175,8 +173,7 @@ def _first_centroids(
 ) -> FloatArray:
     """Vectors of C words, [C, D], drawn ∝ count · squared distance to the nearest so far.
 
-    k-means++ (Arthur & Vassilvitskii 2007). scikit-learn's `kmeans_plusplus` is slower and draws
-    other words, which gives other classes than the published figures have.
+    k-means++ (Arthur & Vassilvitskii 2007).
     """
     generator = np.random.default_rng(seed)
     frequent = np.argsort(-counts, kind="stable")[: SEED_WORDS_PER_CLASS * num_word_classes]
@@ -193,7 +190,7 @@ def _first_centroids(
     return sample[chosen]
 
 
-def refine_classes(
+def _refined(
     bigrams: sparse.csr_array,
     counts: IntArray,
     word_class: IntArray,
@@ -202,12 +199,11 @@ def refine_classes(
     seed: int,
     progress: bool,
 ) -> IntArray:
-    """Raise the likelihood of the class bigram model by moving words between classes, int64 [N].
+    """Raise the likelihood of the class bigram model by moving words between classes.
 
-    In each pass a random part of the words is assigned again. The score of a word in a class is the
-    log-probability of the classes of all its neighbours given that class. A pass that does not
-    raise the likelihood of the text (Brown et al. 1992, equation 10) is undone. No class is empty.
-    If the text contains words outside `bigrams` [N, N], the class after them is not predicted.
+    In each pass a random part of the words is assigned again, by the log-probability of the classes
+    of all neighbours. A pass that does not raise the likelihood (Brown et al. 1992, equation 10) is
+    undone. No class is empty. The class after a word outside `bigrams` [N, N] is not predicted.
     """
     generator = np.random.default_rng(seed)
     reverse = bigrams.T.tocsr()
@@ -254,7 +250,10 @@ class _ClassContexts:
         self.total = sides.sum(axis=2) + pseudo  # [C, 2]
         smoothed = (self.of_class + self.prior) / np.repeat(self.total, num_word_classes, axis=1)
         self.log_prob = np.log(smoothed).T.copy()  # [2C, C]
-        self.log_likelihood = _log_likelihood(sides[:, 0], counts, word_class)
+        # Maximum log-likelihood (nats) without the terms that no assignment changes.
+        pairs = sides[:, 0]
+        tokens = np.bincount(word_class, weights=counts, minlength=len(pairs)).astype(float)
+        self.log_likelihood = _x_log_x(pairs) - _x_log_x(pairs.sum(axis=1)) - _x_log_x(tokens)
 
     def score(self, words: IntArray) -> FloatArray:
         """Log-probability (nats) of the classes of the words' neighbours in each class, [n, C].
@@ -272,12 +271,6 @@ class _ClassContexts:
         without = np.bincount(rows, contexts.data * np.log(others / total), minlength=len(words))
         score[np.arange(len(words)), present] = without
         return score
-
-
-def _log_likelihood(transitions: DoubleArray, counts: IntArray, word_class: IntArray) -> float:
-    """Maximum log-likelihood (nats) of the text, without the terms that no assignment changes."""
-    class_counts = np.bincount(word_class, weights=counts, minlength=len(transitions)).astype(float)
-    return float(_x_log_x(transitions) - _x_log_x(transitions.sum(axis=1)) - _x_log_x(class_counts))
 
 
 def _x_log_x(values: DoubleArray) -> float:

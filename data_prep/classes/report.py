@@ -12,36 +12,25 @@ from data_prep.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class ClassReport:
-    """Cost and predictive quality of word classes, on the text that they were made from."""
+    """Cost and predictive quality of word classes, on the text that they were made from.
 
-    num_word_classes: int
-    """C, including classes whose words are all in the shortlist: they are empty here, and not in
-    the tree."""
-    shortlist: int
-    """Number of most frequent words that are children of the root and in no class."""
-    shortlist_mass: float
-    """Share of the tokens that are words of the shortlist."""
-    min_words: int
-    """Number of words in the smallest class."""
+    Classes whose words are all in the shortlist are counted: they are empty here, and not in the
+    tree. In likelihood and entropies, a word of the shortlist is a class.
+    """
+
+    num_word_classes: int  # C
+    shortlist: int  # number of most frequent words that are children of the root and in no class
+    shortlist_mass: float  # share of the tokens that are words of the shortlist
+    min_words: int  # number of words in the smallest class
     median_words: float
     max_words: int
-    sizes: tuple[int, ...]
-    """Number of words in each class."""
-    token_mass: tuple[float, ...]
-    """Share of the tokens that are words of each class."""
-    columns_per_token: float
-    """Average number of logits that the two-level softmax computes for a token: the root's children
-    + Σ mass · size."""
-    log_likelihood: float
-    """Nats per token of the maximum likelihood class bigram model, P(w'|w) = P(c'|c) · P(w'|c');
-    the first token is not predicted. Here and in the entropies, a word of the shortlist is a
-    class."""
-    class_entropy: float
-    """Entropy of the class of a token, in bits."""
-    word_entropy: float
-    """Entropy of a token given its class, in bits."""
-    top_words: tuple[tuple[int, ...], ...]
-    """Ids of the most frequent words of each class, most frequent first."""
+    sizes: tuple[int, ...]  # number of words in each class
+    token_mass: tuple[float, ...]  # share of the tokens that are words of each class
+    columns_per_token: float  # mean number of logits: the root's children + Σ mass · size
+    log_likelihood: float  # nats per token but the first, P(w'|w) = P(c'|c) · P(w'|c')
+    class_entropy: float  # entropy of the class of a token, in bits
+    word_entropy: float  # entropy of a token given its class, in bits
+    top_words: tuple[tuple[int, ...], ...]  # ids of the most frequent words of each class, in order
 
 
 def class_report(
@@ -56,18 +45,16 @@ def class_report(
 
     Args:
         counts: int64 [N], occurrences of each word in `tokens`.
-        word_class: [N], values 0 to C - 1, every class non-empty.
+        word_class: [N], values 0 to C - 1, every class non-empty; no meaning in the shortlist.
         tokens: [T] word ids, at least two; may be a memory map.
-        shortlist: number of most frequent words that are in no class; their values in `word_class`
-            are ignored.
+        shortlist: number of most frequent words that are in no class.
         num_top_words: maximum number of ids in each of `top_words`.
 
     Raises:
         ValueError: the arrays do not match, or a class is empty.
         UserError: there are fewer than two tokens.
 
-    Source:
-        Brown et al. 1992, equation 10, for the likelihood.
+    Source: likelihood: Brown et al. 1992, equation 10.
 
     Example:
         >>> tokens = np.array([0, 1, 0, 2])

@@ -63,37 +63,14 @@ def build_class_levels(
     levels: list[WordClass] = []
     for level in reversed(range(1, depth)):
         num_word_classes = max(1, round(lowest ** (level / (depth - 1))))
-        classes = _word_classes(counts, tokens, num_word_classes, settings, progress)
+        made = _Classes(settings, num_word_classes, progress)
+        classes = made.of(counts, tokens)
         levels.insert(0, classes[levels[0]] if levels else classes)
         if level > 1:
             counts = np.bincount(classes, counts).astype(np.int64)
             tokens = classes[tokens]
             settings = replace(settings, shortlist=0, clustered_words=None, max_words=None)
     return np.stack(levels)
-
-
-def _word_classes(
-    counts: IntArray,
-    tokens: Tokens,
-    num_word_classes: int,
-    settings: ClassesConfig,
-    progress: bool,
-) -> WordClass:
-    """The classes of words, or of the classes below, int32 [N]."""
-    vocab_size = len(counts)
-    if settings.method == "frequency":
-        return frequency_classes(counts, num_word_classes)
-    if settings.method == "uniform":
-        return uniform_classes(counts, num_word_classes)
-    if settings.method == "random":
-        return random_classes(vocab_size, num_word_classes, settings.seed)
-    num_clustered = min(settings.clustered_words or vocab_size, vocab_size)
-    if num_clustered < vocab_size:
-        return _cluster_most_frequent(
-            counts, tokens, num_clustered, num_word_classes, settings, progress
-        )
-    bigrams = count_bigrams(tokens, vocab_size, progress=progress)
-    return _cluster(_Pairs(bigrams, counts), num_word_classes, settings, progress)
 
 
 class _Pairs(NamedTuple):
@@ -104,40 +81,98 @@ class _Pairs(NamedTuple):
     others: "_Pairs | None" = None  # [n + 1, n + 1] and [n + 1]
 
 
-def _cluster_most_frequent(
-    counts: IntArray,
-    tokens: Tokens,
-    num_clustered: int,
-    num_word_classes: int,
-    settings: ClassesConfig,
-    progress: bool,
-) -> WordClass:
-    """Cluster the most frequent words; the others are in `frequency` classes that come after."""
-    order = np.argsort(-counts, kind="stable")
-    frequent, rare = order[:num_clustered], order[num_clustered:]
-    num_frequent = _num_frequent_classes(counts[frequent], counts[rare], num_word_classes)
-    word_class = np.zeros(len(counts), np.int32)
-    if num_frequent == num_word_classes:
-        return word_class  # one class for all words
-    bigrams = count_bigrams(tokens, len(counts), words=frequent, progress=progress)
-    others = _with_other_words(bigrams, counts[frequent], counts[rare], frequent, tokens)
-    pairs = _Pairs(bigrams, counts[frequent], others)
-    word_class[frequent] = _cluster(pairs, num_frequent, settings, progress)
-    word_class[rare] = num_frequent + frequency_classes(
-        counts[rare], num_word_classes - num_frequent
-    )
-    return word_class
+class _Classes(NamedTuple):
+    """How the words, or the classes of the level below, are divided into C classes."""
 
+    settings: ClassesConfig
+    num_word_classes: int
+    progress: bool
 
-def _num_frequent_classes(frequent: IntArray, rare: IntArray, num_word_classes: int) -> int:
-    """Number of classes of the clustered words: in proportion to Σ √count of the two groups.
+    def of(self, counts: IntArray, tokens: Tokens) -> WordClass:
+        """The classes of N words, int32 [N]."""
+        vocab_size = len(counts)
+        match self.settings.method:
+            case "frequency":
+                return frequency_classes(counts, self.num_word_classes)
+            case "uniform":
+                return self._equal_sizes(np.argsort(-counts, kind="stable"))
+            case "random":
+                generator = np.random.default_rng(self.settings.seed)
+                return self._equal_sizes(generator.permutation(vocab_size))
+        num_clustered = min(self.settings.clustered_words or vocab_size, vocab_size)
+        if num_clustered == vocab_size:
+            bigrams = count_bigrams(tokens, vocab_size, progress=self.progress)
+            return self._clusters(_Pairs(bigrams, counts))
+        order = np.argsort(-counts, kind="stable")
+        return self._clusters_of_frequent(counts, tokens, *np.split(order, [num_clustered]))
 
-    Each group has at least one and at most one per word; all classes if there is only one.
-    """
-    mass, rest = np.sqrt(frequent).sum(), np.sqrt(rare).sum()
-    share = round(num_word_classes * mass / max(mass + rest, 1))
-    lowest = max(1, num_word_classes - len(rare))
-    return int(max(lowest, min(share, len(frequent), max(num_word_classes - 1, 1))))
+    def _equal_sizes(self, order: IntArray) -> WordClass:
+        """Blocks of equal numbers of words, ± 1, in an order."""
+        return _by_rank(order, np.arange(len(order)) * self.num_word_classes // len(order))
+
+    def _clusters_of_frequent(
+        self, counts: IntArray, tokens: Tokens, frequent: IntArray, rare: IntArray
+    ) -> WordClass:
+        """Clusters of frequent words; the others are in `frequency` classes that come after.
+
+        The two groups share C in proportion to their Σ √count. Each has at least one class and at
+        most one per word; C = 1 is one class for all.
+        """
+        total = self.num_word_classes
+        mass, rest = (np.sqrt(counts[group]).sum() for group in (frequent, rare))
+        share = min(round(total * mass / max(mass + rest, 1)), len(frequent), max(total - 1, 1))
+        num_frequent = int(max(1, total - len(rare), share))
+        word_class = np.zeros(len(counts), np.int32)
+        if num_frequent == total:
+            return word_class
+        bigrams = count_bigrams(tokens, len(counts), words=frequent, progress=self.progress)
+        others = _with_other_words(bigrams, counts[frequent], counts[rare], frequent, tokens)
+        pairs = _Pairs(bigrams, counts[frequent], others)
+        word_class[frequent] = self._replace(num_word_classes=num_frequent)._clusters(pairs)
+        word_class[rare] = num_frequent + frequency_classes(counts[rare], total - num_frequent)
+        return word_class
+
+    def _clusters(self, pairs: _Pairs) -> WordClass:
+        """Clusters by `embedding`, then for `exchange` exchanged from equal sizes."""
+        settings = self.settings
+        equal = -(-len(pairs.counts) // self.num_word_classes)
+        is_exchange = settings.method == "exchange"
+        capacity = settings.max_words or (2 * equal if is_exchange else equal)
+        word_class = embedding_classes(
+            pairs.counts,
+            pairs.bigrams,
+            self.num_word_classes,
+            dimensions=settings.dimensions,
+            max_words=min(equal, capacity) if is_exchange else capacity,
+            seed=settings.seed,
+            progress=self.progress,
+        )
+        return self._exchanged(pairs, word_class, capacity) if is_exchange else word_class
+
+    def _exchanged(self, pairs: _Pairs, word_class: WordClass, capacity: int) -> WordClass:
+        """Exchange all words, then, with a separate shortlist, the words below it again.
+
+        The words that are not clustered are one separate word in both rounds.
+        """
+        from data_prep.classes.exchange import exchange  # imports numba
+
+        num_words, size = len(pairs.counts), self.settings.shortlist
+        shortlist = np.argsort(-pairs.counts, kind="stable")[:size]
+        last = shortlist[:0]
+        if pairs.others is not None:
+            pairs = pairs.others
+            word_class, last = np.append(word_class, np.int32(0)), np.array([num_words])
+        for separate in (shortlist[:0], shortlist) if size else (shortlist,):
+            word_class = exchange(
+                pairs.bigrams,
+                pairs.counts,
+                word_class,
+                self.num_word_classes,
+                capacity,
+                separate=np.append(separate, last),
+                progress=self.progress,
+            ).astype(np.int32)
+        return word_class[:num_words]
 
 
 def _with_other_words(
@@ -149,60 +184,6 @@ def _with_other_words(
     column, row = sparse.csr_array(after[:, None]), sparse.csr_array(before[None])
     pairs = sparse.block_array([[bigrams, column], [row, None]], format="csr")
     return _Pairs(pairs, np.append(counts, rest.sum()))
-
-
-def _cluster(
-    pairs: _Pairs, num_word_classes: int, settings: ClassesConfig, progress: bool
-) -> WordClass:
-    """Classes by `embedding`, then for `exchange` exchanged from equal sizes up to `max_words`."""
-    equal = -(-len(pairs.counts) // num_word_classes)
-    is_exchange = settings.method == "exchange"
-    capacity = settings.max_words or (2 * equal if is_exchange else equal)
-    word_class = embedding_classes(
-        pairs.counts,
-        pairs.bigrams,
-        num_word_classes,
-        dimensions=settings.dimensions,
-        max_words=min(equal, capacity) if is_exchange else capacity,
-        seed=settings.seed,
-        progress=progress,
-    )
-    if is_exchange:
-        return _exchange(pairs, word_class, num_word_classes, capacity, settings, progress)
-    return word_class
-
-
-def _exchange(
-    pairs: _Pairs,
-    word_class: WordClass,
-    num_word_classes: int,
-    capacity: int,
-    settings: ClassesConfig,
-    progress: bool,
-) -> WordClass:
-    """Exchange all words, then, with a separate shortlist, the words below it again.
-
-    The words that are not clustered are one separate word in both rounds.
-    """
-    from data_prep.classes.exchange import exchange  # imports numba
-
-    num_words = len(pairs.counts)
-    shortlist = np.argsort(-pairs.counts, kind="stable")[: settings.shortlist]
-    last = shortlist[:0]
-    if pairs.others is not None:
-        pairs = pairs.others
-        word_class, last = np.append(word_class, np.int32(0)), np.array([num_words])
-    for separate in (shortlist[:0], shortlist) if settings.shortlist else (shortlist,):
-        word_class = exchange(
-            pairs.bigrams,
-            pairs.counts,
-            word_class,
-            num_word_classes,
-            capacity,
-            separate=np.append(separate, last),
-            progress=progress,
-        ).astype(np.int32)
-    return word_class[:num_words]
 
 
 def _levels_from_file(settings: ClassesConfig, words: Sequence[str], folder: Path) -> WordClass:
@@ -241,18 +222,6 @@ def frequency_classes(counts: IntArray, num_word_classes: int) -> WordClass:
     first = np.maximum.accumulate(first - rank) + rank
     first = np.minimum(first, len(counts) - num_word_classes + rank)
     return _by_rank(order, np.repeat(rank, np.diff(first, append=len(counts))))
-
-
-def uniform_classes(counts: IntArray, num_word_classes: int) -> WordClass:
-    """Divide words by descending count into classes of equal numbers of words, ± 1."""
-    order = np.argsort(-counts, kind="stable")
-    return _by_rank(order, np.arange(len(counts)) * num_word_classes // len(counts))
-
-
-def random_classes(vocab_size: int, num_word_classes: int, seed: int) -> WordClass:
-    """Divide words at random into classes of equal numbers of words, ± 1."""
-    order = np.random.default_rng(seed).permutation(vocab_size)
-    return _by_rank(order, np.arange(vocab_size) * num_word_classes // vocab_size)
 
 
 def _by_rank(order: IntArray, class_of_rank: IntArray) -> WordClass:

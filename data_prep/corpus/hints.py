@@ -39,10 +39,8 @@ logger = logging.getLogger("data_prep")
 def find_text(path: Path, field: str | None) -> TextFile:
     """Find the text of a file: its lines, or a column of text.
 
-    Args:
-        path: the file, which is parquet or JSON by its content, or CSV by its name or if the first
-            line has the name `field`.
-        field: the column; None: `text`, or else the only one of text.
+    The file is parquet or JSON by its content, or CSV by its name or if the first line has the name
+    `field`. Without a `field`, the column is `text`, or else the only one of text.
 
     Raises:
         UserError: the file cannot be read, or it is not clear which column is meant.
@@ -76,13 +74,12 @@ def _format(path: Path) -> str:
     with open_to_read(path) as file:
         if PARQUET.match(file.read(HEAD_BYTES)):
             return "parquet"
-    lines = list(islice(filter(str.strip, read_text(str(path))), NUM_LINES))
-    return _format_of_lines(lines, path.name)
+    return _format_of_lines(islice(filter(str.strip, read_text(str(path))), NUM_LINES), path.name)
 
 
-def _format_of_lines(lines: Sequence[str], name: str) -> str:
+def _format_of_lines(lines: Iterable[str], name: str) -> str:
     """The format of a file that is no parquet, by its first lines, of which none is empty."""
-    if _are_json(lines):
+    if _are_json(list(lines)):
         return "json"
     suffix = Path(COMPRESSED_NAME.sub("", name)).suffix.lower()
     return _FORMAT_OF_SUFFIX.get(suffix, "text")
@@ -162,12 +159,12 @@ def noted(
 
 def compared(lines: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> Iterator[str]:
     """Pass training lines on; warn of held-out splits of which they contain a large part."""
-    unseen: dict[str, dict[int, tuple[int, int]]] = {split: {} for split in held_out}
+    unseen: dict[str, dict[int, list[int]]] = {split: {} for split in held_out}
     for split, others in held_out.items():
-        for line in map(str.strip, others):
-            if line:
-                count, size = unseen[split].get(hash(line), (0, 0))
-                unseen[split][hash(line)] = count + 1, size + len(line)
+        for line in filter(None, map(str.strip, others)):
+            total = unseen[split].setdefault(hash(line), [0, 0])
+            total[0] += 1
+            total[1] += len(line)
     before = {split: _totals(found) for split, found in unseen.items()}
     for line in lines:
         for found in unseen.values():
@@ -184,6 +181,6 @@ def compared(lines: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> Ite
             )
 
 
-def _totals(found: dict[int, tuple[int, int]]) -> tuple[int, int]:
+def _totals(found: dict[int, list[int]]) -> tuple[int, int]:
     """The sums over lines of their counts and of their sizes."""
     return sum(count for count, _ in found.values()), sum(size for _, size in found.values())

@@ -108,18 +108,10 @@ class TextFile(NamedTuple):
                 yield from _column_rows(records(path, format, field), field, str(path), nulls)
 
 
-def text_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file, which may be compressed; raises as `read_text`."""
-    return TextFile(path).lines()
-
-
 def records(path: Path, format: str, field: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file in any format of `data.format`: column → value.
+    """Yield the rows of a file: column → value; of parquet, `field` alone if it is given.
 
-    Args:
-        path: the file.
-        format: `json` (lines, or one array), `parquet` or `csv` (separated as its first line is).
-        field: the column that is read of parquet; None: all.
+    The format is `json` (lines, or one array), `parquet` or `csv` (separated as its first line is).
     """
     if format == "parquet":
         from pyarrow import parquet

@@ -41,8 +41,8 @@ def splits(data: DataConfig) -> list[str]:
 def input_files(data: DataConfig, split: str) -> list[Path]:
     """List the local files of a split in reading order.
 
-    Files of a glob or a folder are sorted by name; lists keep their order. A hub name has no local
-    files; a local folder given as `data.hub` has the same files for every split: all of its files.
+    Files of a glob or a folder are sorted by name; lists keep their order. A local folder given as
+    `data.hub` has all of its files for every split.
     """
     if data.hub is not None:
         folder = hub_folder(data)
@@ -106,10 +106,7 @@ def _visible_files(folder: Path, paths: Iterable[Path]) -> list[Path]:
 
 
 def hub_rows(data: DataConfig, split: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a split of `data.hub`; UserError if it is missing.
-
-    A damaged file raises one of `formats.reading_errors`.
-    """
+    """Yield the rows of a split of `data.hub`; UserError if it is missing."""
     dataset = _hub_with(data, split)[HUB_SPLITS[split]]
     tables = iter(dataset.with_format("arrow").iter(batch_size=ROWS_PER_BATCH))
     while True:
@@ -146,12 +143,11 @@ def _hub_with(data: DataConfig, split: str) -> dict[str, "IterableDataset"]:
 @contextmanager
 def _silent_datasets() -> Iterator[None]:
     """Suppress log lines of the hub's libraries about an error that they raise as well."""
-    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    levels = {name: logging.getLogger(name).level for name in ("datasets", "huggingface_hub")}
     try:
+        for name in levels:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

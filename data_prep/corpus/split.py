@@ -35,19 +35,12 @@ MIN_HELD_OUT_BYTES = 10_000
 
 @dataclass(frozen=True)
 class Sample:
-    """Some of a text.
+    """Some of a text."""
 
-    Attributes:
-        lines: whole lines of the text.
-        share: size of the sample relative to the text; 1 if it is the whole text.
-        num_bytes: size of the text, decompressed.
-        num_rows: number of rows of a whole table that are not empty; 0 of plain text.
-    """
-
-    lines: list[str]
-    share: float
-    num_bytes: int
-    num_rows: int = 0
+    lines: list[str]  # whole lines
+    share: float  # relative to the size of the text; 1 if it is the whole text
+    num_bytes: int  # size of the text, decompressed
+    num_rows: int = 0  # of a whole table, those that are not empty; 0 of plain text
 
     def num_units(self, unit: Unit) -> int:
         """Number of lines or documents in the sample, or of rows in all, that are not empty."""
@@ -80,8 +73,7 @@ def check_file(path: Path) -> None:
 def read_sample(text: TextFile) -> Sample:
     """Read a whole text, or `SAMPLE_BYTES` of a large one: the beginning unless it is plain.
 
-    Raises:
-        UserError: the file cannot be read, is not UTF-8, or has no word.
+    UserError if the file cannot be read, is not UTF-8, or has no word.
     """
     num_bytes, num_rows, num_read, lines = text.path.stat().st_size, 0, 0, list[str]()
     if text.format == "text" and num_bytes > SAMPLE_BYTES and not is_compressed(text.path):
@@ -122,16 +114,10 @@ def split_text(
     held_out: Sequence[str],
     unit: Unit | None = None,
 ) -> tuple[Unit, Sizes]:
-    """Write `train.txt` and the splits `held_out` (of valid, test) to a folder.
+    """Write splits by `write_splits`; return what was cut apart, and the size of each split.
 
     Without a `unit`, documents are cut apart if there are enough of them for splits of a useful
     size, and otherwise lines.
-
-    Returns:
-        What was cut apart, and the size of each split.
-
-    Raises:
-        UserError: the text is not UTF-8 or has a NUL character.
     """
     chosen: Unit = unit or ("documents" if sample.num_units("documents") >= MIN_UNITS else "lines")
     sizes = write_splits(source, folder, chosen, sample.period, held_out)

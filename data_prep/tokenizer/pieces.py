@@ -26,14 +26,9 @@ def find_pieces(
 ) -> NDArray[np.int32]:
     """Divide the words of a vocabulary into pieces.
 
-    The characters have at most half of the pieces; rarer characters share one. A vocabulary that
-    does not provide so many pieces has fewer. Equal arguments, equal pieces.
-
-    Args:
-        words: the N words.
-        counts: [N], how often each occurs.
-        num_pieces: largest number of pieces, at least 8.
-        without: ids of words that have no pieces.
+    The characters have at most half of the pieces, of which there are at most `num_pieces`, 8 or
+    more; rarer characters share one. The words with the ids `without` have no pieces. Equal
+    arguments, equal pieces.
 
     Returns:
         int32 [N, L] in [0, num_pieces), L ≤ `MAX_PIECES`: the pieces of each word, then -1.

@@ -37,8 +37,7 @@ class TokenizerInfo(Strict):
     """What is recorded about the tokenizer that the token files were written with."""
 
     kind: Literal["words", "sentencepiece"]
-    sha256: str
-    """Checksum of `tokenizer.json`, which contains that of the vocabulary or model."""
+    sha256: str  # checksum of `tokenizer.json`, which contains that of the vocabulary or model
     vocab_size: Positive
     eos_id: NonNegative
     unk_id: NonNegative
@@ -50,8 +49,7 @@ class TokenizerFile(Strict):
 
     format_version: int = FORMAT_VERSION
     kind: Literal["words", "sentencepiece"]
-    sha256: str
-    """Checksum of `vocab.txt` or `tokenizer.model`."""
+    sha256: str  # checksum of `vocab.txt` or `tokenizer.model`
     lowercase: bool = False
     split_punctuation: bool = False
 
@@ -87,9 +85,7 @@ def save_tokenizer(
 def load_tokenizer(folder: Path | str, *, verify: bool = True) -> Tokenizer:
     """Load the tokenizer of a prepared folder, a run or an exported model.
 
-    Args:
-        folder: the folder.
-        verify: whether the vocabulary or model is compared with its SHA-256.
+    With `verify`, its vocabulary or model is compared with its SHA-256.
 
     Raises:
         UserError: a file is absent, damaged or does not match the other.

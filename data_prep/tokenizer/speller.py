@@ -107,12 +107,9 @@ class Speller:
 
     @classmethod
     def train(cls, vocabulary: WordIndex, others: WordIndex, *, literal_share: float) -> "Speller":
-        """Count the types of a training text.
+        """Count the types of a training text, known words and others, each ordered by frequency.
 
-        Args:
-            vocabulary: the known words, `<unk>` and `<eos>` included.
-            others: the other words of the text. Both are ordered by frequency.
-            literal_share: q, within (0, 1).
+        `<unk>` and `<eos>` are among the known ones; `literal_share` is q, within (0, 1).
         """
         every = max(1, -(-(len(vocabulary) + len(others)) // MAX_TYPES))
         types = list(islice(chain(vocabulary, others), 0, None, every))
@@ -151,12 +148,7 @@ class Speller:
         return log_prob
 
     def draw(self, generator: np.random.Generator, is_known: Callable[[str], bool]) -> str:
-        """Draw a spelling by equation (2), if all its characters are in the alphabet.
-
-        Args:
-            generator: source of random numbers.
-            is_known: whether a string is in the vocabulary.
-        """
+        """Draw a spelling in the alphabet, of a string that is not known, by equation (2)."""
         following = np.arange(END, FIRST + len(self.alphabet), dtype=np.uint64)
         while True:
             word, key = "", np.zeros(1, np.uint64)
@@ -188,11 +180,7 @@ class Speller:
 
     @classmethod
     def load(cls, path: Path, tokenizer_sha256: str) -> "Speller":
-        """Read the file.
-
-        Raises:
-            UserError: it is absent, damaged or made for another tokenizer.
-        """
+        """Read the file; UserError if it is absent, damaged or made for another tokenizer."""
         try:
             with open_to_read(path) as file, np.load(file, allow_pickle=False) as arrays:
                 _, order = _sizes(len(arrays["alphabet"]))

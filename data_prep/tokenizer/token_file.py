@@ -24,19 +24,13 @@ class SplitInfo(Strict):
     """What is recorded about a token file."""
 
     dtype: Literal["uint16", "uint32"]
-    tokens: Positive
-    """`<eos>` after every line included."""
+    tokens: Positive  # `<eos>` after every line included
     lines: Positive
-    words: NonNegative
-    """Whitespace-separated words of the text, without `<eos>`."""
-    utf8_bytes: Positive
-    """Size of the text with one newline after each line."""
-    oov: NonNegative
-    """Tokens that are `<unk>`, literal in the text or not in the vocabulary."""
-    sha256: str
-    """Checksum of the tokens, without the header of the file."""
-    known: ArrayInfo | None = None
-    """int64 [lines], number of items of each sequence that are not predicted; None: 0."""
+    words: NonNegative  # whitespace-separated words of the text, without `<eos>`
+    utf8_bytes: Positive  # size of the text with one newline after each line
+    oov: NonNegative  # tokens that are `<unk>`, literal in the text or not in the vocabulary
+    sha256: str  # checksum of the tokens, without the header of the file
+    known: ArrayInfo | None = None  # int64 [lines], items that are not predicted; None: 0
 
     @property
     def array(self) -> ArrayInfo:
@@ -88,15 +82,13 @@ def encode_split(
     is_one_id = isinstance(tokenizer, WordTokenizer) and not tokenizer.split_punctuation
 
     def encoded(bar: "tqdm[Any]") -> Iterator[NDArray[np.integer]]:
-        for batch in line_batches(lines):
+        for batch in line_batches(counted_literals(lines, literals)):
             # A newline separates words, so the joined batch has the words of its lines.
             text = "\n".join(batch)
             ids = tokenizer.encode_stream(batch)
             totals["lines"] += len(batch)
-            totals["words"] += len(ids) - len(batch) if is_one_id else tokenizer.num_words(text)
+            totals["words"] += len(ids) - len(batch) if is_one_id else len(text.split())
             totals["utf8_bytes"] += len(text.encode()) + 1
-            for word in literals:
-                literals[word] += text.count(word)
             np.add.at(occurrences, ids, 1)
             bar.update(len(batch))
             yield ids

@@ -51,27 +51,16 @@ class AlignedLine(NamedTuple):
 
 
 class Tokenizer(ABC):
-    """Converts a line into ids in [0, vocab_size) and ids into text.
+    """Converts a line into ids in [0, vocab_size) and ids into text."""
 
-    Attributes:
-        kind: name of the tokenizer in the configuration.
-        vocab_size: N, number of ids.
-        eos_id: id of the end of a line.
-        unk_id: id of everything outside the vocabulary, and of the literal text `<unk>`.
-        literals: special words that are recognized in a text.
-        lowercase: whether letters are converted to lower case.
-        split_punctuation: whether punctuation marks are tokens of their own.
-        has_bytes: whether every byte is a token, so that nothing is outside the vocabulary.
-    """
-
-    kind: ClassVar[Literal["words", "sentencepiece"]]
-    literals: ClassVar[tuple[str, ...]] = (UNK,)
-    lowercase: bool = False
-    split_punctuation: bool = False
-    has_bytes: bool = False
-    vocab_size: int
-    eos_id: int
-    unk_id: int
+    kind: ClassVar[Literal["words", "sentencepiece"]]  # name in the configuration
+    literals: ClassVar[tuple[str, ...]] = (UNK,)  # special words that are recognized in a text
+    lowercase: bool = False  # whether letters are converted to lower case
+    split_punctuation: bool = False  # whether punctuation marks are tokens of their own
+    has_bytes: bool = False  # whether every byte is a token, so that nothing is unknown
+    vocab_size: int  # N, number of ids
+    eos_id: int  # the end of a line
+    unk_id: int  # everything outside the vocabulary, and the literal text `<unk>`
 
     def encode(self, line: str) -> list[int]:
         """Return the ids of one line, without `<eos>`."""
@@ -109,10 +98,6 @@ class Tokenizer(ABC):
         """Return the text of the ids; `<eos>` is a newline."""
         return "".join(self.stream_decode(ids))
 
-    def num_words(self, line: str) -> int:
-        """Count the whitespace-separated words of a line, independent of the tokens."""
-        return len(line.split())
-
     def _check(self, id: int) -> int:
         if not 0 <= id < self.vocab_size:
             raise ValueError(f"token id {id} is outside the vocabulary of {self.vocab_size}")
@@ -122,10 +107,8 @@ class Tokenizer(ABC):
 class WordTokenizer(Tokenizer):
     r"""Words of a fixed list; any other word is `<unk>`, a literal `<eos>` is the `<eos>` word.
 
-    Args:
-        words: the vocabulary without repeats, `<unk>` and `<eos>` included; ids are positions.
-        lowercase: see `TokenizerConfig`.
-        split_punctuation: see `TokenizerConfig`.
+    The ids of `words`, `<unk>` and `<eos>` included, are positions. Other arguments are those of
+    `TokenizerConfig`.
 
     Raises:
         ValueError: `<unk>` or `<eos>` is missing, or a word is repeated.
@@ -160,8 +143,6 @@ class WordTokenizer(Tokenizer):
     def align(self, line: str) -> AlignedLine:
         """Encode one line; a word has several ids if punctuation is split."""
         words, ids = line.split(), self.words.ids(self._separate([line]), self.unk_id)
-        if not self.split_punctuation:
-            return AlignedLine(words, ids, np.arange(len(words)))
         num_ids = [len(self._separate([word]).split()) for word in words]
         return AlignedLine(words, ids, np.repeat(np.arange(len(words)), num_ids))
 
@@ -176,17 +157,12 @@ class WordTokenizer(Tokenizer):
         """Return the ids of all lines in one array [tokens], faster than `encode_lines`."""
         return self.words.ids(self._separate(lines), self.unk_id, line_end=self.eos_id)
 
-    def unknown_types(self, lines: Sequence[str]) -> list[str]:
-        """The distinct words of lines that are `<unk>`, as separated and in the case of `encode`.
-
-        Example:
-            >>> WordTokenizer(["<eos>", "<unk>", "a"], lowercase=True).unknown_types(["A b", "B c"])
-            ['b', 'c']
-        """
-        return list(dict.fromkeys(self.unknown_occurrences(lines)))
-
     def unknown_occurrences(self, lines: Sequence[str]) -> list[str]:
-        """The words of lines that are `<unk>`, in their order, as `unknown_types` has them."""
+        """The words of lines that are `<unk>`, in their order, in the case of `encode`.
+
+        >>> WordTokenizer(["<eos>", "<unk>", "a"], lowercase=True).unknown_occurrences(["A b", "B"])
+        ['b', 'b']
+        """
         text = self._separate(lines)
         is_unknown = self.words.ids(text, self.unk_id) == self.unk_id
         return list(compress(text.split(), is_unknown))
@@ -217,11 +193,8 @@ class SentencePieceTokenizer(Tokenizer):
     unknown characters are one unknown id, and so are consecutive unknown words of
     `model_type: word`.
 
-    Args:
-        model: content of a sentencepiece model file.
-
     Raises:
-        ValueError: the bytes are not a sentencepiece model, or the model has no `<eos>`.
+        ValueError: `model` is not the content of a model file, or the model has no `<eos>`.
     """
 
     kind = "sentencepiece"

@@ -108,7 +108,25 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(drawn), model_writer=model, **_trainer_options(settings)
+            sentence_iterator=iter(drawn),
+            model_writer=model,
+            model_type=settings.model_type,
+            vocab_size=settings.vocab_size,
+            byte_fallback=settings.byte_fallback,
+            character_coverage=settings.character_coverage,
+            max_sentence_length=4 * MAX_SENTENCE_CHARACTERS,
+            unk_id=0,
+            eos_id=1,
+            bos_id=-1,
+            pad_id=-1,
+            unk_piece=UNK,
+            eos_piece=EOS,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            num_threads=16,  # fixed, because the sums of unigram training depend on it
+            minloglevel=2,
         )
     except RuntimeError as error:
         raise UserError(_training_mistake(str(error), settings.vocab_size)) from error
@@ -136,29 +154,6 @@ def _sentences(line: str) -> Iterator[str]:
             yield text[start : cut if cut > 0 else end]
             start = cut if cut > 0 else end
         yield text[start:]
-
-
-def _trainer_options(settings: TokenizerConfig) -> dict[str, Any]:
-    return {
-        "model_type": settings.model_type,
-        "vocab_size": settings.vocab_size,
-        "byte_fallback": settings.byte_fallback,
-        "character_coverage": settings.character_coverage,
-        "max_sentence_length": 4 * MAX_SENTENCE_CHARACTERS,
-        "unk_id": 0,
-        "eos_id": 1,
-        "bos_id": -1,
-        "pad_id": -1,
-        "unk_piece": UNK,
-        "eos_piece": EOS,
-        "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False,
-        "add_dummy_prefix": False,
-        "allow_whitespace_only_pieces": True,
-        # Fixed, because the sums of unigram training depend on the number of threads.
-        "num_threads": 16,
-        "minloglevel": 2,
-    }
 
 
 def _training_mistake(message: str, vocab_size: int) -> str:

@@ -2,8 +2,7 @@
 
 The words are one flat array of text, and the ids of large vocabularies are in a compiled hash
 table: ten million words take about 25 bytes each. Short texts and small vocabularies are looked up
-in a dict, because numba takes half as long to import as torch. Words are separated by whitespace,
-as in `str.split`. No word is special.
+in a dict, because numba takes half as long to import as torch. No word is special.
 """
 
 from collections.abc import Iterable, Iterator

@@ -15,11 +15,9 @@ from lm.commands.arguments import (
     JSON,
     NO_PROGRESS,
     OPEN_VOCABULARY,
-    PLOT,
     RUN,
     SWITCH,
     Options,
-    check_picture,
 )
 from lm.run import TrainedRun
 
@@ -34,7 +32,6 @@ _TEXT: Options = {
 _BY_FREQUENCY: Options = {
     "--by-frequency": SWITCH
     | {"help": "also the loss by frequency rank of tokens, <unk> and <eos> among them"},
-    "--plot": PLOT | {"help": "draw it; with --by-frequency"},
 }
 _COMPARE: Options = {
     "--compare": {
@@ -62,10 +59,10 @@ def run(options: argparse.Namespace) -> None:
     """Print the figures, and write those of a split to `evaluate-<split>[-open].json`."""
     _check(options)
     from data_prep.corpus.lines import read_lines, read_text
-    from lm.evaluation import encode_text, evaluate_split, evaluate_text
+    from lm.evaluation import as_json, encode_text, evaluate_split, evaluate_text
     from lm.rescoring.unknown import noted_words
     from lm.scoring.comparison import TextLosses, check_comparable, compare
-    from lm.scoring.frequency import draw_report
+    from lm.scoring.frequency import frequency_report
     from lm.scoring.mixture import Mixture, evaluate_mixture
 
     is_open = options.open_vocabulary
@@ -95,21 +92,19 @@ def run(options: argparse.Namespace) -> None:
             tokens, _ = encode_text(run, lines)
     if mixture:
         figures = evaluate_mixture(run, mixture, tokens)
-        further["mixture"] = figures.to_dict()
+        further["mixture"] = as_json(figures)
         tables.append(figures.table(f"mixture: {mixture.describe(run)}"))
     if options.by_frequency or others:
         if is_open and lines is None:
             lines = list(read_lines(run.config.data, options.split))
         losses, report = TextLosses.of(run, tokens, lines if is_open else None), None
     if options.by_frequency:
-        report = losses.report()
-        further["by_frequency"] = report.to_dict()
+        report = frequency_report(run.prepared, tokens, losses.nats, losses.spelling)
+        further["by_frequency"] = as_json(report)
         tables.append(report.table())
-        if options.plot is not None:
-            draw_report(report, f"{run.folder}: {options.text or options.split}", options.plot)
     if others:
-        found = compare(losses, others, by_frequency=options.by_frequency)
-        further["compared"] = [each.to_dict() for each in found]
+        found = [compare(losses, each, by_frequency=options.by_frequency) for each in others]
+        further["compared"] = list(map(as_json, found))
         tables += [each.table(report.target if report else None) for each in found]
     print(json.dumps(values | further) if options.json else "\n".join(tables))
     if options.text is None:
@@ -129,6 +124,7 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
 def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
     """Print how high the next items rank, and write it to `evaluate-<split>-ranking.json`."""
+    from lm.evaluation import as_json
     from lm.scoring.ranking import evaluate_ranking
 
     report = evaluate_ranking(
@@ -138,7 +134,7 @@ def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
         options.exclude or "nothing",
         progress=not options.no_progress,
     )
-    values = report.to_dict()
+    values = as_json(report)
     print(json.dumps(values) if options.json else report.table(options.split))
     _write(run.folder / f"evaluate-{options.split}-ranking.json", values)
 
@@ -165,7 +161,3 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--arpa excludes --open-vocabulary: <unk> is one word for both")
     if options.compare and options.arpa:
         raise UserError("--compare excludes --arpa")
-    if options.plot is not None and not options.by_frequency:
-        raise UserError("--plot requires --by-frequency")
-    if options.plot is not None:
-        check_picture(options.plot)

@@ -105,7 +105,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     from lm.generation import Sampling, generate_text, search_text
-    from lm.generation.text import checked_text, tokens_without_text
+    from lm.generation.text import checked_text
 
     prompts = list(map(checked_text, prompts))
     given = {name: getattr(options, name) for name in _SAMPLING}
@@ -113,7 +113,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     model, tokenizer, num_tokens = run.model, run.tokenizer, options.tokens
     has_unk = options.allow_unk or options.spell_unk
-    excluded = () if has_unk else tokens_without_text(tokenizer)
+    excluded = () if has_unk else (tokenizer.unk_id,)
     _report_unknown_words(tokenizer, prompts)
     is_text = not (options.json or options.show_classes)
     streams = is_text and options.beams is None and options.samples == len(prompts) == 1

@@ -168,6 +168,7 @@ def _models(
     from data_prep.tokenizer.token_file import log_literals
     from lm.model.files import read_description
     from lm.rescoring.models import ArpaScores, RunScores, common_vocabulary_size
+    from lm.rescoring.unknown import UnknownWords
     from lm.scoring.ngram import NGramModel
 
     hypotheses = [text for each in lists for text in each.texts]
@@ -189,7 +190,7 @@ def _models(
         scores.append(each)
         _log.info("%s", each.rule)
         for what, texts in (("hypotheses", hypotheses), ("references", references)):
-            if warning := each.unknown_words(texts).warning(what):
+            if warning := UnknownWords(run.tokenizer, texts).warning(what):
                 _log.warning("%s: %s", each.run.folder, warning)
     if ngram is None:
         return scores, list(scores)

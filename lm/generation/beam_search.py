@@ -15,7 +15,6 @@ from numbers import Real
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.generation.text import (
@@ -59,13 +58,8 @@ def beam_search(
         >>> softmax = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
         >>> _ = torch.nn.init.zeros_(softmax.weight)  # P = 1/4, 1/4, 1/2
         >>> model = LanguageModel(LSTM(4, 4, 1), softmax, embedding_size=4).eval()
-        >>> for tokens, log_prob, score in beam_search(
-        ...     model, [0], num_tokens=2, num_beams=3, eos_id=0
-        ... ):
-        ...     print(tokens, f"{log_prob:.3f} {score:.3f}")
-        [2, 2] -1.386 -0.693
-        [2, 0] -2.079 -1.040
-        [2, 1] -2.079 -1.040
+        >>> beam_search(model, [0], num_tokens=2, num_beams=1, eos_id=0)[0].tokens
+        [2, 2]
 
     Args:
         model: in evaluation mode.
@@ -80,43 +74,47 @@ def beam_search(
         Up to K continuations, the best first.
 
     Raises:
-        ValueError: if the prompt is empty, a number is below 1, or the length penalty is not within
-            ±10.
+        UserError: if the beams would not fit into memory.
+        ValueError: if a number is below 1, or the length penalty is not within ±10.
     """
-    if not prompt:
-        raise ValueError("the prompt must have at least one token")
-    _check_numbers(num_tokens, num_beams, length_penalty)
+    checked_count("tokens", num_tokens)
+    checked_count("beams", num_beams)
+    given: object = length_penalty
+    if not isinstance(given, Real) or not abs(float(given)) <= MAX_LENGTH_PENALTY:
+        raise ValueError(f"length_penalty must be within ±{MAX_LENGTH_PENALTY:g}, got {given!r}")
+    beam_bytes = state_bytes(model, len(prompt) + num_tokens)
+    beam_bytes += 32 * min(num_beams, model.vocab_size)
+    check_memory(num_beams * beam_bytes, "the beams", model.device)
     tokens, state = torch.tensor(prompt, device=model.device)[:, None], model.init_state(1)
-    live = _Beams(tokens[0, :1] * 0, tokens[:0].T, torch.zeros_like(tokens[0], dtype=torch.float64))
+    live, live_log_prob = tokens[:0].T, torch.zeros_like(tokens[0], dtype=torch.float64)
     results: list[Hypothesis] = []
     num_candidates = min(num_beams + 1, model.vocab_size - len(set(excluded)))
     for length in range(1, num_tokens + 1):
         hidden, state = read_prefix(model, tokens, state)
         best = model.output.topk(hidden, num_candidates, excluded=excluded)  # [K, M]
-        log_prob = live.log_prob[:, None] + best.log_prob.double()
+        log_prob = live_log_prob[:, None] + best.log_prob.double()
         if excluded:
             words = torch.tensor(excluded, device=model.device).expand(len(hidden), -1)
             prob = model.output.candidate_log_prob(hidden, words).double().exp()
             log_prob -= torch.log1p(-prob.sum(dim=1, keepdim=True))
-        log_prob = log_prob.flatten()
-        log_prob, order = log_prob.sort(descending=True, stable=True)
+        log_prob, order = log_prob.flatten().sort(descending=True, stable=True)
         parent = order // best.word.shape[1]
-        extended = torch.cat([live.tokens[parent], best.word.flatten()[order, None]], dim=1)
-        beams = _Beams(parent, extended, log_prob)
-        ended = beams.tokens[:, -1] == (-1 if eos_id is None else eos_id)
-        live = beams.select((~ended).nonzero().squeeze(1)[:num_beams])
-        if length < num_tokens:
-            beams = beams.select(ended[:num_beams].nonzero().squeeze(1))
-        found = zip(beams.tokens[:num_beams].tolist(), beams.log_prob.tolist(), strict=False)
+        extended = torch.cat([live[parent], best.word.flatten()[order, None]], dim=1)  # [K M, L]
+        ended = extended[:, -1] == (-1 if eos_id is None else eos_id)
+        going = (~ended).nonzero().squeeze(1)[:num_beams]
+        is_result = ended[:num_beams] | (length == num_tokens)
+        ids, nats = (each[:num_beams][is_result].tolist() for each in (extended, log_prob))
+        found = zip(ids, nats, strict=True)
         results += [Hypothesis(*each, each[1] / length**length_penalty) for each in found]
         results = sorted(results, key=lambda each: -each.score)[:num_beams]
-        if not len(live.log_prob):
+        live, live_log_prob = extended[going], log_prob[going]
+        if not len(live):
             break
         largest = max((length + 1) ** length_penalty, num_tokens**length_penalty)
-        if len(results) == num_beams and results[-1].score >= float(live.log_prob[0]) / largest:
+        if len(results) == num_beams and results[-1].score >= float(live_log_prob[0]) / largest:
             break
-        state = model.backbone.select_state(state, live.parent)
-        tokens = live.tokens[:, -1:].T
+        state = model.backbone.select_state(state, parent[going])
+        tokens = live[:, -1:].T
     return results
 
 
@@ -130,18 +128,8 @@ def search_text(
     length_penalty: float = 1.0,
     excluded: Sequence[int] = (),
 ) -> list[Sample]:
-    """The continuations of a prompt that beam search finds, the best first.
-
-    They end at the end of the line, or have `num_tokens` tokens; see `beam_search`.
-
-    Raises:
-        UserError: if the beams would not fit into memory.
-        ValueError: as for `beam_search`.
-    """
+    """The continuations of a prompt to the end of its line, as `beam_search` finds them."""
     ids = encode_prompt(tokenizer, prompt)
-    _check_numbers(num_tokens, num_beams, length_penalty)
-    beam_bytes = state_bytes(model, len(ids) + num_tokens) + 32 * min(num_beams, model.vocab_size)
-    check_memory(num_beams * beam_bytes, "the beams", model.device)
     found = beam_search(
         model,
         ids,
@@ -153,29 +141,9 @@ def search_text(
     )
     samples = []
     for tokens, log_prob, _ in found:
-        continuation = Continuation(tokenizer, ids, num_tokens=len(tokens))
+        continuation = Continuation(tokenizer, ids, len(tokens))
         for token in tokens:
             continuation.append(token)
         text = "".join(continuation.pieces).removesuffix("\n")
         samples.append(Sample(text, tokens, log_prob))
     return samples
-
-
-def _check_numbers(num_tokens: int, num_beams: int, length_penalty: object) -> None:
-    checked_count("tokens", num_tokens)
-    checked_count("beams", num_beams)
-    if not isinstance(length_penalty, Real) or not abs(float(length_penalty)) <= MAX_LENGTH_PENALTY:
-        raise ValueError(
-            f"length_penalty must be within ±{MAX_LENGTH_PENALTY:g}, got {length_penalty!r}"
-        )
-
-
-class _Beams(NamedTuple):
-    """Continuations of equal length, the most probable first."""
-
-    parent: Tensor  # [K] int64, index of the continuation without the last token
-    tokens: Tensor  # [K, L] int64
-    log_prob: Tensor  # [K] fp64
-
-    def select(self, index: Tensor) -> "_Beams":
-        return _Beams(*(tensor[index] for tensor in self))

@@ -1,15 +1,15 @@
 """Text: continuations of prompts that are drawn at random, token by token.
 
-Sample i of a prompt draws token t with random numbers that the seed, i and t determine, from the
-state after the prompt and the tokens drawn. Its text depends neither on the number of samples nor
-on the other prompts, except that the last bits of matrix products can depend on the size of a
-batch. Prompts with equal numbers of tokens are continued together, with all samples of each in one
-batch as far as their states fit into `STATE_BYTES`.
+Sample i of a prompt draws token t with random numbers that the seed, i and t determine. Its text
+depends neither on the number of samples nor on the other prompts, except for the last bits of
+matrix products. Prompts with equal numbers of tokens are continued together, with all samples of
+each in one batch as far as their states fit into `STATE_BYTES`.
 """
 
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, count
 from typing import NamedTuple, SupportsIndex
 
@@ -82,42 +82,21 @@ def unknown_words(tokenizer: Tokenizer, texts: Iterable[str]) -> list[str]:
     return [word for word, ids in pairs if tokenizer.unk_id in ids and UNK not in word]
 
 
-def tokens_without_text(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that generated text has only on request: `<unk>`, which stands for any word."""
-    return () if tokenizer.unk_id is None else (tokenizer.unk_id,)
-
-
 class Continuation:
-    r"""A continuation of a prompt that grows token by token, up to a stop string.
+    """A continuation of a prompt, ids from `encode_prompt`, that grows token by token.
 
-    Args:
-        tokenizer: decodes the tokens.
-        prompt: ids, from `encode_prompt`.
-        num_tokens: largest number of tokens.
-        stop: the text ends before the first occurrence of one of these strings.
+    It has at most `num_tokens` tokens; its text ends before the first occurrence of one of the
+    strings `stop`.
 
     Attributes:
         tokens: the ids so far, including those of a stop string.
         pieces: the text that each of them adds; what may begin a stop string is withheld.
         is_complete: whether it has all its tokens or a stop string was found.
-
-    Raises:
-        ValueError: if `num_tokens` < 1 or a stop string is empty.
-
-    Example:
-        >>> from data_prep.tokenizer.tokenizer import WordTokenizer
-        >>> tokenizer = WordTokenizer(["<eos>", "<unk>", "a", "cat", "ran", "sat"])
-        >>> continuation = Continuation(tokenizer, [0, 2], num_tokens=9, stop=["cat sat", "\n"])
-        >>> for token in (3, 4, 3, 5):
-        ...     continuation.append(token)
-        >>> continuation.pieces, continuation.is_complete
-        ([' ', 'cat ran', ' ', ''], True)
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: list[int], *, num_tokens: int, stop: Sequence[str] = ()
+        self, tokenizer: Tokenizer, prompt: list[int], num_tokens: int, stop: Sequence[str] = ()
     ) -> None:
-        checked_count("tokens", num_tokens)
         is_list = isinstance(stop, Sequence) and not isinstance(stop, str)
         if not is_list or not all(isinstance(each, str) for each in stop):
             raise ValueError(f"stop must be a list of strings, got {stop!r}")
@@ -165,24 +144,21 @@ class Continuation:
 def _draw(
     model: LanguageModel,
     prompts: list[list[int]],
-    samples: range,
+    seeds: Tensor,
     live: list[Continuation],
     sampling: Sampling,
-    seed: int,
-    eos_id: int,
     spelling: Callable[[int, int], str],
 ) -> Iterator[list[Continuation]]:
-    """Draw the `samples` of prompts of equal length together, until all of `live` are complete.
+    """Draw samples of prompts of equal length together, until all of `live` are complete.
 
-    Those of a prompt are adjacent in `live`. `spelling` is called with a token and its seed. Yields
-    the continuations to which a token was added.
+    Those of a prompt are adjacent in `live` and have a seed each, `seeds` [S]. `spelling` is called
+    with a token and its seed. Yields the continuations to which a token was added.
     """
-    backbone, device = model.backbone, model.device
-    root = torch.tensor(seed - (1 << 64) if seed >= 1 << 63 else seed, device=device)
-    seeds = derive_seeds(root, torch.tensor(samples, device=device)).repeat(len(prompts))
+    backbone, device, eos_id = model.backbone, model.device, prompts[0][0]
+    prompt_of = torch.arange(len(prompts), device=device).repeat_interleave(len(seeds))
+    seeds = seeds.repeat(len(prompts))
     ids = torch.tensor(prompts, device=device).T
     hidden, state = read_prefix(model, ids, model.init_state(len(prompts)))
-    prompt_of = torch.arange(len(prompts), device=device).repeat_interleave(len(samples))
     hidden, state = hidden[prompt_of], backbone.select_state(state, prompt_of)
     previous = _without(eos_id, ids.T)[prompt_of] if sampling.repetition_penalty > 1 else None
     for number in count():
@@ -209,19 +185,13 @@ def _without(eos_id: int, tokens: Tensor) -> Tensor:
     return tokens.masked_fill(tokens == eos_id, -1)
 
 
-def _speller_of_tokens(tokenizer: Tokenizer, speller: Speller | None) -> Callable[[int, int], str]:
-    """Draws what is written for a token `<unk>`, by a seed of 64 bits."""
-    if speller is None or not isinstance(tokenizer, WordTokenizer):
-        return lambda token, seed: UNK
-    words, unk_id = tokenizer.words, tokenizer.unk_id
-
-    def spelling(token: int, seed: int) -> str:
-        if token != unk_id:
-            return UNK
-        generator = np.random.default_rng(seed % (1 << 64))
-        return speller.draw(generator, lambda word: words.id(word) >= 0)
-
-    return spelling
+def _spelling(tokenizer: Tokenizer, speller: Speller | None, token: int, seed: int) -> str:
+    """What is written for a token `<unk>`, drawn by a seed of 64 bits."""
+    if speller is None or token != tokenizer.unk_id:
+        return UNK
+    assert isinstance(tokenizer, WordTokenizer)
+    words = tokenizer.words
+    return speller.draw(np.random.default_rng(seed % (1 << 64)), lambda word: words.id(word) >= 0)
 
 
 def generate_text(
@@ -266,24 +236,21 @@ def generate_text(
     if not isinstance(seed, SupportsIndex) or not -(1 << 63) <= seed < 1 << 64:
         raise ValueError(f"seed must be within -2^63 … 2^64 - 1, got {seed}")
     seed = operator.index(seed)
+    root = torch.tensor(seed - (1 << 64) if seed >= 1 << 63 else seed, device=model.device)
     num_bytes = BYTES_PER_TOKEN * len(prompts) * num_samples * num_tokens
     check_memory(num_bytes, "the texts", torch.device("cpu"))
+    spelling = partial(_spelling, tokenizer, speller)
     for first in range(0, len(prompts), PROMPTS_AT_ONCE):
         encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts[first:][:PROMPTS_AT_ONCE]]
         results: list[list[Sample]] = [[] for _ in encoded]
-        spelling = _speller_of_tokens(tokenizer, speller)
         for group, samples in _batches(model, list(map(len, encoded)), num_samples, num_tokens):
             ids = [encoded[index] for index in group]
-            continuations = [
-                Continuation(tokenizer, prompt, num_tokens=num_tokens, stop=stop)
-                for prompt in ids
-                for _ in samples
-            ]
-            settings = sampling, seed, tokenizer.eos_id, spelling
-            for live in _draw(model, ids, samples, continuations, *settings):
+            seeds = derive_seeds(root, torch.tensor(samples, device=model.device))
+            drawn = [Continuation(tokenizer, p, num_tokens, stop) for p in ids for _ in samples]
+            for live in _draw(model, ids, seeds, drawn, sampling, spelling):
                 if on_piece is not None:
                     on_piece(live[0].pieces[-1])
-            for place, each in enumerate(continuations):
+            for place, each in enumerate(drawn):
                 sample = Sample("".join(each.pieces), each.tokens)
                 results[group[place // len(samples)]].append(sample)
         yield from results
@@ -326,8 +293,7 @@ def check_memory(num_bytes: int, what: str, device: torch.device) -> None:
 def level_probs(model: LanguageModel, prompt: list[int], tokens: list[int]) -> list[list[float]]:
     """Probability of each choice on the path of each token after a prompt, T rows of D levels.
 
-    They are those of the model: without temperature, penalty and restrictions. The product of a
-    row is the probability of the token; below the end of a path they are 1.
+    They are the model's, without temperature and penalty; below the end of a path they are 1.
     """
     eos_id, *rest = prompt
     chunks = read_lines(model, [[*rest, *tokens]], eos_id)

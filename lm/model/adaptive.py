@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm.output.functional import Reduction
+from lm.output.functional import Reduction, reduced
 
 MAX_DIVISOR = 4
 """Each cluster's projection is up to this factor narrower than the one before it."""
@@ -106,9 +106,7 @@ class AdaptiveSoftmax(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             log_prob = self.softmax(self._flat(hidden), index).output
         nll: Tensor = (-log_prob).view(target.shape).where(valid, 0.0)
-        if reduction == "none":
-            return nll
-        return nll.sum() / (valid.sum().clamp(min=1) if reduction == "mean" else 1)
+        return reduced(nll, target, reduction, IGNORE_INDEX)
 
     @torch.no_grad()
     def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:

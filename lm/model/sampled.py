@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.output.functional import Reduction
+from lm.output.functional import Reduction, reduced
 from lm.output.rowwise import lookup
 
 
@@ -61,9 +61,7 @@ class SampledSoftmax(HierarchicalSoftmax):
         others = others.masked_fill(sample == words[:, None], -torch.inf)
         nll = torch.cat([own[:, None], others], 1).logsumexp(1) - own
         nll = nll.where(valid, 0.0)
-        if reduction == "none":
-            return nll.view(target.shape)
-        return nll.sum() / (valid.sum().clamp(min=1) if reduction == "mean" else 1)
+        return reduced(nll.view(target.shape), target, reduction, self.ignore_index)
 
     def _rows(self, words: Tensor) -> Tensor:
         return lookup(self.weight, words) if self.row_wise else self.weight[words]

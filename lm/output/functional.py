@@ -48,8 +48,7 @@ def hierarchical_cross_entropy(
         backend: "reference" runs node by node, on any device; "compiled" in compiled loops over
             nodes, on a CPU with numba; "triton" in fused kernels, on CUDA. "auto" takes "triton" on
             CUDA and "compiled" on a CPU where it can, and else "reference", with a warning that
-            says why: in fp64 on CUDA, for example. Without gradients, "auto" begins with
-            "reference" and loads "compiled" once the loops save more time than loading takes.
+            says why: in fp64 on CUDA, for example.
         row_wise: whether the gradients of `weight` and `bias` are `RowGradient`s, of the rows of
             visited nodes alone, for the optimizers of `lm.output.rowwise`. Not within
             `torch.compile`. With "triton" they are factors, and the host waits for the number of
@@ -73,19 +72,32 @@ def hierarchical_cross_entropy(
         >>> print(f"{loss:.4f}")  # log 2 for the class and log 2 for the word
         1.3863
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
     refuse_transforms(*(each for each in (hidden, weight, bias) if isinstance(each, Tensor)))
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
     needs = Needs.of(hidden, weight, bias, row_wise=row_wise)
-    name = choose_backend(backend, problem, hidden.device, has_gradient=needs.any)
-    problem = problem._replace(mean=reduction == "mean")
+    name = choose_backend(backend, problem, hidden.device)
     if needs.row_wise:
         nll = row_wise_nll(BACKENDS[name], needs, *problem[:-1])
     elif eager(hidden, weight, target, bias):
         nll = eager_nll(BACKENDS[name], needs, *problem[:-1])
     else:
         nll = OPS[name](*problem[:-1], needs)[0]
+    return reduced(nll.view(target.shape), target, reduction, ignore_index)
+
+
+def reduced(nll: Tensor, target: Tensor, reduction: Reduction, ignore_index: int) -> Tensor:
+    """The mean, the sum or all of nll [...], which is 0 where the target is ignored.
+
+    The mean is over the targets that are not ignored; 0 if there is none. Each nll is divided, so
+    that no sum is large.
+
+    Raises:
+        ValueError: if there is no such reduction.
+    """
     if reduction == "none":
-        return nll.view(target.shape)
-    return nll.sum()
+        return nll
+    if reduction == "sum":
+        return nll.sum()
+    if reduction == "mean":
+        return (nll / (target != ignore_index).sum().clamp(min=1)).sum()
+    raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")

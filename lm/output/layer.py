@@ -14,7 +14,12 @@ from lm.output.backends.nodes import lse_by_level
 from lm.output.decoding import distribution
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.search import TopK
-from lm.output.functional import BackendName, Reduction, hierarchical_cross_entropy
+from lm.output.functional import (
+    BackendName,
+    Reduction,
+    hierarchical_cross_entropy,
+    reduced,
+)
 from lm.output.tracing import not_compiled, refuse_recording
 from lm.output.tree.class_tree import ClassTree
 
@@ -122,8 +127,7 @@ class HierarchicalSoftmax(nn.Module):
     def forward(self, hidden: Tensor, target: Tensor) -> Loss:
         """Log-probability of each target, and the mean loss."""
         nll = self.loss(hidden, target, reduction="none")
-        num_targets = (target != self.ignore_index).sum().clamp(min=1)
-        return Loss(-nll, nll.sum() / num_targets)
+        return Loss(-nll, reduced(nll, target, "mean", self.ignore_index))
 
     def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Negative log-likelihood of the targets, as `hierarchical_cross_entropy` defines it."""
@@ -156,7 +160,7 @@ class HierarchicalSoftmax(nn.Module):
         """
         refuse_recording("nll_by_level")
         problem = self._problem(hidden, target)
-        backend = BACKENDS[choose_backend(self.backend, problem, hidden.device, has_gradient=False)]
+        backend = BACKENDS[choose_backend(self.backend, problem, hidden.device)]
         return backend.nll_by_level(problem).view(self.tree.depth, *target.shape)
 
     def lse_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:

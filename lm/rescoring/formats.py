@@ -7,7 +7,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from data_prep.errors import UserError
 
@@ -21,11 +21,7 @@ Format = Literal["slf", "kaldi", "list"]
 
 
 class NonWords:
-    """Labels that are no words: what matches a regular expression. It counts them.
-
-    Raises:
-        UserError: if it is no regular expression.
-    """
+    """Labels that are no words: what matches a regular expression. It counts them."""
 
     def __init__(self, pattern: str = NON_WORDS) -> None:
         try:
@@ -66,8 +62,13 @@ def _every(pattern: str) -> Callable[[Sequence[str]], bool]:
     return lambda lines: all(re.fullmatch(pattern, line) for line in lines)
 
 
+def _early(pattern: str, number: int = 20) -> Callable[[Sequence[str]], bool]:
+    """Whether one of the first lines begins with a pattern."""
+    return lambda lines: any(re.match(pattern, line) for line in lines[:number])
+
+
 def _first(pattern: str) -> Callable[[Sequence[str]], bool]:
-    return lambda lines: re.match(pattern, lines[0]) is not None
+    return _early(pattern, 1)
 
 
 def _is_srilm_list(lines: Sequence[str]) -> bool:
@@ -86,92 +87,68 @@ def _is_fst(lines: Sequence[str]) -> bool:
     return all(row[0].isdecimal() for row in rows) and min(columns) <= 2 and max(columns) <= 5
 
 
-class _Foreign(NamedTuple):
-    """A format that is not read."""
-
-    applies: Callable[[Sequence[str]], bool]  # to the lines, of which none is empty
-    name: str
-    remedy: str
-
-
 _ONE_WAY = "give the n-best list or the lattice that it was made from"
 _TIMES = r"(?:\d*\.\d+\s+\d*\.?\d+|\d+\s+\d*\.\d+)"
 """Beginning and length in seconds, one of them with a decimal point."""
-_TRANSCRIPTS = (
-    _Foreign(_first("#!MLF!#"), "an HTK master label file", "give one SLF lattice per utterance"),
-    _Foreign(
+_Foreign = dict[str, tuple[Callable[[Sequence[str]], bool], str]]
+"""Formats that are not read: what tells them by the lines, none of them empty, and the remedy."""
+_TABS = "write lines id TAB scores TAB words"
+_TRANSCRIPTS: _Foreign = {
+    "an HTK master label file": (_first("#!MLF!#"), "give one SLF lattice per utterance"),
+    "a CTM file, the words of one hypothesis with times": (
         _every(rf";;.*|\S+\s+\w\s+{_TIMES}\s+\S+(?:\s+{NUMBER})?(?:\s+\S+){{0,2}}\s*"),
-        "a CTM file, the words of one hypothesis with times",
         "give n-best lists or lattices",
     ),
-    _Foreign(
+    "JSON": (
         _first(r"[\[{]\s*(?:\"|\{|$)"),
-        "JSON",
-        "write lines id TAB scores TAB words, for instance by jq -r '[.id, .score, .text] | @tsv'",
+        f"{_TABS}, for instance by jq -r '[.id, .score, .text] | @tsv'",
     ),
-)
+}
 """Formats that references may have too."""
-_FOREIGN = (
-    *_TRANSCRIPTS,
-    _Foreign(
-        lambda lines: any(re.match(r"# getcwd:|Frames \d+$", line) for line in lines[:20]),
-        "a lattice of Sphinx",
+_FOREIGN: _Foreign = _TRANSCRIPTS | {
+    "a lattice of Sphinx": (
+        _early(r"# getcwd:|Frames \d+$"),
         "write it in HTK's format (-outlatfmt htk, or write_htk of pocketsphinx's lattice)",
     ),
-    _Foreign(
-        lambda lines: any(re.match(r"numaligns \d|align \d+ ", line) for line in lines[:20]),
-        "a confusion network of SRILM (mesh)",
-        _ONE_WAY,
-    ),
-    _Foreign(
+    "a confusion network of SRILM (mesh)": (_early(r"numaligns \d|align \d+ "), _ONE_WAY),
+    "a word graph of SRILM (PFSG)": (
         _first(r"name \S+$|nodes \d+ "),
-        "a word graph of SRILM (PFSG)",
         "write it in HTK's format (lattice-tool -write-htk)",
     ),
-    _Foreign(_every(r"\S+\s+\[ .*\]\s*"), "a confusion network of Kaldi (sausage)", _ONE_WAY),
-    _Foreign(
-        _first(r"NBestList\d"), "an n-best list of Decipher", "write lines id TAB scores TAB words"
-    ),
-    _Foreign(
+    "a confusion network of Kaldi (sausage)": (_every(r"\S+\s+\[ .*\]\s*"), _ONE_WAY),
+    "an n-best list of Decipher": (_first(r"NBestList\d"), _TABS),
+    "an n-best list of SRILM (acoustic score, language model, number of words, words)": (
         _is_srilm_list,
-        "an n-best list of SRILM (acoustic score, language model, number of words, words)",
         'write tabs: awk -v OFS=\'\\t\' \'{a=$1; l=$2; $1=$2=$3=""; gsub(/[ \\t]+/, " ");'
         ' print "ID", a*2.302585, l*2.302585, $0}\'',
     ),
-    _Foreign(
+    "a transducer without the id of its utterance": (
         _is_fst,
-        "a transducer without the id of its utterance",
         "put the id on a line before it, as Kaldi's archives of lattices do",
     ),
-    _Foreign(
+    "a file of references or hypotheses in SCTK's format (trn)": (
         _every(r"[^\t]*\(\S+\)\s*"),
-        "a file of references or hypotheses in SCTK's format (trn)",
-        "write lines id TAB scores TAB words",
+        _TABS,
     ),
-)
+}
 
 
 def refuse_transcripts(name: str, lines: Sequence[str]) -> None:
     """Raise a UserError if a file of references, of which no line is empty, has a known format."""
-    for foreign in _TRANSCRIPTS:
-        if lines and foreign.applies(lines):
-            raise UserError(f"{name} is {foreign.name}: write lines id words")
+    for format, (applies, _) in _TRANSCRIPTS.items():
+        if lines and applies(lines):
+            raise UserError(f"{name} is {format}: write lines id words")
 
 
 def format_of(name: str, lines: Iterable[str]) -> Format:
     """The format of a file: HTK's SLF, Kaldi's lattices, or an n-best list.
 
-    Args:
-        name: name of the file.
-        lines: its lines.
-
-    Raises:
-        UserError: if it has another format that is known.
+    UserError if it has another format that is known.
     """
     filled = [line for line in lines if line.strip()]
-    for foreign in _FOREIGN:
-        if filled and foreign.applies(filled):
-            raise UserError(f"{name} is {foreign.name}: {foreign.remedy}")
+    for format, (applies, remedy) in _FOREIGN.items():
+        if filled and applies(filled):
+            raise UserError(f"{name} is {format}: {remedy}")
     if any(map(_SLF.match, filled)) and re.match(r"\s*(?:#|\w+\s*=)", filled[0]):
         return "slf"
     if len(filled) < 2 or "\t" in filled[0] or len(filled[0].split()) > 1:

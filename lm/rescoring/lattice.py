@@ -35,6 +35,9 @@ SLF_NAME = re.compile(r"(.+)\.(slf|lat|htk)(\.\w+)?")
 _SLF_FIELD = re.compile(
     r"""(\w+)\s*=\s*("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?:\\.|[^\s\\])*)(?=\s|$)"""
 )
+_SHORT = {"WORD": "W", "START": "S", "END": "E", "acoustic": "a", "language": "l"}
+_SHORT |= {"UTTERANCE": "U", "NODES": "N", "LINKS": "L"}
+"""Long names of fields."""
 _COSTS = re.compile(rf"{NUMBER},{NUMBER}(?:,[\d_]*)?$")
 _IS_NUMBER = re.compile(NUMBER).fullmatch
 _UTTERANCE = re.compile(r"(?:.*/)?(.+?)(?:\.(?:mfc|plp|fbank|fea|wav|sph|slf|lat|htk))?")
@@ -83,12 +86,7 @@ class Lattice:
 def read_lattices(
     name: str, lines: Sequence[str] = (), non_words: NonWords | None = None
 ) -> list[Lattice]:
-    """Read a folder of SLF files, or lines of one SLF file or of Kaldi's lattices.
-
-    Args:
-        name: the folder, or the name of the file that the lines are from.
-        lines: lines of a format of lattices.
-        non_words: labels that are no words.
+    """Read a folder of SLF files, or the lines of one SLF file or of Kaldi's lattices.
 
     Raises:
         UserError: if there is none, or one is damaged: a line that has not the format, a cycle, an
@@ -119,7 +117,7 @@ def read_lattices(
 
 
 def _slf_fields(line: str, place: str) -> dict[str, str]:
-    """The fields NAME=VALUE of a line; quotes and escapes as in The HTK Book, section 4.6."""
+    """Fields of a line by their short names; quotes and escapes as in The HTK Book, 4.6."""
     fields, rest = dict[str, str](), line.strip()
     while rest:
         if not (match := _SLF_FIELD.match(rest)):
@@ -136,7 +134,7 @@ def _slf_fields(line: str, place: str) -> dict[str, str]:
                 value = b"".join(parts).decode()
             except (UnicodeDecodeError, ValueError) as error:
                 raise UserError(f"{place}: the bytes of {value} are not UTF-8") from error
-        fields[key], rest = value, rest[match.end() :].lstrip()
+        fields[_SHORT.get(key, key)], rest = value, rest[match.end() :].lstrip()
     return fields
 
 
@@ -159,37 +157,32 @@ def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
             if "L" in fields:
                 raise UserError(f"{place}: a lattice in a lattice is not supported: expand it")
             if "I" in fields:
-                nodes[fields["I"]] = fields.get("W") or fields.get("WORD")
+                nodes[fields["I"]] = fields.get("W")
             else:
                 links.append((place, fields))
         else:
             header |= fields
     for key, long, found in (("N", "NODES", nodes), ("L", "LINKS", links)):
-        declared = header.get(key) or header.get(long)
-        if declared is not None and declared != str(len(found)):
-            counts = f"{long}={declared} in the header, and {len(found)} of them"
+        if header.get(key) not in (None, str(len(found))):
+            counts = f"{long}={header[key]} in the header, and {len(found)} of them"
             raise UserError(f"{name} is damaged or incomplete: {counts}")
     base = finite_number(header.get("base", str(math.e)), name)
     scale = math.log(base) if base > 0 else 0.0
     arcs = []
     for place, fields in links:
-        ends = [
-            fields.get(short) or fields.get(long) for short, long in (("S", "START"), ("E", "END"))
-        ]
-        for node in ends:
+        for node in map(fields.get, "SE"):
             if node not in nodes:
                 raise UserError(f"{place}: the link has no node, or an unknown one: {node}")
-        acoustic = _scaled(fields.get("a") or fields.get("acoustic"), scale, place)
-        first_pass = _scaled(fields.get("l") or fields.get("language"), scale, place)
-        word = fields.get("W") or fields.get("WORD") or nodes[str(ends[1])]
-        arcs.append((str(ends[0]), str(ends[1]), word, acoustic, first_pass))
+        acoustic, first_pass = (_scaled(fields.get(key), scale, place) for key in "al")
+        word = fields.get("W") or nodes[fields["E"]]
+        arcs.append((fields["S"], fields["E"], word, acoustic, first_pass))
     sources, targets = {arc[0] for arc in arcs}, {arc[1] for arc in arcs}
     starts = [header["start"]] if "start" in header else sorted(sources - targets)
     finals = [header["end"]] if "end" in header else sorted(targets - sources)
     if len(starts) != 1 or starts[0] not in nodes:
         raise UserError(f"{name}: expected one start node, got {' '.join(starts) or 'none'}")
     match = SLF_NAME.fullmatch(Path(name).name)
-    if utterance := header.get("UTTERANCE") or header.get("U"):
+    if utterance := header.get("U"):
         match = _UTTERANCE.fullmatch(utterance)
     return _ordered(
         arcs,
@@ -198,7 +191,7 @@ def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
         start=starts[0],
         first_word=nodes[starts[0]],
         finals=[(node, 0.0, 0.0) for node in finals if node in nodes],
-        has_first_pass=any("l" in fields or "language" in fields for _, fields in links),
+        has_first_pass=any("l" in fields for _, fields in links),
         lm_scale=finite_number(header.get("lmscale", "1"), name),
         word_penalty=-finite_number(header.get("wdpenalty", "0"), name) * scale,
         non_words=non_words,

@@ -79,12 +79,9 @@ class Prefix:
 
 
 class PrefixScores:
-    """The part of language models in equation (1) of `weights`, computed once for each prefix.
+    """The part of up to two models in equation (1) of `weights`, computed once for each prefix.
 
-    Args:
-        models: up to two models; none: this part is 0.
-        weights: their weights.
-        lm_weight: the weight of equation (2).
+    `lm_weight` is the weight of equation (2); without models this part is 0.
     """
 
     def __init__(self, models: Sequence[WordModel], weights: Weights, lm_weight: float) -> None:
@@ -136,20 +133,14 @@ class PrefixScores:
 def search(
     lattice: Lattice, weights: Weights, num_beams: int, models: Sequence[WordModel] = ()
 ) -> list[tuple[Words, Path]]:
-    """The best hypotheses of a lattice, best first, at most `num_beams`.
+    """The best hypotheses of a lattice, best first, at most `num_beams`, as many as at a node.
 
-    Args:
-        lattice: the lattice.
-        weights: the weights; without models, those of the first pass.
-        num_beams: largest number of hypotheses at a node.
-        models: one or two models; none: the first pass has the whole weight.
+    Without models the first pass has the whole weight.
     """
     share = weights.first_pass_share if lattice.has_first_pass else 0.0
     first_pass_weight = weights.lm_weight * share if models else weights.lm_weight
-    scores, penalty = (
-        PrefixScores(models, weights, weights.lm_weight * (1 - share)),
-        weights.insertion_penalty,
-    )
+    scores = PrefixScores(models, weights, weights.lm_weight * (1 - share))
+    penalty = weights.insertion_penalty
     beams: list[dict[Prefix, tuple[float, float, float]]] = [{} for _ in lattice.leaving]
     beams[0][Prefix()] = (0.0, 0.0, 0.0)  # total, acoustic, first pass
     for node, arcs in enumerate(lattice.leaving):
@@ -185,12 +176,6 @@ def search(
     return [(prefix.words, path) for _, prefix, path in sorted(totals, key=lambda each: -each[0])]
 
 
-def first_pass_paths(lattice: Lattice) -> list[tuple[Words, Path]]:
-    """The best `NUM_FIRST_PASS` hypotheses by the scores of a lattice alone."""
-    weights = Weights(lm_weight=lattice.lm_scale, insertion_penalty=lattice.word_penalty)
-    return search(lattice, weights, NUM_FIRST_PASS)
-
-
 def to_nbest(
     name: str,
     lattices: Sequence[Lattice],
@@ -200,14 +185,12 @@ def to_nbest(
 ) -> NBest:
     """An n-best list of lattices: the hypotheses of their first pass, then those of a search.
 
-    Args:
-        name: of the list.
-        lattices: the lattices.
-        weights, models, num_beams: of the search; no models: the first pass alone.
+    Without models there is no search.
     """
     found = []
     for lattice in lattices:
-        paths = dict(first_pass_paths(lattice))
+        own = Weights(lm_weight=lattice.lm_scale, insertion_penalty=lattice.word_penalty)
+        paths = dict(search(lattice, own, NUM_FIRST_PASS))
         if models and weights is not None:
             for words, path in search(lattice, weights, num_beams, models):
                 paths[words] = path  # the best alignment by these weights

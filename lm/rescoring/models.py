@@ -7,19 +7,18 @@ knows N of them has
 
 By default V = N + max(NUM_UNSEEN, K + 1), with the largest N of the models (that of a run is one
 less than its `vocab_size`, for `<unk>` is not one of the V words) and the largest number K of
-distinct unknown words of the lists, of those that weights are tuned on too. With U = 1 each unknown
-word has all of P(`<unk>`), and hypotheses gain by words that the model does not know. They do so
-with U = K + 1 as well: K is small, and smaller for shorter lists, compared to the number of words
-that exist. In a mixture a word that only one model knows gains by a larger U of that model alone:
-so no model is exempt from the rule.
+distinct unknown words of the lists, of those that weights are tuned on too. With U = 1 or K + 1,
+hypotheses would gain by words that a model does not know. In a mixture, a word that only one model
+knows gains by a larger U of that model alone: so no model is exempt from the rule.
 
 With an open vocabulary P(w) = P(`<unk>`) P(w | `<unk>`) instead, by the run's speller. For an ARPA
 model its spellings are those outside the words of the ARPA file.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +27,9 @@ from data_prep.errors import UserError
 from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.speller import Speller
 from data_prep.tokenizer.tokenizer import WordTokenizer
-from lm.rescoring.nbest import Floats, Ints, NBest, WordErrors
+from lm.rescoring.nbest import Floats, Ints, NBest
 from lm.rescoring.unknown import UnknownWords
+from lm.rescoring.word_errors import WordErrors
 from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.ngram import NGramModel
@@ -46,15 +46,11 @@ def common_vocabulary_size(
 ) -> int | None:
     """The default V of equation (1) for all models of words; None if there is none.
 
-    Args:
-        runs: the runs; those of pieces of words have no unknown words.
-        ngram: a model without a tokenizer; None if there is none.
-        texts: the hypotheses of all lists.
+    The texts are the hypotheses of all lists. Runs of pieces of words have no unknown words.
     """
-    tokenizers = [run.tokenizer for run in runs]
-    words = [each for each in tokenizers if isinstance(each, WordTokenizer)]
+    words = [run.tokenizer for run in runs if isinstance(run.tokenizer, WordTokenizer)]
     known = [each.vocab_size - 1 for each in words]
-    unknown = [len(each.unknown_types(texts)) for each in words]
+    unknown = [len(set(each.unknown_occurrences(texts))) for each in words]
     if ngram is not None:
         known.append(ngram.num_known)
         unknown.append(len(ngram.unknown_types(texts)))
@@ -64,15 +60,8 @@ def common_vocabulary_size(
 class RunScores:
     """The `WordScores` of a run.
 
-    Args:
-        run: an opened run.
-        texts: the hypotheses of all lists.
-        vocabulary_size: V; None: all of P(`<unk>`) for each unknown word or piece.
-        open_vocabulary: whether unknown words are spelled by the run's speller, in place of V.
-
-    Attributes:
-        num_unknown_types: number of distinct unknown words; None for a model of pieces.
-        vocabulary_size: V.
+    Each unknown word of the `texts`, the hypotheses of all lists, shares P(`<unk>`) by V, or with
+    an open vocabulary is spelled by the run's speller; without either it has all of P(`<unk>`).
 
     Raises:
         UserError: if V is out of range, or given for a model of pieces.
@@ -88,27 +77,17 @@ class RunScores:
     ) -> None:
         self.run, self.vocabulary_size = run, vocabulary_size
         self.open_vocabulary = open_vocabulary
-        self.num_unknown_types = None
+        self._num_types = None  # of unknown words
         if isinstance(tokenizer := run.tokenizer, WordTokenizer):
-            self.num_unknown_types = len(tokenizer.unknown_types(texts))
+            self._num_types = len(set(tokenizer.unknown_occurrences(texts)))
         self._scorer = Scorer.of(
             run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary
         )
 
-    def unknown_words(self, texts: Iterable[str]) -> UnknownWords:
-        """The words of texts that the run does not know."""
-        return UnknownWords(self.run.tokenizer, texts)
-
     def unknown(
         self, nbest: NBest, chosen: Ints, errors: WordErrors | None
     ) -> dict[str, str | int | None]:
-        """How many words of a list are unknown, and what they share P(`<unk>`) by.
-
-        Args:
-            nbest: the list.
-            chosen: [U], the hypothesis of each utterance after rescoring.
-            errors: with its references; None if there are none.
-        """
+        """How many words of a list, with the `chosen` hypotheses [U], are unknown, and V."""
         texts = {
             "hypotheses": nbest.texts,
             "first": [nbest.texts[place] for place in nbest.first],
@@ -116,13 +95,13 @@ class RunScores:
         }
         if errors is not None:
             texts["references"] = errors.references
-        counts = {name: self.unknown_words(each).num_unknown for name, each in texts.items()}
+        unknown = {name: UnknownWords(self.run.tokenizer, each) for name, each in texts.items()}
         return {
             "run": str(self.run.folder),
             "vocabulary_size": self.vocabulary_size,
-            "types": self.num_unknown_types,
+            "types": self._num_types,
             "references": None,
-            **counts,
+            **{name: each.num_unknown for name, each in unknown.items()},
         }
 
     def __call__(self, texts: Sequence[str]) -> list[Floats]:
@@ -132,24 +111,20 @@ class RunScores:
     @property
     def rule(self) -> str:
         """A sentence: the probability of an unknown word."""
-        name = str(self.run.folder)
-        if self.open_vocabulary:
-            return _spelling_rule(name)
-        if self.vocabulary_size is None:
-            return f"{name}: each unknown piece has P(<unk>)"
-        num_types, num_unseen = self.num_unknown_types or 0, self._scorer.num_unseen
-        return _sharing_rule(name, num_types, num_unseen, self.vocabulary_size)
+        if self.vocabulary_size is None and not self.open_vocabulary:
+            return f"{self.run.folder}: each unknown piece has P(<unk>)"
+        size, num_unseen = self.vocabulary_size, self._scorer.num_unseen
+        return _rule(self.run.folder, self._num_types, num_unseen, size)
 
 
-def _spelling_rule(name: str) -> str:
-    return f"{name}: each unknown word has its spelling's share of P(<unk>)"
-
-
-def _sharing_rule(name: str, num_unknown_types: int, num_unseen: int, size: int) -> str:
-    if not num_unknown_types:
+def _rule(name: Path, num_types: int | None, num_unseen: int, size: int | None) -> str:
+    """What probability unknown words have; they are spelled if V is None."""
+    if size is None:
+        return f"{name}: each unknown word has its spelling's share of P(<unk>)"
+    if not num_types:
         return f"{name}: no word of the lists is unknown"
     return (
-        f"{name}: each of the {num_unknown_types:,} unknown words of the lists has"
+        f"{name}: each of the {num_types:,} unknown words of the lists has"
         f" 1/{num_unseen:,} of P(<unk>), as by --vocabulary-size={size}"
     )
 
@@ -161,12 +136,9 @@ class NGramStep(NamedTuple):
 
 
 class ArpaScores:
-    """The `WordScores` of an ARPA model over its own words, and its states for a search.
+    """The `WordScores` of an ARPA model without a tokenizer, and its states for a search.
 
-    Args:
-        ngram: a model without a tokenizer.
-        vocabulary_size: V; None: all of P(`<unk>`) for each unknown word.
-        speller: spells unknown words in place of V.
+    A speller spells unknown words in place of V; without either each has all of P(`<unk>`).
 
     Raises:
         UserError: if V is out of range; when it scores, if the file has no `</s>`.
@@ -191,10 +163,9 @@ class ArpaScores:
 
     def rule(self, texts: Sequence[str]) -> str:
         """A sentence: the probability of a word that the file lacks, for some texts."""
-        name, num_types = str(self._model.path), len(self._model.unknown_types(texts))
-        if self._speller is not None:
-            return _spelling_rule(name)
-        return _sharing_rule(name, num_types, self._num_unseen, self._vocabulary_size or 0)
+        size = None if self._speller is not None else self._vocabulary_size
+        num_types = len(self._model.unknown_types(texts))
+        return _rule(self._model.path, num_types, self._num_unseen, size)
 
     def _ids(self, words: Sequence[str]) -> tuple[Ints, Floats]:
         """Ids of words [n], and nats of log P(word | `<unk>`) of those that are `<unk>`, else 0."""
@@ -215,12 +186,12 @@ class ArpaScores:
 
     def start(self) -> Ints:
         """The state before the first word."""
-        return self._model.start()
+        return self._model.start
 
     def step_many(self, states: Sequence[Ints], words: Sequence[str]) -> list[NGramStep]:
         """The state after each pair of a state and a word."""
-        extended = self._model.extended(np.stack(states), self._model.word_ids(words))
-        return list(map(NGramStep, extended))
+        extended = np.column_stack([self._model.word_ids(words), np.stack(states)])
+        return list(map(NGramStep, extended[:, : self._model.order - 1]))
 
     def candidate_log_probs(self, states: Sequence[Ints], words: Sequence[str | int]) -> Floats:
         """Log-probabilities [S, K] of some next words, or `eos_id`, after each state, in nats."""

@@ -1,6 +1,6 @@
-"""N-best lists: their layouts, references, word errors, and the choice of one hypothesis each.
+"""N-best lists, in two layouts.
 
-There are two layouts; only the first has tabs:
+Only the first has tabs:
 
 - `id TAB hypothesis`, with up to two columns of scores between them: the acoustic
   log-probability, and the log-probability of the language model of the first pass, both natural.
@@ -16,17 +16,14 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.corpus.lines import read_text
 from data_prep.errors import UserError
-from lm.rescoring.edit_distance import edit_distance
 from lm.rescoring.formats import NUMBER, NonWords
-from lm.rescoring.references import References, first_columns, keyed_lines
+from lm.rescoring.references import first_columns, keyed_lines
 
 MAX_SCORES = 2
 _COLUMNS = "expected lines id TAB scores TAB words: reorder the columns"
@@ -34,8 +31,6 @@ _HEADER = re.compile(
     r"(utt\w*|\w*id|key|file\w*)\t([\w ]+\t)*[\w ]*(text|hyp|word|sentence|transcript)\w*", re.I
 )
 _log = logging.getLogger(__name__)
-NUM_SAMPLES = 1000
-"""Samples of utterances for the interval of a word error rate."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -66,14 +61,10 @@ def read_nbest(
     hint: str = "",
     non_words: NonWords | None = None,
 ) -> NBest:
-    """Read an n-best list; empty lines are skipped.
+    """Read the lines of an n-best list, by default those of the file; empty ones are skipped.
 
-    Args:
-        name: name of the file; `-` is stdin.
-        lines: its lines, if they are read already.
-        costs: scores of Kaldi's layout, from `read_costs`: acoustic, first pass.
-        hint: what to add to the message that a cost is missing.
-        non_words: labels that are left out of hypotheses.
+    `costs` are the scores of Kaldi's layout, from `read_costs`: acoustic, first pass; `hint` is
+    added to the message that one is missing. `non_words` are left out of hypotheses.
 
     Raises:
         UserError: if a line does not have the layout of the first one, a score is missing, or
@@ -195,136 +186,3 @@ def read_costs(name: str) -> dict[str, float]:
             raise UserError(f"{place}: expected utterance-N and a cost, got {line!r}")
         costs[key] = finite_number(words[0], place)
     return costs
-
-
-class ErrorCounts(NamedTuple):
-    """Word errors of a hypothesis."""
-
-    substitutions: int
-    insertions: int  # words of the hypothesis alone
-    deletions: int  # words of the reference alone
-
-
-def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> ErrorCounts:
-    """The fewest word errors between two lists of words; of several ways, the most equal words.
-
-    The number of errors and that of substitutions and deletions, `edit_distance`, and the lengths
-    determine the counts.
-
-    Example:
-        >>> word_errors("a b c d".split(), "a x c d e".split())
-        ErrorCounts(substitutions=1, insertions=1, deletions=0)
-    """
-    number = {word: k for k, word in enumerate(dict.fromkeys([*reference, *hypothesis]))}
-    ids = (
-        np.array([number[word] for word in words], np.int64) for words in (reference, hypothesis)
-    )
-    total, missed = edit_distance(*ids)
-    insertions = total - missed
-    deletions = insertions + len(reference) - len(hypothesis)
-    return ErrorCounts(missed - deletions, insertions, deletions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WordErrors:
-    """Word errors of the hypotheses of a list, and its references."""
-
-    counts: Ints  # [M, 3], substitutions, insertions and deletions
-    references: list[str]  # [U]
-    characters: bool = False  # whether characters are counted, of references without spaces
-
-    @cached_property
-    def errors(self) -> Ints:
-        """Number of errors [M]."""
-        errors: Ints = self.counts.sum(1)
-        return errors
-
-    @property
-    def num_words(self) -> int:
-        """Number of words or characters of the references."""
-        return int(self._lengths.sum())
-
-    @property
-    def _lengths(self) -> Ints:
-        texts = (each.split() for each in self.references)
-        return np.array([len("".join(each) if self.characters else each) for each in texts])
-
-    @classmethod
-    def compare(cls, references: "References", nbest: NBest) -> "WordErrors":
-        """Compare each hypothesis with its reference, by characters if these have no spaces.
-
-        Raises:
-            UserError: if an utterance has no reference, or all references are empty.
-        """
-        words, name = references.words, references.name
-        if missing := [id for id in nbest.ids if id not in words]:
-            raise UserError(f"{name}: no reference for utterance {missing[0]} of {nbest.name}")
-        if not any(words[id] for id in nbest.ids):
-            raise UserError(f"{name}: the references have no words")
-        characters = references.has_no_spaces(nbest.ids)
-        ids = np.repeat(nbest.ids, nbest.num_hypotheses).tolist()
-        counts = []
-        for id, text in zip(ids, nbest.texts, strict=True):
-            pair = words[id], text.split()
-            counts.append(word_errors(*(map("".join, pair) if characters else pair)))
-        return cls(
-            counts=np.array(counts),
-            references=[" ".join(words[id]) for id in nbest.ids],
-            characters=characters,
-        )
-
-    def report(self, nbest: NBest, chosen: Ints) -> dict[str, float | int | None]:
-        """Word error rates in percent.
-
-        Args:
-            nbest: the list.
-            chosen: [U], the hypothesis of each utterance after rescoring.
-
-        Returns:
-            `substitutions`, `insertions` and `deletions` are numbers of errors of the chosen
-            hypotheses. `wer_before` is the rate of the first hypotheses, `wer_after` that of the
-            chosen ones, `wer_oracle` that of the best ones, and `recovered` the share of the errors
-            between before and oracle that rescoring avoids, None if there are none. `_low` and
-            `_high` are the ends of 95 % intervals, of `wer_after` and of its difference from
-            `wer_before`: percentiles over `NUM_SAMPLES` samples of utterances with replacement.
-            Of characters, `characters` and `cer` are in place of `words` and `wer`.
-
-        Source: intervals: Bisani & Ney 2004.
-        """
-        before = int(self.errors[nbest.first].sum())
-        after = int(self.errors[chosen].sum())
-        oracle = int(np.minimum.reduceat(self.errors, nbest.first).sum())
-        rate = 100 / self.num_words
-        errors = np.stack([self.errors[chosen], self.errors[chosen] - self.errors[nbest.first]])
-        (low, low_change), (high, high_change) = _interval(errors, self._lengths)
-        kinds = dict(zip(ErrorCounts._fields, self.counts[chosen].sum(0).tolist(), strict=True))
-        figures = {
-            "utterances": len(nbest.ids),
-            "hypotheses": len(nbest.texts),
-            "words": self.num_words,
-            **kinds,
-            "wer_before": before * rate,
-            "wer_after": after * rate,
-            "wer_after_low": low,
-            "wer_after_high": high,
-            "wer_change_low": low_change,
-            "wer_change_high": high_change,
-            "wer_oracle": oracle * rate,
-            "recovered": (before - after) / (before - oracle) if before > oracle else None,
-        }
-        if not self.characters:
-            return figures
-        named = {"words": "characters"}
-        return {named.get(name, name.replace("wer", "cer")): figures[name] for name in figures}
-
-
-def _interval(errors: Ints, num_words: Ints) -> Floats:
-    """95 % intervals [2, R] in percent of R error rates, from errors [R, U] and words [U]."""
-    rng, size = np.random.default_rng(1), len(num_words)
-    rates = []
-    for _ in range(NUM_SAMPLES):
-        sample = rng.integers(size, size=size)
-        if total := num_words[sample].sum():
-            rates.append(100 * errors[:, sample].sum(1) / total)
-    interval: Floats = np.percentile(rates, [2.5, 97.5], axis=0)
-    return interval

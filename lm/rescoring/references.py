@@ -30,14 +30,9 @@ _log = logging.getLogger(__name__)
 def keyed_lines(
     lines: Iterator[tuple[str, str, str]], what: str
 ) -> Iterator[tuple[str, str, list[str]]]:
-    """Place, key and words of lines, if no key has two of `what`; lines without a key are left out.
+    """Place, key and words of lines, each a place, a key and a text; UserError for a key twice.
 
-    Args:
-        lines: place, key and text of each.
-        what: what a key has.
-
-    Raises:
-        UserError: if a key has two.
+    Lines without a key are left out; `what` is what a key has.
     """
     keys = set()
     for place, key, text in lines:
@@ -68,10 +63,8 @@ class References:
     ) -> "References":
         """Read a file in one of the layouts, its utterances in any order.
 
-        Args:
-            name: the file.
-            ids: those of the utterances: lines that begin with them are not TRN.
-            non_words: labels that are left out.
+        Lines that begin with one of the `ids`, those of the utterances, are not TRN. `non_words`
+        are left out.
 
         Raises:
             UserError: if an utterance has two references, or a recording of an STM file several

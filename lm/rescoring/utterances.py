@@ -10,9 +10,10 @@ from data_prep.errors import UserError
 from lm.rescoring.formats import NonWords, format_of
 from lm.rescoring.lattice import Lattice, read_lattices
 from lm.rescoring.lattice_search import WordModel, to_nbest
-from lm.rescoring.nbest import NBest, WordErrors, read_nbest
+from lm.rescoring.nbest import NBest, read_nbest
 from lm.rescoring.references import References
 from lm.rescoring.weights import Weights
+from lm.rescoring.word_errors import WordErrors
 
 _log = logging.getLogger(__name__)
 
@@ -38,9 +39,7 @@ class Utterances:
     ) -> "Utterances":
         """Read an n-best list, a file or folder of lattices, and a file of references.
 
-        `costs` and `hint` are those of `read_nbest`, whose errors are raised, as are those of
-        `format_of`, `read_lattices`, `References.read` and `WordErrors.compare`. `non_words` are
-        labels that are left out of all of them.
+        `costs` and `hint` are those of `read_nbest`; `non_words` are left out of all files.
         """
         lattices: list[Lattice] = []
         non_words = NonWords() if non_words is None else non_words

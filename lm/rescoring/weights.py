@@ -21,7 +21,8 @@ import numpy as np
 
 from data_prep.errors import UserError
 from lm.rescoring.models import WordScores
-from lm.rescoring.nbest import Floats, Ints, NBest, WordErrors
+from lm.rescoring.nbest import Floats, Ints, NBest
+from lm.rescoring.word_errors import WordErrors
 from lm.scoring.mixture import mixed
 
 
@@ -36,21 +37,14 @@ class Weights:
     second_weight: float = 0.0  # γ
 
     def unused(self, *, run: str, second: str | None, has_first_pass: bool) -> list[str]:
-        """The language models that have no weight.
-
-        Args:
-            run: name of the run.
-            second: name of the second model; None if there is none.
-            has_first_pass: whether the list has scores of the first pass's model.
-        """
-        no_run = self.mixture == 0 or self.first_pass_share == 1 or self.lm_weight == 0
-        no_weight = [(run, no_run)]
+        """The language models that have no weight; `second` is None without a second one."""
+        share = self.lm_weight * (1 - self.first_pass_share)
+        weight = {run: share * self.mixture}
         if second is not None:
-            is_unmixed = self.mixture == 1 or self.first_pass_share == 1 or self.lm_weight == 0
-            no_weight.append((second, is_unmixed and self.second_weight == 0))
+            weight[second] = share * (1 - self.mixture) or self.second_weight
         if has_first_pass:
-            no_weight.append(("the first pass", self.first_pass_share == 0 or self.lm_weight == 0))
-        return [name for name, is_unused in no_weight if is_unused]
+            weight["the first pass"] = self.lm_weight * self.first_pass_share
+        return [name for name, value in weight.items() if not value]
 
     def __post_init__(self) -> None:
         is_added = np.isfinite(self.lm_weight) and (self.lm_weight >= 0 or self.second_weight != 0)
@@ -74,16 +68,12 @@ class ScoredList:
         lengths = np.array([len(scores) for scores in by_model[0]])
         self.num_words = lengths - 1
         self._first_word = np.cumsum(lengths) - lengths
+        self.num_models = len(models)
         self._log_prob = [np.concatenate(scores) for scores in by_model]
         num_hypotheses = nbest.num_hypotheses
         place = nbest.first[:, None] + np.arange(num_hypotheses.max())
         self._is_absent = np.arange(num_hypotheses.max()) >= num_hypotheses[:, None]  # [U, K]
         self._place = np.where(self._is_absent, 0, place)
-
-    @property
-    def num_models(self) -> int:
-        """Number of language models, 1 or 2."""
-        return len(self._log_prob)
 
     def lm_scores(self, mixture: float) -> Floats:
         """Equation (2), [M] nats."""
@@ -91,9 +81,8 @@ class ScoredList:
 
     @cached_property
     def second_scores(self) -> Floats:
-        """LM₂ of equation (1), [M] nats; 0 without a second model."""
-        log_prob = self._log_prob[1] if self.num_models > 1 else np.zeros_like(self._log_prob[0])
-        return np.add.reduceat(log_prob, self._first_word)
+        """LM₂ of equation (1), [M] nats."""
+        return np.add.reduceat(self._log_prob[1], self._first_word)
 
     def totals(self, weights: Weights, lm_scores: Floats | None = None) -> Floats:
         """Equation (1), [M]; `lm_scores` are those of the mixture, if they are known."""
@@ -149,13 +138,8 @@ def tune(scored: ScoredList, errors: WordErrors, *, subtract: bool = False) -> W
 
     A grid over all weights, then a finer one around its best point. Of several points with the
     fewest errors, the one nearest to their mean is taken. With two models, each is also tuned
-    alone, by λ = 1 and λ = 0: the mixture is taken if neither has fewer errors.
-
-    Args:
-        scored: the list.
-        errors: its word errors.
-        subtract: whether the second model has a γ ≤ 0 in place of a share of the mixture; γ = 0 is
-            taken if none has fewer errors.
+    alone, by λ = 1 and λ = 0: the mixture is taken if neither has fewer errors. With `subtract`,
+    the second model has a γ ≤ 0 in its place; γ = 0 is taken if none has fewer errors.
     """
     alone: list[float] = [1.0]
     shares: list[tuple[list[float], list[float]]] = [(alone, [0.0])]
@@ -221,11 +205,9 @@ def _best(
 
 
 def check_separate(tuned: NBest, reported: NBest) -> None:
-    """Check that weights that are tuned on one list can be applied to another.
+    """UserError unless weights that are tuned on one list can be applied to another.
 
-    Raises:
-        UserError: if the lists have different numbers of scores, or an utterance is in both with
-            the same hypotheses.
+    They have as many scores, and no utterance with the same hypotheses.
     """
     if tuned.scores.shape[1] != reported.scores.shape[1]:
         raise UserError(

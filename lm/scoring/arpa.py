@@ -27,12 +27,13 @@ _log = logging.getLogger(__name__)
 BLOCK = 1 << 16
 """Lines that are converted at once."""
 _HEADING = re.compile(r"ngram[ \t]+(\d+)[ \t]*=[ \t]*(\d+)|\\(\d+)-grams:|\\end\\", re.IGNORECASE)
-_OTHERS = (
-    ("iARPA", "a file in IRSTLM's own format: convert it by compile-lm --text=yes {} FILE.arpa"),
-    ("qARPA", "a quantized file of IRSTLM: give the ARPA file that it was made from"),
-    ("blmt", "a binary file of IRSTLM: convert it by compile-lm --text=yes {} FILE.arpa"),
-    ("Qblmt", "a quantized file of IRSTLM: give the ARPA file that it was made from"),
-)
+_CONVERT = "convert it by compile-lm --text=yes {} FILE.arpa"
+_QUANTIZED = "a quantized file of IRSTLM: give the ARPA file that it was made from"
+_OTHERS = {
+    "iARPA": f"a file in IRSTLM's own format: {_CONVERT}",
+    "blmt": f"a binary file of IRSTLM: {_CONVERT}",
+    **dict.fromkeys(("qARPA", "Qblmt"), _QUANTIZED),
+}
 """Beginnings of files that are no ARPA files, and what they are."""
 _NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|-inf"
 
@@ -48,10 +49,7 @@ class NGrams(NamedTuple):
 def read_arpa(path: Path, id_of: Callable[[str], int | None]) -> list[NGrams]:
     """The n-grams of each order of a file, which may be compressed.
 
-    Args:
-        path: the file.
-        id_of: the id of a word that is a unigram of the file; None: n-grams with it are left out.
-
+    `id_of` is the id of a word that is a unigram of the file; None: n-grams with it are left out.
     Probabilities of the unigrams that do not add up to 1 are logged as a warning.
 
     Raises:
@@ -104,7 +102,7 @@ def _blocks(path: Path) -> Iterator[tuple[int, int, list[str]]]:
             yield order, number - len(block) + is_ngram, block
             block = []
         if not has_begun:
-            for begin, what in _OTHERS:
+            for begin, what in _OTHERS.items():
                 if line.startswith(begin):
                     raise UserError(f"{path} is {what.format(path)}")
             has_begun = line.lower() == "\\data\\"

@@ -1,9 +1,8 @@
 """A paired comparison of trained models on one text: the difference of losses, and how sure it is.
 
-Both models predict the same tokens, or with an open vocabulary the same bytes, so that the
-difference varies far less than either loss. The
-interval says what other lines of this text would give: lines of one document resemble each other,
-so that another document, or another seed of the training, can differ by more. Compare several.
+Both models predict the same tokens, or with an open vocabulary the same bytes. The interval says
+what other lines of this text would give; another document, or another seed of the training, can
+differ by more.
 """
 
 import math
@@ -15,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
-from lm.evaluation import as_json, determines_bytes, encode_text, perplexity, spelling_nats
+from lm.evaluation import determines_bytes, encode_text, perplexity, spelling_nats, table_of
 from lm.run import TrainedRun
-from lm.scoring.frequency import FrequencyBin, FrequencyReport, frequency_report
+from lm.scoring.frequency import FrequencyBin, frequency_report
 from lm.scoring.mixture import token_log_probs
 
 BLOCK_LINES, LEAST_BLOCKS, NUM_SAMPLES = 50, 20, 10_000
@@ -27,21 +26,13 @@ SAMPLED_NUMBERS = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class TextLosses:
-    """The losses of a run on a text.
-
-    Attributes:
-        run: the run.
-        tokens: [n] ids.
-        nats: [n], of each token, an unknown word being `<unk>`.
-        spelling: nats of the spelling of each unknown word; None if the vocabulary is not open.
-        lines: the text, to count bytes; None if the vocabulary is not open.
-    """
+    """The losses of a run on a text."""
 
     run: TrainedRun
-    tokens: NDArray[Any]
-    nats: NDArray[np.float64]
-    spelling: NDArray[np.float64] | None = None
-    lines: list[str] | None = None
+    tokens: NDArray[Any]  # [n] ids
+    nats: NDArray[np.float64]  # [n], an unknown word being `<unk>`
+    spelling: NDArray[np.float64] | None = None  # nats of each unknown word if spelled
+    lines: list[str] | None = None  # the text, if the vocabulary is open
 
     @classmethod
     def of(
@@ -50,9 +41,6 @@ class TextLosses:
         """The losses of a run on the tokens [n] of a text, whose unknown words `lines` spell.
 
         Empty lines that the run leaves out may be among `lines`.
-
-        Raises:
-            UserError: as `spelling_nats`.
         """
         nats, spelling = -token_log_probs(run, tokens), None
         if lines is not None:
@@ -66,22 +54,13 @@ class TextLosses:
         """Whether the losses are those of all bytes of the text."""
         return self.lines is not None and determines_bytes(self.run, self.lines)
 
-    def sums(self, values: NDArray[np.floating]) -> NDArray[np.floating]:
-        """The sums [L] of values [n] of tokens over lines."""
-        return sums_of_lines(values, self.tokens, self.run.description.eos_id)
-
     @property
     def nats_of_lines(self) -> NDArray[np.floating]:
         """Nats [L] of lines, spellings included."""
-        nats = self.nats
+        nats = self.nats.copy()
         if self.spelling is not None and len(self.spelling):
-            nats = nats.copy()
             nats[self.tokens == self.run.description.unk_id] += self.spelling
-        return self.sums(nats)
-
-    def report(self) -> FrequencyReport:
-        """The losses by frequency rank."""
-        return frequency_report(self.run.prepared, self.tokens, self.nats, self.spelling)
+        return sums_of_lines(nats, self.tokens, self.run.description.eos_id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +74,6 @@ class Comparison:
     difference: float  # ours less the other's
     interval: tuple[float, float] | None  # its 95 % interval, see `bootstrap_interval`
     by_frequency: list[FrequencyBin] | None  # losses of the other run, by the predicted word
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures for JSON, see `as_json`."""
-        return as_json(self)
 
     def table(self, ours: list[FrequencyBin] | None = None) -> str:
         """The figures as lines of text; with `ours`, differences by the predicted word too."""
@@ -118,42 +93,32 @@ class Comparison:
         for mine, other in zip(ours or (), self.by_frequency or (), strict=False):
             ranks = f"  rank {mine.first_rank:,} … {mine.last_rank:,}"
             rows[ranks] = f"{_signed(mine.mean_nats - other.mean_nats)} nats/token"
-        width = max(map(len, rows))
-        title = f"compared with {self.other} (negative: ours is better)"
-        return "\n".join([title, *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
+        return table_of(f"compared with {self.other} (negative: ours is better)", rows)
 
 
-def compare(
-    ours: TextLosses, others: Sequence[TrainedRun], *, by_frequency: bool = False
-) -> list[Comparison]:
-    """Compare a run with others on a text.
+def compare(ours: TextLosses, other: TrainedRun, *, by_frequency: bool = False) -> Comparison:
+    """Compare a run with another one, see `check_comparable`, on a text.
 
     The difference is in bits per byte if the vocabulary is open and all words are spelled by both,
-    else in nats per token.
-
-    Args:
-        ours: losses of the run.
-        others: others, see `check_comparable`.
-        by_frequency: whether losses of the others are divided by the rank of the predicted word,
-            which requires the same tokens.
+    else in nats per token. With `by_frequency`, losses of the other are divided by the rank of the
+    predicted word, which requires the same tokens.
 
     Raises:
-        UserError: if another run has other tokens or lines, and does not spell the same bytes.
+        UserError: if the other run has other tokens or lines, and does not spell the same bytes.
     """
-    return [_compare(ours, other, by_frequency) for other in others]
-
-
-def _compare(ours: TextLosses, other: TrainedRun, by_frequency: bool) -> Comparison:
     same_tokens = not _other_tokenizer(ours.run, other)
     tokens = ours.tokens
     if not same_tokens and ours.lines is not None:
         tokens, _ = encode_text(other, ours.lines)
     theirs = TextLosses.of(other, tokens, ours.lines)
-    sizes, scale, has_bytes = ours.sums(np.ones(len(ours.tokens))), 1.0, False
-    if ours.lines is not None and ours.has_bytes and theirs.has_bytes:
+    has_bytes, scale = ours.has_bytes and theirs.has_bytes, 1.0
+    if ours.lines is not None and has_bytes:
         sizes = np.array([len(line.encode()) + 1.0 for line in ours.lines])
-        scale, has_bytes = 1 / math.log(2), True
-    elif not same_tokens:
+        scale = 1 / math.log(2)
+    elif same_tokens:
+        eos_id = ours.run.description.eos_id
+        sizes = sums_of_lines(np.ones(len(ours.tokens)), ours.tokens, eos_id)
+    else:
         lossy = other if ours.has_bytes else ours.run
         raise UserError(
             f"{lossy.folder} does not spell case or spaces of this text, and {other.folder} has"
@@ -187,11 +152,8 @@ def check_comparable(
 ) -> None:
     """Raises UserError if a run is not trained, or would not evaluate the same text alone.
 
-    Args:
-        run: the run.
-        others: others.
-        open_vocabulary: whether other tokens are allowed.
-        lines: the text, empty lines included; None: a split, whose text may have some.
+    With an open vocabulary, tokens may be others. `lines` are the text, empty ones included;
+    None: a split, whose text may have some.
     """
     for other in others:
         same_rule = other.keeps_empty_lines == run.keeps_empty_lines
@@ -229,14 +191,8 @@ def bootstrap_interval(
     Blocks of `BLOCK_LINES` lines, or fewer in a short text, are drawn with replacement; both models
     have the same blocks. Means of n drawn blocks vary less than those of n new ones, and n - 1
     degrees of freedom make their spread uncertain: the interval is wider by √(n / (n - 1)), and by
-    the ratio of the quantiles of Student's t and of the normal distribution.
-
-    Args:
-        nats, other: [L], of each line.
-        tokens: [L], of each line.
-
-    Returns:
-        Its limits; None of a text that has fewer than `LEAST_BLOCKS` lines.
+    the ratio of the quantiles of Student's t and of the normal distribution. Arguments are [L], of
+    each line; the result is None for fewer than `LEAST_BLOCKS` lines.
     """
     from scipy.special import ndtri, stdtrit  # for comparisons alone
 

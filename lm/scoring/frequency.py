@@ -5,15 +5,13 @@ Ranks are those of the counts in the training split, 1 for the most frequent wor
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.prepared import Prepared
-from data_prep.storage import write_atomically
-from lm.evaluation import as_json, perplexity
+from lm.evaluation import perplexity
 
 LAST_RANKS = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
 """Last ranks of bins; a further bin has the rest."""
@@ -42,10 +40,6 @@ class FrequencyReport:
     previous: list[FrequencyBin]  # by the word before it, `<eos>` at the start
     num_spelled: int = 0  # unknown words that are spelled
     spelling_nats: float | None = None  # of their spellings, in no bin; None: they are `<unk>`
-
-    def to_dict(self) -> dict[str, Any]:
-        """The bins for JSON, see `as_json`."""
-        return as_json(self)
 
     def table(self) -> str:
         """Both divisions as lines of text."""
@@ -76,13 +70,9 @@ def frequency_report(
     nll: NDArray[np.float64],
     spelling: NDArray[np.float64] | None = None,
 ) -> FrequencyReport:
-    """The report on a text that any model has predicted.
+    """The report on a text of tokens [n] that any model has predicted with `nll` [n] nats.
 
-    Args:
-        prepared: has the counts.
-        tokens: [n] ids.
-        nll: [n], nats of each token.
-        spelling: nats of the spelling of each unknown word; None: unknown words are not spelled.
+    `spelling` are the nats of the spelling of each unknown word; None: they are not spelled.
     """
     previous = np.concatenate([[prepared.eos_id], tokens[:-1]])
     rank = ranks(prepared.counts())
@@ -118,26 +108,3 @@ def _bins(rank: NDArray[Any], nll: NDArray[Any], vocab_size: int) -> list[Freque
             [1, *(each + 1 for each in last)], last, tokens, sums, strict=False
         )
     ]
-
-
-def draw_report(report: FrequencyReport, title: str, path: Path) -> None:
-    """Draw nats per token and the share of all nats of each bin."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    divisions = {"predicted": report.target, "previous": report.previous}
-    for axes, (name, bins) in zip(
-        figure.subplots(1, 2, sharey=True), divisions.items(), strict=True
-    ):
-        labels = [f"… {each.last_rank:,}" for each in bins]
-        total = sum(each.nll_nats for each in bins)
-        bars = axes.bar(labels, [each.mean_nats for each in bins])
-        shares = [f"{100 * each.nll_nats / total:.0f} % of nats" for each in bins]
-        axes.bar_label(bars, shares, fontsize=7)
-        axes.set(xlabel=f"rank of the {name} word")
-        axes.grid(True, axis="y", alpha=0.3)
-        axes.tick_params(axis="x", labelsize=8)
-    figure.axes[0].set_ylabel("nats per token")
-    figure.suptitle(title, parse_math=False)
-    name = path.suffix[1:].lower()
-    write_atomically(path, lambda file: figure.savefig(file, format=name, dpi=120), shared=True)

@@ -45,21 +45,13 @@ class Layout:
     keep_empty_lines: bool = True  # of a stream; independent sentences may be empty
 
     def rows(
-        self,
-        lines: Iterable[str],
-        *,
-        stream: bool,
-        is_waiting: Callable[[], bool] | None = None,
+        self, lines: Iterable[str], *, stream: bool, is_waiting: Callable[[], bool] | None = None
     ) -> Iterator[str]:
         """Score lines, as one text or as independent sentences; yields what is printed.
 
-        Independent sentences are scored at once if `is_waiting` says that no further line follows.
-
-        The perplexities of `tsv` and `json` are those of `lm evaluate`, per token and per word;
-        KenLM's are per word.
-
-        Raises:
-            UserError: if there is no line, or a line has no id where it must have one.
+        Sentences are scored at once if `is_waiting` says that no further line follows. Perplexities
+        of `tsv` and `json` are those of `lm evaluate`, per token and per word; KenLM's are per
+        word. UserError if there is no line, or a line has no id where it must have one.
         """
         ids: deque[str] = deque()
         sentences = self._sentences(lines, ids, keep_empty=self.keep_empty_lines or not stream)
@@ -103,13 +95,15 @@ class Layout:
         if self.name == "json":
             yield _json({"summary": summary | {"unit": self.unit}})
         elif self.name == "kenlm":
-            yield f"Perplexity including OOVs:\t{summary['perplexity']}"
-            yield f"Perplexity excluding OOVs:\t{summary['perplexity_excluding_oov']}"
-            yield f"OOVs:\t{oov}"
-            yield f"Tokens:\t{count}"
-            if self.scorer.mixture is not None:
-                yield f"Perplexity of the model alone:\t{summary['perplexity_model']}"
-                yield f"Perplexity of the n-gram model alone:\t{summary['perplexity_ngram']}"
+            titles = {
+                "perplexity": "Perplexity including OOVs",
+                "perplexity_excluding_oov": "Perplexity excluding OOVs",
+                "oov": "OOVs",
+                "tokens": "Tokens",
+                "perplexity_model": "Perplexity of the model alone",
+                "perplexity_ngram": "Perplexity of the n-gram model alone",
+            }
+            yield from (f"{titles[key]}:\t{summary[key]}" for key in titles if key in summary)
         elif self.level == "summary":
             yield self._tsv([summary], has_header=True)
 
@@ -168,8 +162,7 @@ class Layout:
     def _tsv(self, records: list[dict[str, Any]], *, has_header: bool) -> str:
         titles = {"log_prob": self.unit, "entropy": f"entropy_{self.unit}"}
         rows = [[titles.get(name, name) for name in records[0]]] if has_header else []
-        for record in records:
-            rows.append(list(record.values()))
+        rows += [list(record.values()) for record in records]
         text = io.StringIO()
         csv.writer(text, "excel-tab", lineterminator="\n").writerows(rows)
         return text.getvalue().removesuffix("\n")

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
-from lm.evaluation import as_json, perplexity
+from lm.evaluation import perplexity, table_of
 from lm.model.reader import read_text
 from lm.run import TrainedRun
 from lm.scoring.arpa import Floats
@@ -25,20 +25,13 @@ from lm.scoring.ngram import NGramModel
 CONTEXT = "the n-gram model starts each line at <s>"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Mixture:
-    """An n-gram model and its share.
-
-    Attributes:
-        ngram: the n-gram model.
-        weight: λ in [0, 1], the share of the other model.
-        valid_perplexity: of the mixture on the validation split, where λ was tuned; None if λ was
-            given.
-    """
+    """An n-gram model and its share."""
 
     ngram: NGramModel
-    weight: float
-    valid_perplexity: float | None
+    weight: float  # λ in [0, 1], the share of the other model
+    valid_perplexity: float | None = None  # of the mixture, if λ was tuned there
 
     @classmethod
     def open(cls, run: TrainedRun, path: Path, weight: float | None) -> "Mixture":
@@ -53,19 +46,18 @@ class Mixture:
             raise UserError(f"{run.folder} has no validation split to tune on: give --mixture")
         ngram = NGramModel(path, run.tokenizer)
         if weight is not None:
-            return cls(ngram=ngram, weight=weight, valid_perplexity=None)
+            return cls(ngram, weight)
         tokens = run.prepared.tokens("valid")
         each = token_log_probs(run, tokens), ngram.log_prob(tokens)
         weight = tuned_weight(*each)
         nll = -float(mixed(*each, weight).sum())
-        return cls(ngram=ngram, weight=weight, valid_perplexity=perplexity(nll, len(tokens)))
+        return cls(ngram, weight, perplexity(nll, len(tokens)))
 
     def log_prob(self, model: Floats, tokens: Iterable[int]) -> tuple[Floats, Floats]:
         """Equation (1) [n] in nats, and the n-gram model alone [n].
 
-        Args:
-            model: [n] nats, the model's log-probabilities of the tokens.
-            tokens: [n] ids, `<eos>` at the end of each line.
+        `model` [n] are the model's log-probabilities of the tokens [n], each line of which ends in
+        `<eos>`.
         """
         ngram = self.ngram.log_prob(tokens)
         return mixed(model, ngram, self.weight), ngram
@@ -90,10 +82,6 @@ class MixtureEvaluation:
     perplexity_ngram: float
     perplexity: float  # of the mixture
 
-    def to_dict(self) -> dict[str, Any]:
-        """The figures for JSON, see `as_json`."""
-        return as_json(self)
-
     def table(self, title: str) -> str:
         """The figures as lines of text below a title."""
         rows = {
@@ -102,23 +90,20 @@ class MixtureEvaluation:
             "perplexity of the n-gram model alone": f"{self.perplexity_ngram:.2f}",
             "perplexity of the mixture": f"{self.perplexity:.2f}",
         }
-        width = max(map(len, rows))
-        return "\n".join([title, *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
+        return table_of(title, rows)
 
 
 def evaluate_mixture(run: TrainedRun, mixture: Mixture, tokens: NDArray[Any]) -> MixtureEvaluation:
     """Perplexities of a text of tokens [n]."""
     model = token_log_probs(run, tokens)
     both, ngram = mixture.log_prob(model, tokens)
-    assert len(model) == len(ngram) == len(tokens)
-    values = [perplexity(-float(each.sum()), len(tokens)) for each in (model, ngram, both)]
     return MixtureEvaluation(
         weight=mixture.weight,
         valid_perplexity=mixture.valid_perplexity,
         tokens=len(tokens),
-        perplexity_model=values[0],
-        perplexity_ngram=values[1],
-        perplexity=values[2],
+        perplexity_model=perplexity(-float(model.sum()), len(tokens)),
+        perplexity_ngram=perplexity(-float(ngram.sum()), len(tokens)),
+        perplexity=perplexity(-float(both.sum()), len(tokens)),
     )
 
 
@@ -132,10 +117,6 @@ def mixed(model: Floats, ngram: Floats, weight: float) -> Floats:
 
 def tuned_weight(model: Floats, ngram: Floats) -> float:
     """The λ of the lowest perplexity, by bisection: log P of equation (1) is concave in λ.
-
-    Args:
-        model: [n] nats.
-        ngram: [n] nats.
 
     Example:
         >>> tuned_weight(np.log([0.5, 0.1]), np.log([0.1, 0.5]))

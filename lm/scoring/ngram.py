@@ -13,10 +13,10 @@ them), so that one search in a sorted array finds the next level of many histori
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,9 +52,9 @@ class NGramModel:
 
     Attributes:
         order: the largest n.
-        begin: id of `<s>`, which is no token.
+        start: [order - 1] ids, the history at the begin of a line.
         eos_id: id of `</s>`.
-        unk_id: id of `<unk>`, of a model without a tokenizer.
+        unk_id: id of `<unk>`.
 
     Raises:
         UserError: if the file cannot be read or is no complete ARPA file.
@@ -64,15 +64,14 @@ class NGramModel:
 
     def __init__(self, path: Path, tokenizer: Tokenizer | None = None) -> None:
         self.path, self._tokenizer = path, tokenizer
-        self._words: dict[str, int] = {}
         self._spaced: str | None = None  # a word of the file with a character that separates words
+        self._words = {"</s>": 0, UNK: 1, "<UNK>": 1, "<s>": 2}
         if tokenizer is None:
-            self.eos_id, self.unk_id = self._own_id("</s>"), self._own_id(UNK)
-            self._words["<UNK>"] = self.unk_id
+            self.eos_id, self.unk_id, self._begin = 0, 1, 2
             id_of: Callable[[str], int | None] = self._own_id
         else:
-            self.eos_id, self.begin = tokenizer.eos_id, tokenizer.vocab_size
-            id_of = _id_of(tokenizer)
+            self.eos_id, self.unk_id = tokenizer.eos_id, tokenizer.unk_id
+            self._begin, id_of = tokenizer.vocab_size, _id_of(tokenizer)
         is_whole = True
 
         def watched(word: str) -> int | None:
@@ -86,11 +85,10 @@ class NGramModel:
             return id
 
         ngrams = read_arpa(path, watched)
-        if tokenizer is None:
-            self.begin = self._own_id("<s>")
-        num_ids = len(self._words) if tokenizer is None else tokenizer.vocab_size + 1
-        self.order, self._none = len(ngrams), num_ids
-        self._levels = self._build(ngrams, num_ids + 1)
+        self.order = len(ngrams)
+        self._none = len(self._words) if tokenizer is None else tokenizer.vocab_size + 1
+        self.start = np.array([self._begin, *[self._none] * self.order][: self.order - 1], np.int64)
+        self._levels = self._build(ngrams, self._none + 1)
         if is_whole:
             self._check_sums(ngrams)
         if tokenizer is None and np.isnan(self._levels[0].log_prob[self.unk_id]):
@@ -123,7 +121,7 @@ class NGramModel:
         for n, each in list(enumerate(ngrams, 1))[1:]:
             hashed = each.ids[:, :-1] @ _FACTORS[: n - 1]
             period = max(1, len(np.unique(hashed)) // MAX_SUMS)
-            is_drawn = (hashed % period == 0) & (each.ids[:, -1] != self.begin)
+            is_drawn = (hashed % period == 0) & (each.ids[:, -1] != self._begin)
             ids, log_prob = each.ids[is_drawn], each.log_prob[is_drawn]
             _, first, place = np.unique(hashed[is_drawn], return_index=True, return_inverse=True)
             before = np.full((len(ids), self.order - 1), self._none)
@@ -153,10 +151,7 @@ class NGramModel:
     def log_probs(self, histories: Ints, words: Ints) -> Floats:
         """Equation (1) for each of P words [P] after its history, in nats; NaN: no unigram.
 
-        Args:
-            histories: [P, order - 1] ids before the word, the last one first, filled by
-                `extended` and `start`.
-            words: [P] ids.
+        Histories are [P, order - 1] ids before the word, the last one first, as in `start`.
         """
         values, used = np.full(len(words), np.nan), np.zeros(len(words), dtype=np.int64)
         for k, rows, node in self._suffixes(np.column_stack([words, histories])):
@@ -167,24 +162,16 @@ class NGramModel:
             values[rows] += np.where(k >= used[rows], self._levels[k].backoff[node], 0.0)
         return values
 
-    def start(self) -> Ints:
-        """The history at the begin of a line, [order - 1]."""
-        return np.array([self.begin, *[self._none] * self.order][: self.order - 1], dtype=np.int64)
-
-    def extended(self, histories: Ints, words: Ints) -> Ints:
-        """Histories [P, order - 1] with a word [P] more."""
-        return np.column_stack([words, histories])[:, : self.order - 1]
-
     def word_ids(self, words: Iterable[str]) -> Ints:
         """Ids of words, of a model without a tokenizer: `<unk>` for those that it lacks."""
-        reserved = "<s>", "</s>"
-        ids = [self.unk_id if w in reserved else self._words.get(w, self.unk_id) for w in words]
-        return np.array(ids, dtype=np.int64)
+        ids = np.array([self._words.get(word, self.unk_id) for word in words], dtype=np.int64)
+        ids[(ids == self._begin) | (ids == self.eos_id)] = self.unk_id
+        return ids
 
     @property
     def words(self) -> list[str]:
-        """The words of a model without a tokenizer, without `<s>`, `</s>` and `<unk>`."""
-        special = self.begin, self.eos_id, self.unk_id
+        """The words of a model without a tokenizer but `<s>`, `</s>` and `<unk>`."""
+        special = self._begin, self.eos_id, self.unk_id
         return [word for word, id in self._words.items() if id not in special]
 
     @property
@@ -203,12 +190,12 @@ class NGramModel:
         Raises:
             UserError: if the file has no unigram of a token.
         """
-        ids = np.array(tokens if isinstance(tokens, Sequence) else list(tokens), dtype=np.int64)
+        ids = np.array(list(tokens), dtype=np.int64)
         place = np.arange(len(ids))
         begins_line = np.concatenate([[True], ids[:-1] == self.eos_id])[: len(ids)]
         first = np.maximum.accumulate(np.where(begins_line, place, 0))[:, None]
         before = place[:, None] - np.arange(1, self.order)
-        outside = np.where(before == first - 1, self.begin, self._none)
+        outside = np.where(before == first - 1, self._begin, self._none)
         values = self.log_probs(np.where(before >= first, ids[np.maximum(before, 0)], outside), ids)
         for token in ids[np.isnan(values)].tolist():
             raise UserError(self._absent(token))
@@ -229,7 +216,7 @@ class NGramModel:
         if token == self.eos_id:
             return f"{self.path} has no </s>"
         assert self._tokenizer is not None
-        if token == self._tokenizer.unk_id:
+        if token == self.unk_id:
             return f"{self.path} has no {UNK}, and the text has a word outside the vocabulary"
         unit = token_unit(self._tokenizer)
         if self._spaced is not None:
@@ -244,20 +231,16 @@ class NGramModel:
 
 def _id_of(tokenizer: Tokenizer) -> Callable[[str], int | None]:
     """The id of a word of an ARPA file; None if the tokenizer lacks it."""
-    special: dict[str, int | None] = {
-        "<s>": tokenizer.vocab_size,
-        "</s>": tokenizer.eos_id,
-        EOS: None,
-    }
-    special |= {UNK: tokenizer.unk_id, "<UNK>": tokenizer.unk_id}
+    unk_id = tokenizer.unk_id
+    special = {"<s>": tokenizer.vocab_size, "</s>": tokenizer.eos_id, UNK: unk_id, "<UNK>": unk_id}
     if isinstance(tokenizer, WordTokenizer):
         words = tokenizer.words
 
         def id_of(word: str) -> int | None:
-            if word in special:
-                return special[word]
-            return None if (id := words.id(word)) < 0 else id
+            found = -1 if word == EOS else special.get(word, words.id(word))
+            return None if found < 0 else found
 
         return id_of
-    pieces: dict[str, Any] = {tokenizer.token(id): id for id in range(tokenizer.vocab_size)}
+    pieces = {tokenizer.token(id): id for id in range(tokenizer.vocab_size)}
+    pieces.pop(EOS, None)
     return (pieces | special).get

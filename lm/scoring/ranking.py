@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 from data_prep.errors import UserError
 from data_prep.sequences import Sequences
-from lm.evaluation import as_json
 from lm.model.language_model import LanguageModel
 from lm.model.reader import Ints, read_lines
 from lm.run import TrainedRun
@@ -101,10 +100,6 @@ class RankingReport:
     excluded_targets: int  # missed
     model: Ranked
     popularity: Ranked
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures for JSON, see `as_json`."""
-        return as_json(self)
 
     def table(self, title: str) -> str:
         """The figures as lines of text below a title."""

@@ -79,9 +79,9 @@ class Scorer:
         model: in evaluation mode.
         tokenizer: the one that the model was trained with.
         context: T that the model was trained with, the windows of a Transformer's stream.
-        vocabulary_size: V, number of words that the model is declared to share its probability
-            among, with `<eos>` and without `<unk>`: the V - (N - 1) words outside the model's
-            vocabulary of N have 1 / (V - (N - 1)) of P(<unk>) each. None: `<unk>` is one word.
+        vocabulary_size: V, number of words that share all probability, with `<eos>` and without
+            `<unk>`: those outside the model's vocabulary of N have 1 / (V - (N - 1)) of P(<unk>)
+            each. None: `<unk>` is one word.
         speller: has the probability of each unknown word given `<unk>`, in place of V.
         details: whether to compute rank and entropy.
         mixture: a mixture with an n-gram model, whose log-probabilities are then the scores.
@@ -120,9 +120,10 @@ class Scorer:
             raise UserError("a vocabulary size applies to models of words, not of pieces of words")
         is_whole = isinstance(vocabulary_size, SupportsIndex)
         if not is_whole or not model.vocab_size <= vocabulary_size <= MAX_VOCABULARY_SIZE:
-            expected = f"expected at least {model.vocab_size}, one word more than the model has"
-            limit = f"and at most {MAX_VOCABULARY_SIZE}"
-            raise UserError(f"vocabulary size {vocabulary_size}: {expected}, {limit}")
+            raise UserError(
+                f"vocabulary size {vocabulary_size}: expected at least {model.vocab_size}, one word"
+                f" more than the model has, and at most {MAX_VOCABULARY_SIZE}"
+            )
         self.num_unseen = vocabulary_size - (model.vocab_size - 1)
 
     @classmethod
@@ -157,10 +158,9 @@ class Scorer:
                 index_of_line.append(index)
             by_line = np.concatenate(index_of_line).argsort(kind="stable")
             columns = [np.concatenate(column)[by_line] for column in zip(*figures, strict=True)]
-            self._add_unknown(columns[0], batch, np.concatenate(ids))
             context = np.concatenate([np.arange(1, len(each) + 1) for each in ids])
             context = context if limit is None else np.minimum(context, limit)
-            yield from self._line_scores(aligned, columns, context)
+            yield from self._line_scores(batch, aligned, columns, context)
 
     def stream(self, lines: Iterable[str]) -> Iterator[LineScore]:
         """Score lines as one text, each token from the text before it, as `lm evaluate`."""
@@ -175,13 +175,7 @@ class Scorer:
             figures.append(self._figures(hidden, targets.T.flatten()))
             context.append(num_before.T.flatten())
         columns = [np.concatenate(column) for column in zip(*figures, strict=True)]
-        self._add_unknown(columns[0], lines, ids)
-        yield from self._line_scores(aligned, columns, np.concatenate(context))
-
-    def _add_unknown(self, log_prob: Floats, lines: Sequence[str], ids: NDArray[Any]) -> None:
-        """Add log P(word | `<unk>`) to the log-probabilities of the tokens [n] of lines."""
-        is_unk = ids == self.tokenizer.unk_id
-        log_prob[is_unk] += self.unknown_log_prob(lines, int(is_unk.sum()))
+        yield from self._line_scores(lines, aligned, columns, np.concatenate(context))
 
     @torch.no_grad()
     def _figures(self, hidden: Tensor, targets: Tensor) -> list[NDArray[Any]]:
@@ -205,13 +199,19 @@ class Scorer:
         return rank, entropy + unk * log_unseen
 
     def _line_scores(
-        self, lines: Iterable[AlignedLine], columns: list[NDArray[Any]], context: Ints
+        self,
+        lines: Sequence[str],
+        aligned: Iterable[AlignedLine],
+        columns: list[NDArray[Any]],
+        context: Ints,
     ) -> Iterator[LineScore]:
         """The scores of lines, from figures of their tokens one line after another."""
-        begin, eos_id, unk_id = 0, self.tokenizer.eos_id, self.tokenizer.unk_id
-        for line in lines:
-            ids, num_units = np.append(line.ids, eos_id).astype(np.int32), len(line.words) + 1
-            part = slice(begin, begin + len(ids))
+        begin, eos_id = 0, self.tokenizer.eos_id
+        all_ids = [np.append(line.ids, eos_id).astype(np.int32) for line in aligned]
+        is_unk = np.concatenate(all_ids) == self.tokenizer.unk_id
+        columns[0][is_unk] += self.unknown_log_prob(lines, int(is_unk.sum()))
+        for line, ids in zip(aligned, all_ids, strict=True):
+            num_units, part = len(line.words) + 1, slice(begin, begin + len(ids))
             begin = part.stop
             tokens, unmixed = TokenScores(*(column[part] for column in columns)), None
             if self.mixture is not None:
@@ -222,8 +222,8 @@ class Scorer:
             yield LineScore(
                 words=line.words,
                 log_prob=np.bincount(unit, tokens.log_prob, num_units).astype(np.float64),
-                is_oov=np.bincount(unit, ids == unk_id, num_units) > 0,
-                is_unk=ids == unk_id,
+                is_oov=np.bincount(unit, is_unk[part], num_units) > 0,
+                is_unk=is_unk[part],
                 context=context[part][first],
                 word_id=np.where(unit[first] == np.arange(num_units), ids[first], -1),
                 unit_of_token=unit,

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends.base import row_size
-from lm.output.decoding import compiled, search
+from lm.output.decoding import distribution
 from lm.output.decoding.distribution import log_prob, sample
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.expansion import Expander, checked_hidden
@@ -90,12 +90,13 @@ def ways(case: Case, hidden: Tensor, way: str) -> list[Finder]:
         if way in DRAWS:
             return sample(hidden, weight, tree, bias, DRAWS[way])
         expander = Expander(checked_hidden(hidden, weight, tree, bias), weight, tree, bias)
+        finder = distribution.finder(expander)
         if way == "top-k":
-            return search.topk(expander, TOP_K).word[0]
+            return finder.topk(expander, TOP_K).word[0]
         sets = (
-            search.nuclei(expander, 1.0, TOP_P)
+            finder.nuclei(expander, 1.0, TOP_P)
             if way == "top-p"
-            else search.within_ratio(expander, 1.0, MIN_P)
+            else finder.within_ratio(expander, 1.0, MIN_P)
         )
         ((_, words),) = sets
         return words.word[0]  # of one position: nothing is padded
@@ -111,7 +112,7 @@ def defined(case: Case, hidden: Tensor, way: str) -> Tensor:
     """The words of a way, by the definition."""
     weight, tree, bias = case.weight, case.tree, case.bias
     expander = Expander(checked_hidden(hidden, weight, tree, bias), weight, tree, bias)
-    words = search.topk(expander, tree.vocab_size)
+    words = distribution.finder(expander).topk(expander, tree.vocab_size)
     log_probs = torch.empty_like(words.log_prob).scatter_(1, words.word, words.log_prob)[0]
     return words.word[0, :TOP_K] if way == "top-k" else chosen(log_probs, way)
 
@@ -189,7 +190,6 @@ def main() -> None:
     add("--threads", type=int, default=1)
     add("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
-    compiled.FREE_SECONDS = 0.0  # the loops are loaded at once
     require_positive(parser, options, ["rounds", "threads"])
     torch.set_num_threads(options.threads)
     table = Table(COLUMNS, options.json, options.device)

@@ -36,6 +36,9 @@ from scripts.kernels.emulator.compiler import compiled
 Classes = Literal["equal", "frequency"]
 """Random classes of one size, or words of neighbouring ranks with equal sums of √count."""
 
+CONSTANTS = frozenset({"ACC", "META", "SORTED", "TILE"})
+"""Arguments that a kernel is compiled for and the host does not pass to it."""
+
 _jobs: list[tuple[Launch, int]] = []  # of the worker processes, which inherit it
 
 
@@ -123,6 +126,15 @@ def _use(table: Tensor, gradient: RowGradient) -> None:
         optimizer([parameter], lr=0.1).step()
     if not table.is_meta:
         gradient.to_sparse()
+
+
+def values(launch: Launch) -> dict[str, Any]:
+    """The arguments that are no constants, those of a group by the names of its fields."""
+    found: dict[str, Any] = {}
+    for name, value in launch.arguments.items():
+        if name not in CONSTANTS:
+            found |= value._asdict() if isinstance(value, tuple) else {name: value}  # type: ignore[attr-defined]
+    return found
 
 
 def compiled_launch(launch: Launch, capability: int) -> Any:

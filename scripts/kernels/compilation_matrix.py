@@ -32,7 +32,7 @@ from lm.output.backends.triton.launch import Launch, instrumented
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.reporting import TOP, Table, benchmark_parser
 from scripts.kernels import sass
-from scripts.kernels.compilation import compiled_launch, launches, make_problem
+from scripts.kernels.compilation import compiled_launch, launches, make_problem, values
 
 PROCESSOR_SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 """Shared memory of a processor, of which each program takes 1 KiB."""
@@ -104,11 +104,10 @@ def report(
 def _described(launch: Launch, seen: set[str]) -> str:
     """The kernel and what it is for; dense gradients come first."""
     name: str = launch.kernel.__name__
+    given = {key for key, value in values(launch).items() if value is not None}
     if name != "_update":
-        bias = launch.arguments.get("d_bias") is not None
-        alone = all(launch.arguments.get(other) is None for other in ("d_hidden", "d_weight"))
-        return name + (", row-wise" + " bias" * (bias and alone)) * (name in seen)
-    given = {key for key, value in launch.arguments.items() if value is not None}
+        alone = "d_bias" in given and not {"d_hidden", "d_weight"} & given
+        return name + (", row-wise" + " bias" * alone) * (name in seen)
     rules = {"total": "Adagrad", "mean": "Adam", "table": "SGD"}
     rule = next((rule for key, rule in rules.items() if key in given), "norm")
     rule += ", norms given" * (rule == "Adagrad" and "squares" in given)

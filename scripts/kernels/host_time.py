@@ -6,7 +6,9 @@ What Triton does for a launch is measured up to the call of the driver, whose ti
 
   python -m scripts.kernels.host_time --json host_time.jsonl
 
-prints both, and their sum, for fp32 and bf16.
+prints both, and their sum, for fp32 and bf16; and how many arguments the kernels have: parameters
+as they are written, where a group counts as one, and the pointers and numbers that a step hands to
+Triton's launcher, where each field of a group counts and constants and None do not.
 """
 
 import statistics
@@ -18,11 +20,12 @@ from unittest import mock
 import torch
 
 from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends.base import Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.reporting import Row, Table, benchmark_parser
-from scripts.kernels.compilation import compiled_launch
+from scripts.kernels.compilation import compiled_launch, values
 
 
 class Range(NamedTuple):
@@ -44,8 +47,12 @@ _POSITIONS, _SIZE, _WORDS = 64, 64, 300
 
 def host_seconds(
     capability: int, rounds: int = 300, dtype: torch.dtype = torch.bfloat16
-) -> dict[str, Range]:
-    """Seconds of the Python path and of each launch, by name: see `timed`."""
+) -> tuple[dict[str, Range], list[Launch]]:
+    """Seconds of the Python path and of each launch, by name: see `timed`; and the launches.
+
+    What the path asks of a device is asked, but for its compute capability, which is given; of the
+    checks of targets, that of a GPU is made.
+    """
     tree = ClassTree.two_level(num_words=_WORDS)
     options: dict[str, Any] = {"dtype": dtype, "requires_grad": True}
     hidden = torch.zeros(_POSITIONS, _SIZE, **options)
@@ -58,8 +65,18 @@ def host_seconds(
         loss = hierarchical_cross_entropy(hidden, weight, target, tree, backend="triton")
         torch.autograd.backward(loss)
 
+    device, obstacle = torch.device("cuda", 0), TritonBackend.obstacle
+    valid = torch.ones((), dtype=torch.int32)
+
+    def obstacle_on_a_gpu(backend: TritonBackend, problem: Problem, _: torch.device) -> str | None:
+        return obstacle(backend, problem, device)
+
+    def check_words(*of: Any) -> None:
+        torch._assert_async(valid)
+
     with (
-        mock.patch.object(TritonBackend, "obstacle", return_value=None),  # on a CPU
+        mock.patch.object(TritonBackend, "obstacle", obstacle_on_a_gpu),
+        mock.patch("lm.output.backends.triton.backend.check_words", check_words),
         instrumented(run=lambda launch: None, capability=capability),
     ):
         with instrumented(run=found.append):
@@ -68,7 +85,7 @@ def host_seconds(
     for launch in found:
         compiled_launch(launch, capability)
         seconds[launch.kernel.__name__] = added(timed(_launching(launch), rounds), DRIVER_LAUNCH)
-    return seconds
+    return seconds, found
 
 
 def _launching(launch: Launch) -> Callable[[], object]:
@@ -95,13 +112,17 @@ def added(*ranges: Range) -> Range:
     return Range(*map(sum, zip(*ranges, strict=True)))
 
 
-def row_of(seconds: dict[str, Range]) -> Row:
-    """The Python path, all launches and their sum in µs, and each in seconds."""
+def row_of(seconds: dict[str, Range], found: list[Launch]) -> Row:
+    """The Python path, all launches and their sum in µs, each in seconds; counts of arguments."""
     launches = [value for name, value in seconds.items() if name != PYTHON]
     each = seconds[PYTHON], added(*launches)
     sums = dict(zip(SUMS, [*each, added(*each)], strict=True))
     ends = {f"{name}_{end}_us": 1e6 * getattr(sums[name], end) for name in SUMS for end in RANGE}
-    return {"launches": len(launches), **ends, "seconds": seconds}
+    counts = {
+        "parameters": sum(len(launch.kernel.params) for launch in found),
+        "values": sum(x is not None for launch in found for x in values(launch).values()),
+    }
+    return {"launches": len(launches), **counts, **ends, "seconds": seconds}
 
 
 def main() -> None:
@@ -112,11 +133,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     ranges = {name: f"{{{name}_low_us:.0f}} – {{{name}_high_us:.0f}}" for name in SUMS}
-    columns = {"dtype": "{dtype}", **{f"{name} µs": text for name, text in ranges.items()}}
+    columns = {"dtype": "{dtype}", "parameters": "{parameters}", "values": "{values}"}
+    columns |= {f"{name} µs": text for name, text in ranges.items()}
     table = Table(columns, log=options.json)
     for name in ("fp32", "bf16"):
         dtype = DTYPES.get(name, torch.float32)
-        table.add({"dtype": name, **row_of(host_seconds(options.sm, options.rounds, dtype))})
+        table.add({"dtype": name, **row_of(*host_seconds(options.sm, options.rounds, dtype))})
 
 
 if __name__ == "__main__":

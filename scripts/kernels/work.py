@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from lm.output.backends.triton.launch import SLOT, Launch
+from lm.output.backends.triton.routing import Routing
+from scripts.kernels.compilation import values
 
 Counts = NDArray[Any]
 """Numbers of the programs, visits, nodes or entries of a launch."""
@@ -20,10 +22,6 @@ SECTOR = 32
 """Bytes of the smallest piece that the caches move."""
 SINGLE = 4
 """Bytes of a number that sums are formed in."""
-
-
-TILES = ("row_tiles", "chunk_tiles", "split_tiles")
-"""Lists whose entries are four numbers."""
 
 
 class Work(NamedTuple):
@@ -36,42 +34,43 @@ class Work(NamedTuple):
 def work(launch: Launch) -> Work:
     """Count the bytes of a launch whose lists are written."""
     counter = COUNTERS.get(launch.kernel.__name__)
-    return Work() if counter is None else counter(_Arguments(launch))
+    if counter is None or values(launch).get("sorted_hidden", True) is None:
+        return Work()
+    return counter(_Arguments(launch))
 
 
 class _Arguments:
     """A launch's arguments as numbers and arrays, and what the counters derive from them."""
 
     def __init__(self, launch: Launch) -> None:
-        self.arguments = launch.arguments
-        self.name: str = launch.kernel.__name__
-        self.P, self.tile = self["P"], launch.tile
-        if self.arguments.get("sorted_hidden") is not None:
-            self.item: int = launch.arguments["sorted_hidden"].element_size()
-            self.padded: int = self["sorted_units"] * SLOT
-            if "h_units" in self.arguments:
-                self.hidden_bytes: int = self["h_units"] * self["ALIGN"] * self.item
-            if "weight" in self.arguments:
-                self.weight_item: int = launch.arguments["weight"].element_size()
-                self.row_bytes = self["weight_units"] * self["WEIGHT_ALIGN"] * self.weight_item
+        given = values(launch)
+        self.P, self.tile = given["P"], launch.tile
+        self.meta: Any = launch.arguments.get("META")
+        depth, width = given["D"], given["num_children"]
+        self.values = given | Routing.of(given["routing"], self.P, depth)._asdict()
+        self.item: int = given["errors" if "errors" in given else "sorted_hidden"].element_size()
+        if self.meta is not None:
+            self.hidden_bytes: int = given["h_units"] * self.meta.align * self.item
+            self.padded: int = -(-given["h_units"] * self.meta.align // SLOT) * SLOT
             self.vector_bytes = self.padded * self.item  # of a sorted hidden vector
-        if "num_children" in self.arguments:
-            self.width: Counts = self["num_children"]
-            self.node: Counts = self["node"].reshape(-1, self.P)
-            self.slots = -(-self.width // SLOT) * SLOT  # saved columns of each node
+        if self.meta is not None and given.get("weight") is not None:
+            self.weight_item: int = given["weight"].element_size()
+            self.row_bytes = given["weight_units"] * self.meta.weight_align * self.weight_item
+        self.width: Counts = width.numpy()
+        self.node: Counts = self["node"].reshape(depth, self.P)
+        self.slots = -(-self.width // SLOT) * SLOT  # saved columns of each node
 
     def __getitem__(self, name: str) -> Any:
-        value = self.arguments[name]
+        value = self.values[name]
         return value.numpy() if torch.is_tensor(value) and value.dtype != torch.bfloat16 else value
 
     def item_size(self, name: str) -> int:
         """Bytes of a number of a tensor; 0 if it is not given."""
-        return 0 if self.arguments[name] is None else int(self.arguments[name].element_size())
+        return 0 if self.values[name] is None else int(self.values[name].element_size())
 
     def entries(self, name: str, place: int) -> Counts:
         """The entries of a list of the routing."""
-        entries = self[name].reshape(-1, 4) if name in TILES else self[name]
-        found: Counts = entries[: self["num_entries"][place]]
+        found: Counts = self[name][: self["num_entries"][place]]
         return found
 
     def sectors(self, columns: int, *, halves: bool = True) -> float:
@@ -107,7 +106,7 @@ class _Arguments:
 
 
 def _plan(a: _Arguments) -> Work:
-    size = a["COLUMNS"] * a.item
+    size = a.tile.h * a.item
     sectors = (size + SECTOR - math.gcd(a.hidden_bytes, SECTOR)) / size
     memory = a.P * (a.hidden_bytes + a.vector_bytes)
     return Work(a.P * a.hidden_bytes * sectors, memory)
@@ -117,7 +116,7 @@ def _forward(a: _Arguments) -> Work:
     stop = a.stop().ravel()
     heavy, light = a.entries("heavy_tiles", 0), a.entries("light_nodes", 1)
     loaded = rows = saved = 0.0
-    for flat, most in ((heavy, a.tile.v), (light, a["LIGHT"])):
+    for flat, most in ((heavy, a.tile.v), (light, a.meta.light.v)):
         node = a.node.ravel()[flat]
         visits, width = np.minimum(stop[flat] - flat % a.P, most), a.width[node]
         num_blocks = -(-width // a.tile.c)
@@ -126,12 +125,12 @@ def _forward(a: _Arguments) -> Work:
         rows += float(a.width[np.unique(node)].sum())
         saved += float((visits * (a.slots[node] * a.item + num_blocks * SINGLE)).sum())
     memory = rows * a.row_bytes + (a.node >= 0).any(0).sum() * a.vector_bytes
-    return Work(loaded, memory + saved * a["SAVE"])
+    return Work(loaded, memory + saved * (a["exp_logits"] is not None))
 
 
 def _errors(a: _Arguments) -> Work:
     node = a.node[a.node >= 0]
-    saved = float(a.slots[node].sum()) * a.arguments["errors"].element_size()
+    saved = float(a.slots[node].sum()) * a.item
     maxima = float((-(-a.width[node] // a.tile.c)).sum()) * SINGLE
     return Work(saved, 2 * saved + maxima)
 
@@ -170,7 +169,7 @@ def _heavy(a: _Arguments) -> Work:
 
 
 def _rows(a: _Arguments) -> Work:
-    entry, columns = a.entries("row_tiles", 3), a["LIGHT_H"]
+    entry, columns = a.entries("row_tiles", 3), a.meta.light.h
     loaded, errors = _heavy_rows(a, entry, a.row_bytes // a.weight_item)
     num_h = -(-a.row_bytes // (a.weight_item * columns))
     flat = a.entries("light_groups", 2)
@@ -204,13 +203,15 @@ def _update(a: _Arguments) -> Work:
     hidden vectors for each block of children, and errors for each block of columns, except of few
     visits. What is updated is written once.
     """
-    if a.arguments["sorted_hidden"] is None:
-        return Work()
-    heavy, split, light = a.entries("row_tiles", 3), a.entries("split_tiles", 5), a["light_nodes"]
-    light, nodes, tile = light[: a["num_entries"][1]], a.node.ravel(), a["TILE_C"]
-    columns, single = a["weight_units"] * a["WEIGHT_ALIGN"], a.arguments["numbers"].element_size()
-    is_norm = a.arguments["table"] is None
-    has_norms = a.arguments["total"] is None or a.arguments["squares"] is not None
+    heavy, split, light = (
+        a.entries("row_tiles", 3),
+        a.entries("split_tiles", 5),
+        a.entries("light_nodes", 1),
+    )
+    nodes, tile = a.node.ravel(), a.meta.rows
+    columns, single = a["weight_units"] * a.meta.weight_align, a.values["numbers"].element_size()
+    is_norm = a.values["table"] is None
+    has_norms = a.values["total"] is None or a.values["squares"] is not None
     passes = 1 if is_norm or has_norms else 2
     flat, c0 = np.append(heavy[:, 0], light), np.append(heavy[:, 2] * tile, light * 0)
     end = np.append(heavy[:, 1], a.stop().ravel()[light])
@@ -218,7 +219,7 @@ def _update(a: _Arguments) -> Work:
     visits, inside = end - flat % a.P, np.minimum(a.slots[nodes[flat]] - c0, most)
     rows = np.minimum(a.width[nodes[flat]] - c0, most)
     split_rows = np.minimum(tile, a.width[nodes[split[:, 0]]] - split[:, 2] * tile)
-    times = passes * -(-columns // a.tile.h) + (a.arguments["bias_sums"] is not None)
+    times = passes * -(-columns // a.tile.h) + (a["bias_sums"] is not None)
     loaded = passes * float((visits * -(-rows // a.tile.c)).sum()) * a.vector_bytes
     loaded += float((visits * inside * np.where(visits <= a.tile.step, 1, times)).sum()) * a.item
     sums = float((split[:, 1] * split_rows).sum()) * a.padded * single

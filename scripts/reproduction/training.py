@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
-from lm.evaluation import evaluate_split, perplexity
+from lm.evaluation import as_json, evaluate_split, perplexity
 from lm.run import Run as TrainingRun
 from lm.run import TrainedRun
 from lm.scoring.comparison import sums_of_lines
@@ -101,7 +101,7 @@ def _test_figures(
     figures = {
         "tokens": len(tokens),
         "perplexity": perplexity(float(nll.sum()), len(tokens)),
-        "by_frequency": frequency_report(opened.prepared, tokens, nll).to_dict(),
+        "by_frequency": as_json(frequency_report(opened.prepared, tokens, nll)),
     }
     line_nats = sums_of_lines(nll, tokens, eos_id).astype(np.float64)
     return figures, Lines(line_tokens.astype(np.int64), line_nats)

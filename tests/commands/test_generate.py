@@ -224,6 +224,21 @@ def test_table_of_classes_multiplies_to_the_probability_of_each_word(
         assert [float(p) for p in row[2:4]] == pytest.approx(step["probabilities"], abs=1e-6)
 
 
+def test_words_without_a_class_are_reported(
+    letters: Callable[..., Path],
+    lstm_run: Path,
+    printed: Printed,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    notice = "frequent words are in no class: P(class) is theirs, P(word | class) 1"
+    with_shortlist = letters("shortlist", "--classes.shortlist=2")
+    for run, is_reported in ((with_shortlist, True), (lstm_run, False)):
+        caplog.clear()
+        rows = printed(run, "--show-classes", "--tokens=30").splitlines()[1:]
+        assert (notice in caplog.messages) == is_reported
+        assert any(row.split("\t")[3] == "1.000000" for row in rows) == is_reported
+
+
 def test_best_beam_is_printed_and_its_samples_are_in_order(run: Path, printed: Printed) -> None:
     options = [run, "--prompt=the cat", "--tokens=8", "--beams=5", "--length-penalty=0"]
     options += ["--allow-unk"]

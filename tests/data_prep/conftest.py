@@ -14,6 +14,9 @@ from data_prep.prepare import prepare
 from data_prep.prepared import Prepared
 from data_prep.settings import ClassesConfig, DataConfig, SplitFiles, TokenizerConfig
 
+VOCABULARY = {"vocab.txt", "tokenizer.json", "speller.npz"}
+FILES = VOCABULARY | {"train.npy", "valid.npy", "counts.npy", "classes.npy"}
+
 
 class Corpus:
     """A small corpus and the settings to prepare it."""

@@ -1,11 +1,9 @@
 """Every difference from the record is named, and only what depends on it is done again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -15,12 +13,7 @@ from data_prep.errors import UserError
 from data_prep.meta import Meta, find_changes, requested_meta, requested_settings, setting_changes
 from data_prep.settings import ClassesConfig, DataConfig, Files, SplitFiles, TokenizerConfig
 from data_prep.storage import sha256_file
-
-if TYPE_CHECKING:
-    from tests.data_prep.conftest import Corpus
-
-VOCABULARY = {"vocab.txt", "tokenizer.json", "speller.npz"}
-FILES = VOCABULARY | {"train.npy", "valid.npy", "counts.npy", "classes.npy"}
+from tests.data_prep.conftest import FILES, Corpus
 
 
 def edit(name: str, text: str) -> Callable[[Corpus], None]:
@@ -119,16 +112,6 @@ def test_another_column_is_another_text(corpus: Corpus) -> None:
 
 def requested(corpus: Corpus) -> Meta:
     return requested_meta(corpus.data, corpus.tokenizer, corpus.classes, corpus.prepared, None)
-
-
-def test_files_in_another_order_are_another_text(corpus: Corpus) -> None:
-    corpus.data = replace(corpus.data, files=SplitFiles(train=["train.txt", "valid.txt"]))
-    before = requested(corpus)
-    corpus.data = replace(corpus.data, files=SplitFiles(train=["valid.txt", "train.txt"]))
-    assert find_changes(before, requested(corpus)) == {
-        "train": ["train: order of the files changed"]
-    }
-    assert corpus.text().startswith("the zebra\n")
 
 
 def test_files_of_one_name_are_distinguished(corpus: Corpus) -> None:

@@ -1,10 +1,7 @@
 """A prepared folder opens with what was prepared; damaged or foreign files are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,9 +11,7 @@ from data_prep.prepared import Prepared, open_prepared
 from data_prep.settings import ClassesConfig
 from data_prep.tokenizer.serialization import load_tokenizer, save_tokenizer
 from data_prep.tokenizer.tokenizer import WordTokenizer
-
-if TYPE_CHECKING:
-    from tests.data_prep.conftest import Corpus
+from tests.data_prep.conftest import Corpus
 
 
 @pytest.fixture

@@ -99,14 +99,6 @@ def test_a_failed_write_leaves_the_previous_file_and_nothing_else(tmp_path: Path
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
-    fail = Mock(side_effect=OSError(28, "No space left on device"))
-    with pytest.raises(UserError, match=r"file cannot be written: No space left on device$"):
-        write_atomically(tmp_path / "file", fail)
-    with pytest.raises(UserError, match=r"nowhere/file cannot be written: No such file or direc"):
-        write_atomically(tmp_path / "nowhere" / "file", fail)
-
-
 def test_a_new_folder_is_complete_or_absent(tmp_path: Path) -> None:
     path = tmp_path / "run" / "text"
 
@@ -144,14 +136,15 @@ def test_a_new_folder_that_another_process_writes_is_an_error(tmp_path: Path) ->
     assert [each.name for each in (tmp_path / "text").iterdir()] == ["a"]
 
 
-def test_a_read_only_file_system_is_reported_with_the_file(
+def test_a_file_that_cannot_be_written_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = OSError(errno.EROFS, os.strerror(errno.EROFS))
-    monkeypatch.setattr(Path, "unlink", Mock(side_effect=refused))
-    fail = Mock(side_effect=refused)
+    with pytest.raises(UserError, match=r"nowhere/file cannot be written: No such file or direc"):
+        write_atomically(tmp_path / "nowhere" / "file", Mock())
+    refused = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
+    monkeypatch.setattr(Path, "unlink", refused)
     with pytest.raises(UserError, match=r"file cannot be written: Read-only file system$"):
-        write_atomically(tmp_path / "file", fail)
+        write_atomically(tmp_path / "file", refused)
 
 
 @pytest.mark.parametrize("function", ["mkdir", "fsync", "replace"])
@@ -249,40 +242,37 @@ def test_two_processes_write_one_file_at_once(
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
-def test_file_systems_without_locks_and_folders_to_sync_are_written_to(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    number: int,
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
+@pytest.fixture
+def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Locks and synchronisation raise an error; its message."""
+    message = os.strerror(request.param)
+    for name in ("fcntl.flock", "os.fsync"):
+        monkeypatch.setattr(name, Mock(side_effect=OSError(request.param, message)))
+    return message
 
-    monkeypatch.setattr("fcntl.flock", refuse)
-    monkeypatch.setattr(os, "fsync", refuse)
+
+UNSUPPORTED = [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL]
+
+
+@pytest.mark.parametrize("refused", UNSUPPORTED, indirect=True)
+def test_file_systems_without_locks_and_folders_to_sync_are_written_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, refused: str
+) -> None:
     with locked(tmp_path / ".lock", busy="taken"):
         write_atomically(tmp_path / "x", lambda file: file.write(b"abc"))
     assert (tmp_path / "x").read_bytes() == b"abc"
-    reason = f"{tmp_path}/.lock: {os.strerror(number)}: two processes must not write here"
+    reason = f"{tmp_path}/.lock: {refused}: two processes must not write here"
     assert caplog.messages == [reason]
     with new_folder(tmp_path / "new") as unfinished:
         (unfinished / "a").touch()
     assert (tmp_path / "new" / "a").exists()
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_other_errors_of_locks_and_the_disk_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(UserError, match=rf"/\.lock cannot be locked: {os.strerror(number)}$"):
+@pytest.mark.parametrize("refused", [errno.EIO, errno.ENOSPC], indirect=True)
+def test_other_errors_of_locks_and_the_disk_are_named(tmp_path: Path, refused: str) -> None:
+    with pytest.raises(UserError, match=rf"/\.lock cannot be locked: {refused}$"):
         locked(tmp_path / ".lock").__enter__()
-    with pytest.raises(UserError, match=rf"/x cannot be written: {os.strerror(number)}$"):
+    with pytest.raises(UserError, match=rf"/x cannot be written: {refused}$"):
         write_atomically(tmp_path / "x", lambda file: file.write(b"abc"))
 
 

@@ -63,51 +63,35 @@ def test_excluded_tokens_are_conditioned_on(tree: str) -> None:
 
 
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0])
-def test_stopping_early_changes_no_result(penalty: float) -> None:
-    """The continuations of a narrow beam, from a search without a stopping rule."""
+@pytest.mark.parametrize(("num_beams", "eos"), [(3, EOS), (1, None)])
+def test_a_narrow_beam_has_the_results_of_a_search_that_does_not_stop_early(
+    penalty: float, num_beams: int, eos: int | None
+) -> None:
     for seed in range(5):
         torch.manual_seed(seed)
         model = random_model("two_level")
-        live: list[tuple[list[int], float]] = [([], 0.0)]
-        results: list[tuple[list[int], float]] = []
+        live: list[list[int]] = [[]]
+        results: list[tuple[float, list[int]]] = []
         for length in range(1, 8):
-            extended = [
-                ([*tokens, word], log_prob(model, [*tokens, word]))
-                for tokens, _ in live
-                for word in range(4)
-            ]
-            extended.sort(key=lambda each: -each[1])
-            done = [each for each in extended[:3] if each[0][-1] == EOS or length == 7]
-            results += [(tokens, value / length**penalty) for tokens, value in done]
-            live = [each for each in extended if each[0][-1] != EOS][:3]
-        results.sort(key=lambda each: -each[1])
-        found = beam_search(
-            model, PROMPT, num_tokens=7, num_beams=3, length_penalty=penalty, eos_id=EOS
-        )
-        assert [each.tokens for each in found] == [tokens for tokens, _ in results[:3]]
-
-
-def test_one_beam_is_greedy_until_the_end_of_the_line() -> None:
-    for seed in range(6):
-        torch.manual_seed(seed)
-        model = random_model("huffman")
-        (found,) = beam_search(model, PROMPT, num_tokens=9, num_beams=1, eos_id=None)
-        tokens = list(PROMPT)
-        for _ in range(9):
-            hidden, _ = model(torch.tensor(tokens)[:, None])
-            tokens.append(int(model.output.log_prob(hidden[-1, 0]).argmax()))
-        assert found.tokens == tokens[2:]
+            extended = [[*tokens, word] for tokens in live for word in range(4)]
+            extended.sort(key=lambda tokens: -log_prob(model, tokens))
+            done = [each for each in extended[:num_beams] if each[-1] == eos or length == 7]
+            results += [(log_prob(model, tokens) / length**penalty, tokens) for tokens in done]
+            live = [each for each in extended if each[-1] != eos][:num_beams]
+        options = {"num_tokens": 7, "num_beams": num_beams, "length_penalty": penalty}
+        found = beam_search(model, PROMPT, eos_id=eos, **options)  # type: ignore[arg-type]
+        best = sorted(results, reverse=True)[:num_beams]
+        assert [each.tokens for each in found] == [tokens for _, tokens in best]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": []}, "the prompt must have at least one token"),
         ({"num_beams": 0}, "the number of beams must be at least 1, got 0"),
         ({"length_penalty": float("nan")}, "length_penalty must be within ±10, got nan"),
     ],
 )
 def test_wrong_arguments_raise(options: dict[str, object], message: str) -> None:
-    arguments = {"prompt": PROMPT, "num_tokens": 3, "num_beams": 2} | options
+    arguments = {"num_tokens": 3, "num_beams": 2} | options
     with pytest.raises(ValueError, match=message):
-        beam_search(random_model("full"), **arguments)  # type: ignore[arg-type]
+        beam_search(random_model("full"), PROMPT, **arguments)  # type: ignore[arg-type]

@@ -41,9 +41,7 @@ def test_text_before_the_first_stop_string_is_kept_however_it_is_cut_into_pieces
         cuts = sorted(rng.choices(range(len(whole) + 1), k=4))
         pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
         ends = [whole.find(each) for each in stop if each in whole]
-        grows = Continuation(
-            cast(Tokenizer, Pieces(pieces)), [0], num_tokens=len(pieces), stop=stop
-        )
+        grows = Continuation(cast(Tokenizer, Pieces(pieces)), [0], len(pieces), stop)
         while not grows.is_complete:
             grows.append(len(grows.tokens))
         assert "".join(grows.pieces) == whole[: min(ends, default=len(whole))]
@@ -52,15 +50,8 @@ def test_text_before_the_first_stop_string_is_kept_however_it_is_cut_into_pieces
 def drawn(num_samples: int, seed: int = 1, **options: Any) -> list[list[int]]:
     """Samples of eight tokens after the prompts `b` and `a`, by a random model."""
     torch.manual_seed(0)
-    results = generate_text(
-        random_model("two_level"),
-        TOKENIZER,
-        ["b", "a"],
-        num_tokens=8,
-        num_samples=num_samples,
-        seed=seed,
-        **options,
-    )
+    options |= {"num_tokens": 8, "num_samples": num_samples, "seed": seed}
+    results = generate_text(random_model("two_level"), TOKENIZER, ["b", "a"], **options)
     return [sample.tokens for sample in list(results)[1]]
 
 
@@ -87,14 +78,9 @@ def test_frequencies_of_continuations_match_the_product_of_stated_distributions(
 ) -> None:
     """The penalty applies to the words of the prompt and those drawn, but not to `<eos>`, 3."""
     model, tokenizer = random_model("huffman"), WordTokenizer(["<unk>", "a", "b", "<eos>"])
-    (samples,) = generate_text(
-        model,
-        tokenizer,
-        ["a"],
-        num_tokens=3,
-        num_samples=20_000,
-        sampling=Sampling(repetition_penalty=penalty),
-    )
+    options: dict[str, Any] = {"sampling": Sampling(repetition_penalty=penalty)}
+    options |= {"num_tokens": 3, "num_samples": 20_000}
+    (samples,) = generate_text(model, tokenizer, ["a"], **options)
     tokens = torch.tensor([sample.tokens for sample in samples]) @ torch.tensor([16, 4, 1])
     probs, prompt = [], [3, 1]
     for words in product(range(4), repeat=3):
@@ -135,28 +121,22 @@ def test_texts_do_not_depend_on_how_they_are_batched(
     assert texts() == expected
 
 
-def test_samples_leave_the_batch_when_they_are_complete(
-    lstm_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, sizes = TrainedRun(lstm_run, "cpu"), list[int]()
+def test_samples_leave_the_batch_when_they_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = list[int]()
     sample = HierarchicalSoftmax.sample
 
-    def recorded(
-        self: HierarchicalSoftmax, hidden: torch.Tensor, *args: Any, **options: Any
-    ) -> Any:
+    def recorded(self: HierarchicalSoftmax, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         sizes.append(len(hidden))
-        return sample(self, hidden, *args, **options)
+        return sample(self, hidden, *args, **kwargs)
 
     monkeypatch.setattr(HierarchicalSoftmax, "sample", recorded)
-    (samples,) = generate_text(
-        run.model, run.tokenizer, ["the cat"], num_tokens=40, num_samples=8, stop=["\n"]
-    )
-    lengths = [len(sample.tokens) for sample in samples]
+    torch.manual_seed(0)
+    model = random_model("two_level")
+    (samples,) = generate_text(model, TOKENIZER, ["a"], num_tokens=40, num_samples=8, stop=["\n"])
+    lengths = [len(each.tokens) for each in samples]
     assert len(set(lengths)) > 1
     assert sizes == [sum(length > step for length in lengths) for step in range(max(lengths))]
-    assert all(
-        each.tokens[-1] == run.tokenizer.eos_id or len(each.tokens) == 40 for each in samples
-    )
+    assert all(each.tokens[-1] == 0 or len(each.tokens) == 40 for each in samples)
 
 
 def test_prompt_ids_and_unknown_words() -> None:
@@ -195,10 +175,9 @@ def test_probabilities_of_levels_are_those_of_one_pass_over_chunks(
     ],
 )
 def test_wrong_arguments_raise(prompt: Any, options: dict[str, Any], message: str) -> None:
+    options = {"num_tokens": 3} | options
     with pytest.raises(ValueError, match=f"^{message}$"):
-        list(
-            generate_text(random_model("full"), TOKENIZER, [prompt], **{"num_tokens": 3} | options)
-        )
+        list(generate_text(random_model("full"), TOKENIZER, [prompt], **options))
 
 
 def test_texts_must_fit_into_the_memory_that_is_available(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from lm.output.decoding import distribution
 from lm.output.decoding.draws import Sampling
 from lm.output.rowwise import RowAdagrad, RowAdam, RowSGD
 
-from .definition import TWO_LEVEL, H, N, both_backends, definition, layer_of, nll, problem
+from .definition import H, N, definition, layer_of, nll, problem
 
 W = 11
 TREE = ClassTree.two_level((torch.arange(N) * 7) % 5, shortlist=3)
@@ -127,15 +127,3 @@ def test_no_optimizer_changes_the_zeros_after_a_row(name: str, dtype: torch.dtyp
         optimizer.step()
     assert not layer.weight[:, H:].any()
     assert (layer.weight[:, :H] != before[:, :H]).double().mean() > 0.9
-
-
-@both_backends
-def test_a_layer_is_compiled_with_fullgraph() -> None:
-    layer = HierarchicalSoftmax(H, TWO_LEVEL, dtype=torch.float64)
-    for positions in (5, 9):
-        hidden, _, _, target = problem(TWO_LEVEL, positions)
-        compiled = torch.compile(layer.loss, fullgraph=True, backend="aot_eager")
-        losses = [loss(hidden, target) for loss in (layer.loss, compiled)]
-        torch.testing.assert_close(*losses)
-        grads = [torch.autograd.grad(each, (hidden, layer.weight)) for each in losses]
-        torch.testing.assert_close(*grads)

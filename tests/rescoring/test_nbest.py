@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.errors import UserError
-from lm.rescoring.nbest import NBest, WordErrors, read_nbest, word_errors
+from lm.rescoring.nbest import NBest
 from lm.rescoring.utterances import Utterances
+from lm.rescoring.word_errors import WordErrors, word_errors
 
 
 def definition(reference: Sequence[str], hypothesis: Sequence[str]) -> tuple[int, ...]:
@@ -67,11 +67,6 @@ def test_intervals_of_error_rates_are_those_of_samples_of_utterances() -> None:
         mean, error = 25 * each.mean(), 25 * each.std() / size**0.5  # four words each
         assert report[f"wer_{name}_low"] == pytest.approx(mean - 1.96 * error, abs=error / 4)
         assert report[f"wer_{name}_high"] == pytest.approx(mean + 1.96 * error, abs=error / 4)
-
-
-def test_an_id_ends_with_a_tab() -> None:
-    with pytest.raises(UserError, match="expected a tab after an id without spaces, got 'u02"):
-        read_nbest("list", lines=["u01\tit was", "u02 0.5\tit was"])
 
 
 def test_references_without_hypotheses_are_reported(

@@ -1,15 +1,18 @@
 """Totals are those of equations (1) and (2); tuning finds weights."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
-from lm.rescoring.nbest import Floats, NBest, WordErrors
+from lm.rescoring.nbest import Floats, NBest
 from lm.rescoring.weights import ScoredList, Weights, tune
+from lm.rescoring.word_errors import WordErrors
 
 
-def scored_list(scores: Floats, texts: list[str], models: list[list[list[float]]]) -> ScoredList:
+def scored_list(scores: Floats, texts: list[str], models: Sequence[Sequence[Any]]) -> ScoredList:
     """A list with two hypotheses per utterance and given log-probabilities of words."""
-
     ids = [f"u{k}" for k in range(len(texts) // 2)]
     nbest = NBest(
         name="made",
@@ -21,28 +24,6 @@ def scored_list(scores: Floats, texts: list[str], models: list[list[list[float]]
     )
     arrays = [list(map(np.array, each)) for each in models]
     return ScoredList(nbest, [lambda texts, each=each: each for each in arrays])  # type: ignore[misc]
-
-
-def test_two_models_are_mixed_word_by_word() -> None:
-    first = [[-1.0, -2.0], [-3.0, -0.5, -1.5]]
-    second = [[-2.5, -0.1], [-0.2, -4.0, -1.0]]
-    scored = scored_list(np.zeros((2, 0)), ["a", "a b"], [first, second])
-    for share in (0.0, 0.3, 1.0):
-        expected = [
-            np.log(share * np.exp(x) + (1 - share) * np.exp(y)).sum()
-            for x, y in zip(first, second, strict=True)
-        ]
-        assert scored.lm_scores(share) == pytest.approx(expected, rel=1e-12)
-    totals = scored.totals(Weights(lm_weight=2.0, insertion_penalty=0.25))
-    assert totals == pytest.approx([-6.0 - 0.25, -10.0 - 0.5], rel=1e-12)
-
-
-def test_the_first_pass_shares_the_weight_of_the_language_model() -> None:
-    scores = np.array([[-1.0, -7.0], [-2.0, -3.0]])
-    scored = scored_list(scores, ["a", "b"], [[[-1.0, -1.0], [-4.0, -1.0]]])
-    totals = scored.totals(Weights(lm_weight=2.0, first_pass_share=0.25))
-    expected = [-1 + 2 * (0.75 * -2 + 0.25 * -7), -2 + 2 * (0.75 * -5 + 0.25 * -3)]
-    assert totals == pytest.approx(expected, rel=1e-12)
 
 
 def test_tuning_finds_a_separating_weight_and_is_never_worse_than_the_first_hypotheses() -> None:
@@ -74,14 +55,30 @@ def test_a_tuned_mixture_has_no_more_errors_than_either_model_alone() -> None:
         assert fewest(models) <= min(fewest(models[:1]), fewest(models[1:]))
 
 
-def test_a_second_model_with_a_weight_of_its_own_is_added_or_subtracted() -> None:
-    first, second = [[-1.0, -2.0], [-4.0, -1.0]], [[-0.5, -0.25], [-3.0, -2.0]]
-    scored = scored_list(np.array([[-1.0, -7.0], [-2.0, -3.0]]), ["a", "b"], [first, second])
-    for alpha, share in ((2.0, 0.0), (0.0, 0.25), (2.0, 1.0), (-0.5, 0.25)):
-        weights = Weights(lm_weight=alpha, first_pass_share=share, second_weight=-0.3)
-        language = [(1 - share) * -3 + share * -7, (1 - share) * -5 + share * -3]
-        expected = [-1 + alpha * language[0] + 0.3 * 0.75, -2 + alpha * language[1] + 0.3 * 5]
-        assert scored.totals(weights) == pytest.approx(expected, rel=1e-12)
+@pytest.mark.parametrize(
+    "weights",
+    [
+        Weights(lm_weight=2.0, insertion_penalty=0.25, mixture=0.3),
+        Weights(lm_weight=0.5, first_pass_share=0.25, mixture=0.0),
+        Weights(lm_weight=-0.5, insertion_penalty=-1.0, first_pass_share=0.25, second_weight=-0.3),
+        Weights(lm_weight=0.0, first_pass_share=1.0, second_weight=0.7),
+    ],
+)
+@pytest.mark.parametrize("num_scores", [0, 1, 2])
+def test_totals_are_those_of_the_definition(weights: Weights, num_scores: int) -> None:
+    rng, texts = np.random.default_rng(num_scores), ["a", "a b", "", "b a b"]
+    scores, share = rng.normal(size=(4, num_scores)), weights.mixture
+    models = [[-rng.random(len(text.split()) + 1) for text in texts] for _ in range(2)]
+    found = scored_list(scores, texts, models).totals(weights)
+    for k, text in enumerate(texts):
+        first, second = models[0][k], models[1][k]
+        language = np.log(share * np.exp(first) + (1 - share) * np.exp(second)).sum()
+        if num_scores > 1:
+            r = weights.first_pass_share
+            language = (1 - r) * language + r * scores[k, 1]
+        expected = weights.lm_weight * language + weights.second_weight * second.sum()
+        expected += scores[k, :1].sum() - weights.insertion_penalty * len(text.split())
+        assert found[k] == pytest.approx(expected, rel=1e-12)
 
 
 def test_tuning_finds_the_weight_of_a_subtracted_model() -> None:

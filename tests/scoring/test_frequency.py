@@ -1,8 +1,7 @@
-"""Loss by frequency rank: the bins of the definition, their sum, the picture."""
+"""Loss by frequency rank: the bins of the definition, their sum, their table."""
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,13 +36,9 @@ def test_tokens_are_divided_by_the_rank_of_their_word_and_of_the_word_before(
         assert sum(each["nll_nats"] for each in bins) == pytest.approx(values["nll_nats"], rel=1e-5)
 
 
-def test_the_table_has_every_bin_and_the_picture_is_drawn(
-    lstm_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = tmp_path / "bins.png"
-    assert main(["evaluate", str(lstm_run), "--by-frequency", f"--plot={picture}"]) == 0
+def test_the_table_has_every_bin(lstm_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(lstm_run), "--by-frequency"]) == 0
     rows = capsys.readouterr().out.split("rank of the ")[1:]
-    assert picture.read_bytes()[:4] == b"\x89PNG"
     for title, text in zip(("predicted", "previous"), rows, strict=True):
         assert text.startswith(f"{title} word")
         _, *lines = text.strip().splitlines()
@@ -52,11 +47,3 @@ def test_the_table_has_every_bin_and_the_picture_is_drawn(
         assert sum(float(row[6]) for row in cells) == pytest.approx(100, abs=0.05)
         for row in cells:
             assert math.exp(float(row[4])) == pytest.approx(float(row[5]), rel=1e-3)
-
-
-def test_a_picture_requires_the_table_and_a_known_format(
-    lstm_run: Path, complaint: Callable[..., str]
-) -> None:
-    evaluate = "evaluate", lstm_run
-    assert complaint(*evaluate, "--plot=a.png") == "--plot requires --by-frequency"
-    assert complaint(*evaluate, "--by-frequency", "--plot=a.xyz").startswith("--plot a.xyz: the na")

@@ -15,85 +15,29 @@ from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.mixture import mixed, tuned_weight
 from lm.scoring.ngram import NGramModel
-
-TRIGRAMS = """\
-\\data\\
-ngram 1=6
-ngram 2=3
-ngram 3=1
-
-\\1-grams:
--99\t<s>\t-0.3
--0.7\t</s>
--1.0\t<unk>\t-0.125
--0.5\tthe\t-0.25
--0.9\tcat\t-0.5
--1.5\tokapi\t-0.1
-
-\\2-grams:
--0.2\tthe cat\t-0.0625
--0.4\t<s> the\t-0.03125
--0.6\tokapi the\t0
-
-\\3-grams:
--0.1\t<s> the cat
-
-\\end\\
-"""
-WORDS = WordTokenizer(["<eos>", "<unk>", "the", "cat"])
+from tests.scoring.arpa_files import NGrams, definition, write
 
 
-def test_ngrams_back_off_as_in_the_definition(tmp_path: Path) -> None:
-    path = tmp_path / "trigram.arpa"
-    path.write_text(TRIGRAMS)
-    model = NGramModel(path, WORDS)
-    for line, expected in {
-        "the cat": [-0.4, -0.1, -0.0625 - 0.5 - 0.7],
-        "": [-0.3 - 0.7],
-        "cat the cat": [-0.3 - 0.9, -0.5 - 0.5, -0.2, -0.0625 - 0.5 - 0.7],
-        # A word that WORDS lacks is <unk>, also where the file has it.
-        "okapi the zebra": [-0.3 - 1.0, -0.125 - 0.5, -0.25 - 1.0, -0.125 - 0.7],
-    }.items():
-        found = model.log_prob([*WORDS.encode(line), WORDS.eos_id])
-        assert found == pytest.approx(math.log(10) * np.array(expected), rel=1e-12)
-    stream = WORDS.encode_stream(["the cat", "cat the cat"])
-    each = [model.log_prob(WORDS.encode_stream([line])) for line in ("the cat", "cat the cat")]
-    assert model.log_prob(stream).tolist() == np.concatenate(each).tolist()
-
-
-def bigrams(words: list[str]) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
-    """log10 probabilities of unigrams, and of some bigrams; back-off weights are `BACKOFF`."""
+def bigrams(words: list[str]) -> NGrams:
+    """All unigrams, and some bigrams; log10 P and back-off weights."""
     rng = np.random.default_rng(1)
-    first, second = rng.permutation(words)[:12], rng.permutation(words)[:12]
-    unigrams = dict(zip(words, np.log10(rng.dirichlet(np.ones(len(words)))), strict=True))
-    pairs = [("<s>", "the"), *zip(first.tolist(), second.tolist(), strict=True)]
-    return unigrams, {pair: -0.25 - 0.01 * k for k, pair in enumerate(pairs)}
-
-
-BACKOFF = -0.2
+    first, second = (rng.permutation(words)[:12].tolist() for _ in range(2))
+    shares = np.log10(rng.dirichlet(np.ones(len(words)))).tolist()
+    ngrams: NGrams = {("<s>",): (-99.0, -0.2)}
+    ngrams |= {(word,): (share, -0.2) for word, share in zip(words, shares, strict=True)}
+    pairs = [("<s>", "the"), *zip(first, second, strict=True)]
+    return ngrams | {pair: (-0.25 - 0.01 * k, 0.0) for k, pair in enumerate(pairs)}
 
 
 def write_arpa(path: Path, words: list[str]) -> Path:
-    unigrams, pairs = bigrams(words)
-    rows = ["\\data\\", f"ngram 1={len(unigrams) + 1}", f"ngram 2={len(pairs)}", "", "\\1-grams:"]
-    rows += [f"-99\t<s>\t{BACKOFF}"]
-    rows += [f"{value}\t{word}\t{BACKOFF}" for word, value in unigrams.items()]
-    rows += ["", "\\2-grams:", *(f"{value}\t{a} {b}" for (a, b), value in pairs.items())]
-    path.write_text("\n".join([*rows, "", "\\end\\", ""]))
-    return path
+    return write(path, bigrams(words), 2)
 
 
-def by_hand(words: list[str], lines: list[str], vocabulary: set[str]) -> list[float]:
-    """Log-probabilities in nats of the words of lines and of their ends."""
-    unigrams, pairs = bigrams(words)
-    values = []
-    for line in lines:
-        before = "<s>"
-        for word in [*(w if w in vocabulary else "<unk>" for w in line.split()), "</s>"]:
-            value = pairs.get((before, word), BACKOFF + unigrams[word])
-            values.append(value * math.log(10))
-            before = word
-    return values
+def by_hand(words: list[str], lines: list[str]) -> list[float]:
+    """Log-probabilities in nats of words and line ends; a run lacks the zebra that the file has."""
+    unknown = [line.replace("zebra", "<unk>").split() for line in lines]
+    values = [definition(bigrams(words), line, 2) for line in unknown]
+    return [value * math.log(10) for line in values for value in line]
 
 
 def words_of(run: TrainedRun) -> list[str]:
@@ -119,7 +63,7 @@ def test_perplexities_of_a_mixture_are_those_of_the_definition(
     for split in ("valid", "test"):
         lines = (corpus / f"{split}.txt").read_text().splitlines()
         model = np.concatenate([score.log_prob for score in scorer.stream(lines)])
-        both[split] = [model, np.array(by_hand(words, lines, {*words} - {"zebra"}))]
+        both[split] = [model, np.array(by_hand(words, lines))]
         assert len(both[split][0]) == len(both[split][1])
 
     def perplexity(split: str, weight: float) -> float:
@@ -159,7 +103,7 @@ def test_scores_of_words_are_mixed_and_their_perplexities_printed(
     lines = text.read_text().splitlines()
     scorer = Scorer.of(run)
     p = np.exp(np.concatenate([score.log_prob for score in scorer.sentences(lines)]))
-    q = np.exp(by_hand(words, lines, {*words} - {"zebra"}))
+    q = np.exp(by_hand(words, lines))
     mixing = [f"--arpa={path}", "--mixture=0.3", "--unit=nats"]
     command = ["score", str(lstm_run), str(text), *mixing]
     capsys.readouterr()
@@ -239,7 +183,7 @@ def test_mistakes_are_single_lines(
             good.replace("cat", "cat\u00a0!"),
             f"{path} has no unigram 'cat'; it has 'cat\\xa0!', where",
         ),
-        (good.replace("-99\t<s>", "x\t<s>"), f"{path}, line 6: expected log10 P, 1 words"),
+        (good.replace("-99.0\t<s>", "x\t<s>"), f"{path}, line 7: expected log10 P, 1 words"),
         (good.replace("\t<unk>\t", "\tgnu\t"), f"{path} has no <unk>, and the text has a word"),
         (good.replace("\tcat\t", "\tgnu\t"), f"{path} has no unigram 'cat', a word that the model"),
     ):

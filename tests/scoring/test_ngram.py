@@ -11,9 +11,9 @@ import pytest
 from data_prep.errors import UserError
 from lm.rescoring.models import ArpaScores
 from lm.scoring.ngram import NGramModel
+from tests.scoring.arpa_files import NGrams, definition, write
 
 WORDS = ["a", "b", "c", "d", "<unk>", "</s>"]
-NGrams = dict[tuple[str, ...], tuple[float, float]]
 
 
 def random_ngrams(order: int, has_unk: bool) -> NGrams:
@@ -28,37 +28,6 @@ def random_ngrams(order: int, has_unk: bool) -> NGrams:
                 backoff = -rng.uniform(0, 1) if rng.random() < 0.7 else 0.0
                 ngrams[words] = (-rng.uniform(0.1, 2), backoff if n < order else 0.0)
     return ngrams
-
-
-def write(path: Path, ngrams: NGrams, order: int) -> None:
-    rows = ["a comment", "\\data\\"]
-    by_order = [[words for words in ngrams if len(words) == n] for n in range(1, order + 1)]
-    rows += [f"ngram {n}={len(each)}" for n, each in enumerate(by_order, 1)]
-    for n, each in enumerate(by_order, 1):
-        rows += ["", f"\\{n}-grams:"]
-        for words in each:
-            value, backoff = ngrams[words]
-            tail = f"\t{backoff!r}" if backoff else ""
-            rows.append(f"{value!r}\t{' '.join(words)}{tail}")
-    path.write_text("\n".join([*rows, "", "\\end\\", ""]))
-
-
-def definition(ngrams: NGrams, line: list[str], order: int) -> list[float]:
-    """Equation (1) of `ngram.py` for the words of a line and its end, log10."""
-    known = [w if (w,) in ngrams and w not in ("<s>", "</s>") else "<unk>" for w in line]
-    text, values = ["<s>", *known, "</s>"], []
-    for place in range(1, len(text)):
-        value, history = 0.0, tuple(text[max(0, place - order + 1) : place])
-        while (*history, text[place]) not in ngrams:
-            if not history:
-                value -= 100
-                break
-            value += ngrams.get(history, (0.0, 0.0))[1]
-            history = history[1:]
-        else:
-            value += ngrams[*history, text[place]][0]
-        values.append(value)
-    return values
 
 
 @pytest.mark.parametrize(("order", "has_unk"), [(1, True), (2, False), (3, True), (4, False)])

@@ -16,7 +16,7 @@ from data_prep.errors import UserError
 from data_prep.sequences import Sequences, find_sequences
 from lm.cli import main
 from lm.config import ModelConfig, OutputConfig, WordTable
-from lm.evaluation import evaluate, evaluate_split, evaluate_text
+from lm.evaluation import as_json, evaluate, evaluate_split, evaluate_text
 from lm.model import reader
 from lm.model.build import build_model
 from lm.model.language_model import LanguageModel
@@ -195,7 +195,7 @@ def test_report_of_a_run(items_run: Path, capsys: pytest.CaptureFixture[str]) ->
     run = TrainedRun(items_run, "cpu")
     report = evaluate_ranking(run, "test", [1, 5], "seen", progress=False)
     assert isinstance(report, RankingReport)
-    assert report.to_dict() == values
+    assert as_json(report) == values
     assert (values["items"], values["unknown_targets"]) == (20, 1)
     sequences = run.prepared.sequences("test")
     assert values["predictions"] == values["users"] == len(sequences.begin)

@@ -29,18 +29,12 @@ def check_backend(requested: str) -> None:
 
 
 def choose_backend(
-    requested: str,
-    problem: Problem,
-    device: torch.device,
-    *,
-    verify: bool = True,
-    has_gradient: bool = True,
+    requested: str, problem: Problem, device: torch.device, *, verify: bool = True
 ) -> str:
     """The name of the backend that solves a problem, by its sizes, dtypes and strides, on a device.
 
     A warning says why "auto" cannot choose a backend that is made for the device. Without `verify`,
-    its code is taken to be right, and is not compiled. Where no gradient is needed, it is loaded
-    only after so many columns that it saves the time.
+    its code is taken to be right, and is not compiled.
 
     Raises:
         ValueError: if the requested backend cannot solve the problem, or there is no such backend.
@@ -56,11 +50,7 @@ def choose_backend(
             obstacle = backend.obstacle(problem, device)
             if obstacle is not None:
                 _warn(f"the output layer computes slowly on {device}: backend {name} {obstacle}")
-            elif not verify:
-                return name
-            elif not backend.is_worth_loading(problem, has_gradient=has_gradient):
-                return "reference"
-            elif backend.verified(problem, device):
+            elif not verify or backend.verified(problem, device):
                 return name
     return "reference"
 

@@ -59,11 +59,11 @@ class Problem(NamedTuple):
             )
         if target.dtype != torch.int64:
             raise ValueError(f"target must be int64, got {target.dtype}")
-        check_parameters(hidden, weight, tree, bias)
+        arrays = check_parameters(hidden, weight, tree, bias)
         hidden = autocast(hidden, weight, bias)
         if target.device != hidden.device:
             raise ValueError(f"target must be on the device of hidden, {hidden.device}")
-        arrays, flat = tree.arrays, hidden.reshape(-1, hidden.shape[-1])
+        flat = hidden.reshape(-1, hidden.shape[-1])
         if hidden.is_meta:
             arrays = TreeArrays(*(array.to("meta") for array in arrays))
         sizes = (tree.depth, tree.max_path_columns, ignore_index)
@@ -148,9 +148,6 @@ class Backend(Protocol):
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""
 
-    def is_worth_loading(self, problem: Problem, *, has_gradient: bool) -> bool:
-        """Whether "auto" loads the code for such problems yet; each call counts as one of them."""
-
     def verified(self, problem: Problem, device: torch.device) -> bool:
         """Whether "auto" may rely on the results for such dtypes and strides on a device."""
 
@@ -196,8 +193,14 @@ class Backend(Protocol):
         """What the forward saves, in uninitialised memory; from sizes alone."""
 
 
-def check_parameters(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None) -> None:
-    """Raise a ValueError unless hidden [..., H], the parameters and the tree fit together."""
+def check_parameters(
+    hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None
+) -> TreeArrays:
+    """The arrays of the tree.
+
+    Raises:
+        ValueError: unless hidden [..., H], the parameters and the tree fit together.
+    """
     if hidden.dim() < 1 or hidden.shape[-1] < 1 or not hidden.is_floating_point():
         raise ValueError(
             "hidden must be [..., H], H ≥ 1, floating point,"
@@ -220,9 +223,11 @@ def check_parameters(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tens
     if not all(tensor.is_floating_point() for tensor in parameters):
         dtypes = ", ".join(str(tensor.dtype) for tensor in parameters)
         raise ValueError(f"weight and bias must be floating point, got {dtypes}")
-    others = parameters if hidden.is_meta else [*parameters, tree.arrays.row_of_word]
+    arrays = tree.arrays
+    others = parameters if hidden.is_meta else [*parameters, arrays.row_of_word]
     if any(tensor.device != hidden.device for tensor in others):
         raise ValueError(f"weight, bias and tree must be on the device of hidden, {hidden.device}")
+    return arrays
 
 
 def autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype, num_targets
+from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
 from lm.output.backends.nodes import sorted_hidden, visited_nodes
 from lm.output.backends.visits import Visits, check_words, route
 from lm.output.rowwise.blocks import Product, Rows
@@ -39,10 +39,6 @@ class ReferenceBackend:
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """None: it solves every problem."""
         return None
-
-    def is_worth_loading(self, problem: Problem, *, has_gradient: bool) -> bool:
-        """Always: there is nothing to load."""
-        return True
 
     def verified(self, problem: Problem, device: torch.device) -> bool:
         """Always: the reference is the definition."""
@@ -63,8 +59,7 @@ class ReferenceBackend:
         """See `Backend.forward`."""
         visits, lse, target_logit = _softmaxes(problem)
         nll = _nll_by_level(visits, lse, target_logit).sum(0)
-        lse = lse if needs.any else nll.new_empty(2, 0, len(nll))
-        return nll / num_targets(problem) if problem.mean else nll, [*visits, lse]
+        return nll, [*visits, lse if needs.any else nll.new_empty(2, 0, len(nll))]
 
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""
@@ -90,8 +85,6 @@ class ReferenceBackend:
         visits, (largest, log_total) = Visits(*saved[:3]), saved[3]
         hidden = sorted_hidden(problem.hidden, visits.position, problem.weight.shape[1])
         d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
-        if problem.mean:
-            d_nll = d_nll / num_targets(problem)
         d_nll = d_nll.to(hidden.dtype).index_select(0, visits.position)[:, None]
         scaled, d_hidden = d_nll * hidden, torch.zeros_like(hidden)
         tables = problem.weight if needs.weight else None, problem.bias if needs.bias else None

@@ -83,11 +83,6 @@ def verified(backend: Backend, device: torch.device, kind: Kind, failures: Failu
     return _differences[key] is None
 
 
-def was_verified(name: str) -> bool:
-    """Whether the code of a backend has been loaded and compared, for any kind of problem."""
-    return any(key[0] == name for key in _differences)
-
-
 @contextmanager
 def compiling(what: str) -> Iterator[None]:
     """Log a line if the block takes longer than it does with code that is in a compiler's cache."""

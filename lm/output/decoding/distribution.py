@@ -12,14 +12,22 @@ from torch import Tensor
 
 from lm.output.backends.nodes import node_log_softmax, visited_nodes, with_rows
 from lm.output.backends.visits import check_words
-from lm.output.decoding import search
-from lm.output.decoding.draws import Sampling, sample_words, word_ids
+from lm.output.decoding import compiled, rejection, search
+from lm.output.decoding.draws import Finder, Sampling, sample_words, word_ids
 from lm.output.decoding.expansion import Expander, Penalty, checked_hidden, word_log_prob
 from lm.output.tracing import refuse_recording
 from lm.output.tree.class_tree import ClassTree
 
 _BLOCK_ELEMENTS = 1 << 23
 """Largest number of logits on one path of the tree, summed over the positions of a block."""
+_OPERATIONS = Finder(search.topk, search.nuclei, search.within_ratio, rejection.draw_words)
+_LOOPS = Finder(
+    compiled.topk,
+    compiled.nuclei,
+    compiled.within_ratio,
+    compiled.draw_words,
+    draw_in_nuclei=compiled.draw_words,
+)
 
 
 def log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None = None) -> Tensor:
@@ -96,7 +104,7 @@ def topk(
     if not isinstance(k, SupportsIndex) or not 1 <= k <= num_words:
         raise ValueError(f"k must be within 1 … {num_words} words, got {k}")
     with torch.autocast(hidden.device.type, enabled=False):
-        blocks = [search.topk(expander, k) for expander in expanders]
+        blocks = [finder(expander).topk(expander, k) for expander in expanders]
     found = (torch.cat(tensors) for tensors in zip(*blocks, strict=True))
     return search.TopK(*(tensor.view(*hidden.shape[:-1], k) for tensor in found))
 
@@ -132,7 +140,7 @@ def sample(
     blocks = torch.split(seeds.to(device).flatten(), sizes)
     with torch.autocast(device.type, enabled=False):
         words = [
-            sample_words(expander, block, sampling)
+            sample_words(expander, block, sampling, finder(expander))
             for expander, block in zip(expanders, blocks, strict=True)
             if len(block)
         ]
@@ -157,6 +165,11 @@ def _set_penalty(expanders: Sequence[Expander], factor: float, rows: Tensor) -> 
     """Give each block of positions its rows of words to penalize; rows [P, L]."""
     for each in expanders:
         each.penalty = Penalty(factor, rows[each.first_position :][: len(each.hidden)])
+
+
+def finder(expander: Expander) -> Finder:
+    """The functions that find and draw words: compiled loops where they can."""
+    return _LOOPS if compiled.is_usable(expander) else _OPERATIONS
 
 
 def _expanders(

@@ -1,40 +1,46 @@
 """The distributions that words are drawn from, and how: see `rejection` for draws from all words.
 
 Top-p restricts the draw to the nucleus, the smallest set of most probable words with a share p of
-the sum Z over all words. The first drawn word that is in it has that distribution, and at least
-every second one is for p ≥ 1/2. Word w is in it if the words before it, which are more probable,
-have less than p of Z. That is often known from the nodes that are opened and the bounds of the
-others: for a probable word, as most drawn ones are, once words with 1 - p of Z are known to come
-after it. So a draw opens few nodes, where the set itself needs nearly all of a trained model's
-(half of the words for p = 0.9 are improbable).
+the sum Z over all words. Compiled loops draw words until one is in it, as at least every second one
+is for p ≥ 1/2: that word has the distribution. (On a GPU, each word would be waited for.) Word w is
+in it if the words before it, which are more probable, have less than p of Z. That is often known
+from the nodes that are opened and the bounds of the others: for a probable word, as most drawn ones
+are, once words with 1 - p of Z are known to come after it. So a draw opens few nodes, where the set
+itself needs nearly all of a trained model's (half of the words for p = 0.9 are improbable).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Integral, Real
 from operator import index
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output.decoding import compiled
 from lm.output.decoding.expansion import Expander
-from lm.output.decoding.rejection import RejectionSampler, draw
-from lm.output.decoding.search import TopK, nuclei, topk, within_ratio
+from lm.output.decoding.rejection import draw
+from lm.output.decoding.search import TopK
 from lm.output.decoding.uniforms import Uniforms, derive_seeds
 
 _MIN_TEMPERATURE = 1e-200
 """Lower temperatures count as 0: log-probabilities divided by them would overflow fp64."""
 _MAX_TEMPERATURE = 1e25
 """Higher temperatures count as this one, at which all words but those excluded are as probable."""
-LEAST_SHARE = 0.5
-"""Top-p from which on words are drawn until one is in the nucleus, on a CPU; on a GPU, each drawn
-word would be waited for."""
-NUM_DRAWS = 8
-"""Words drawn at most; all are outside with a probability of 0.4 % or less."""
+NUM_DRAWS = 64
+"""Words drawn at most; for p ≥ 1/10, all are outside with a probability of 0.1 % or less."""
+
+
+class Finder(NamedTuple):
+    """Functions that find and draw words, by operations of PyTorch or in compiled loops."""
+
+    topk: Callable[[Expander, int], TopK]
+    nuclei: Callable[[Expander, float, float], Iterator[tuple[Tensor, TopK]]]
+    within_ratio: Callable[[Expander, float, float], Iterator[tuple[Tensor, TopK]]]
+    draw_words: Callable[[Expander, Tensor, float], Tensor]
+    draw_in_nuclei: Callable[[Expander, Tensor, float, float, int], Tensor] | None = None
 
 
 def word_ids(what: str, words: object) -> tuple[int, ...]:
@@ -113,24 +119,30 @@ class Sampling:
             )
 
 
-def sample_words(expander: Expander, seeds: Tensor, sampling: Sampling) -> Tensor:
+def sample_words(expander: Expander, seeds: Tensor, sampling: Sampling, finder: Finder) -> Tensor:
     """A word for each position [P], at least one, with seeds [P] int64."""
     top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
     if sampling.temperature < _MIN_TEMPERATURE:
-        return topk(expander, 1).word.squeeze(1)
+        return finder.topk(expander, 1).word.squeeze(1)
     power = 1 / min(sampling.temperature, _MAX_TEMPERATURE)
     if top_k is not None and top_k < expander.tree.vocab_size:
-        sets = iter([(torch.arange(len(seeds), device=seeds.device), topk(expander, top_k))])
+        words = finder.topk(expander, top_k)
+        sets = iter([(torch.arange(len(seeds), device=seeds.device), words)])
     elif top_p is not None and top_p < 1:
-        if top_p >= LEAST_SHARE and not min_p and expander.hidden.device.type == "cpu":
-            return _draw_from_nuclei(expander, seeds, power, top_p)
-        sets, top_p = nuclei(expander, power, top_p), None
+        if finder.draw_in_nuclei is not None and not min_p:
+            word = finder.draw_in_nuclei(expander, seeds, power, top_p, NUM_DRAWS)
+            left = (word < 0).nonzero().squeeze(1)
+            if len(left):
+                rest = expander.select(left)
+                sets = finder.nuclei(rest, power, top_p)
+                word[left] = _draw_from_sets(sets, derive_seeds(seeds[left], -1), power)
+                expander.num_expanded += rest.num_expanded
+            return word
+        sets, top_p = finder.nuclei(expander, power, top_p), None
     elif min_p:
-        sets = within_ratio(expander, power, min_p)
-    elif compiled.is_usable(expander, "draws"):
-        return compiled.draw_words(expander, seeds, power)
+        sets = finder.within_ratio(expander, power, min_p)
     else:
-        return RejectionSampler(expander, Uniforms(seeds), power).sample()
+        return finder.draw_words(expander, seeds, power)
     return _draw_from_sets(sets, seeds, power, top_p, min_p)
 
 
@@ -153,31 +165,4 @@ def _draw_from_sets(
             log_weight = log_weight.masked_fill(log_weight < cut, -torch.inf)
         column = draw(log_weight, uniforms.draw(position))
         word[position] = words.word.gather(1, column[:, None]).squeeze(1)
-    return word
-
-
-def _draw_from_nuclei(expander: Expander, seeds: Tensor, power: float, top_p: float) -> Tensor:
-    """The first of `NUM_DRAWS` words drawn for a position [P] that is in its nucleus.
-
-    Compiled loops open some nodes more than those on its path to tell whether it is, here all are
-    opened that may have a word of the nucleus. If no word is in it, one of its words is drawn.
-    """
-    if compiled.is_usable(expander, "draws", searches=True):
-        word = compiled.draw_words(expander, seeds, power, top_p, NUM_DRAWS)
-    else:
-        word = torch.full_like(seeds, -1)
-        sampler = RejectionSampler(expander, Uniforms(seeds), power)
-        for position, words in nuclei(expander, power, top_p):
-            for _ in range(NUM_DRAWS):
-                drawn = sampler.sample(position)
-                is_same = (words.word == drawn[:, None]) & (words.log_prob > -torch.inf)
-                is_found = is_same.any(dim=1)
-                word[position[is_found]] = drawn[is_found]
-                position, words = position[~is_found], words.select(~is_found)
-    left = (word < 0).nonzero().squeeze(1)
-    if len(left):
-        rest = expander.select(left)
-        sets = nuclei(rest, power, top_p)
-        word[left] = _draw_from_sets(sets, derive_seeds(seeds[left], -1), power)
-        expander.num_expanded += rest.num_expanded
     return word

@@ -90,8 +90,9 @@ class Expander:
         penalty = self.penalty
         if penalty is not None:
             penalty = Penalty(penalty.factor, penalty.row[position])
-        hidden = self.hidden[position]
-        return replace(self, hidden=hidden, penalty=penalty, num_expanded=0, chosen=position)
+        hidden, chosen = self.hidden[position], self.chosen
+        chosen = position if chosen is None else chosen[position]
+        return replace(self, hidden=hidden, penalty=penalty, num_expanded=0, chosen=chosen)
 
     def log_bound(self, power: float) -> Tensor:
         """Upper bound [I] fp64 of log Σ q^power over the words below each node.

@@ -56,6 +56,11 @@ class _Trial(NamedTuple):
         return _Trial(*(tensor[rows] for tensor in self))
 
 
+def draw_words(expander: Expander, seeds: Tensor, power: float) -> Tensor:
+    """A word for each position [P], drawn from P^power; seeds [P] int64."""
+    return RejectionSampler(expander, Uniforms(seeds), power).sample()
+
+
 class RejectionSampler:
     """Draws words from P^power by trials (2).
 
@@ -76,11 +81,9 @@ class RejectionSampler:
         self._log_weight = self._weigh(self._log_prob, self._item)
         self._word = torch.empty_like(position)
 
-    def sample(self, positions: Tensor | None = None) -> Tensor:
-        """A word for each of some positions [A] int64, or for all of them."""
-        if positions is None:
-            positions = torch.arange(len(self._word), device=self._word.device)
-        position = positions
+    def sample(self) -> Tensor:
+        """A word for each position [P]."""
+        position = torch.arange(len(self._word), device=self._word.device)
         while position.numel():
             column = draw(self._log_weight[position], self._uniforms.draw(position))
             known = (self._item, self._log_prob, self._log_weight)
@@ -94,7 +97,7 @@ class RejectionSampler:
                 self._word[trial.position] = trial.item
                 trial = trial.select(accepted & (trial.item < 0))
             position = torch.cat(rejected)
-        return self._word[positions]
+        return self._word
 
     def _expand(self, trial: _Trial) -> tuple[_Trial, Tensor]:
         """Replaces each trial's node by one of its children; also, which trials are accepted."""

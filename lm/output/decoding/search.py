@@ -4,7 +4,7 @@ No word below a node is more probable than the node itself. A node therefore nee
 only while it is at least as probable as the least probable word of the result: few nodes if most of
 the probability lies in a few classes, nearly all if it is flat, as in an untrained layer. Once the
 nodes of a position have more than a small part of all rows, all its words are evaluated in one
-product: no search costs much more than that. On a CPU, `compiled` does the same in other steps.
+product: no search costs much more than that.
 """
 
 import math
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output.decoding import compiled
 from lm.output.decoding.expansion import ABSENT, Children, Expander, pack
 
 MOST_COST = 1 / 16
@@ -103,13 +102,21 @@ def topk(expander: Expander, k: int) -> TopK:
         chosen = torch.zeros_like(frontier.node, dtype=torch.bool).scatter_(1, column, chosen)
         return chosen, torch.full_like(frontier.position, k)
 
-    best_log_prob = expander.hidden.new_empty(len(expander.hidden), k)
-    best_word = torch.empty_like(best_log_prob, dtype=torch.int64)
+    best = TopK(
+        expander.hidden.new_empty(len(expander.hidden), k),
+        torch.empty(len(expander.hidden), k, dtype=torch.int64, device=expander.hidden.device),
+    )
+    for position, words in _sets(expander, needed, max_words=k):
+        best.log_prob[position], best.word[position] = words
+    return best
 
-    goal = compiled.Goal("top_k", k)
-    for position, words in _sets(expander, needed, goal, max_words=k):
-        best_log_prob[position], best_word[position] = words
-    return TopK(best_log_prob, best_word)
+
+def topk_of_all_words(
+    expander: Expander, position: Tensor, k: int
+) -> Iterator[tuple[Tensor, TopK]]:
+    """Blocks of some positions [A], and their k most probable words, by one product."""
+    for block, log_prob in _log_prob_of_all(expander, position):
+        yield block, _best_of_all(log_prob, k)
 
 
 def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Tensor, TopK]]:
@@ -159,7 +166,7 @@ def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Ten
         chosen = can_hold_word | ((~reached | uncertain) & is_heavy)
         return chosen & (frontier.log_prob > -torch.inf), j.squeeze(1) + 1
 
-    return _sets(expander, needed, compiled.Goal("top_p", power=power, share=top_p))
+    return _sets(expander, needed)
 
 
 def within_ratio(expander: Expander, power: float, min_p: float) -> Iterator[tuple[Tensor, TopK]]:
@@ -174,26 +181,19 @@ def within_ratio(expander: Expander, power: float, min_p: float) -> Iterator[tup
         chosen = power * frontier.log_prob.double() >= cut
         return chosen, (power * log_prob.double() >= cut).sum(dim=1)
 
-    return _sets(expander, needed, compiled.Goal("min_p", power=power, share=min_p))
+    return _sets(expander, needed)
 
 
 def _sets(
     expander: Expander,
     needed: Callable[[_Frontier, Tensor], tuple[Tensor, Tensor]],
-    goal: compiled.Goal,
     max_words: int | None = None,
 ) -> Iterator[tuple[Tensor, TopK]]:
-    """Sets of most probable words, of at most `max_words`; `goal` is the same for compiled loops.
+    """Sets of most probable words, of at most `max_words`.
 
     `needed` returns, for the log-probabilities [A, M] of the words found, the nodes to expand
     [A, F] bool, and where there are none, the size of the set [A].
     """
-    if compiled.is_usable(expander, "search"):
-        for position, *found, unfinished in compiled.sets(expander, goal):
-            if len(position):
-                yield position, TopK(*found)
-            yield from _of_all_words(expander, unfinished, needed, max_words)
-        return
     frontier, tree = _Frontier(expander), expander.tree
     most = MOST_COST * (tree.num_rows + SOFTMAX_COST * tree.num_nodes)
     words = frontier.expand(torch.ones_like(frontier.log_prob, dtype=torch.bool))
@@ -203,7 +203,7 @@ def _sets(
         active = chosen.any(dim=1)
         done = ~active
         if bool(done.any()):
-            yield frontier.position[done], _first(_sorted(words.select(done)), size[done])
+            yield frontier.position[done], first(_sorted(words.select(done)), size[done])
         many = active & (frontier.cost_with(chosen) > most)
         yield from _of_all_words(expander, frontier.position[many], needed, max_words)
         active &= ~many
@@ -221,23 +221,31 @@ def _of_all_words(
     max_words: int | None,
 ) -> Iterator[tuple[Tensor, TopK]]:
     """The sets of `_sets` for position [A], from the log-probabilities of all words."""
-    vocab_size = expander.tree.vocab_size
-    for block in torch.split(position, max(1, BLOCK_ELEMENTS // vocab_size)):
-        if not block.numel():
+    for block, log_prob in _log_prob_of_all(expander, position):
+        if max_words is not None:
+            yield block, _best_of_all(log_prob, max_words)
             continue
-        log_prob = expander.all_words(block)
-        if max_words is None:
-            words = TopK(*log_prob.sort(dim=1, descending=True, stable=True))
-        else:
-            every = torch.arange(vocab_size, device=block.device).expand(len(block), -1)
-            words = _best(TopK(log_prob, every), max_words)
+        words = TopK(*log_prob.sort(dim=1, descending=True, stable=True))
         frontier = _Frontier(expander)
         frontier.select(block)
         frontier.log_prob = torch.full_like(frontier.log_prob, -torch.inf)  # no node is left
-        yield block, _first(words, needed(frontier, words.log_prob)[1])
+        yield block, first(words, needed(frontier, words.log_prob)[1])
 
 
-def _first(words: TopK, size: Tensor) -> TopK:
+def _log_prob_of_all(expander: Expander, position: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of some positions, and the log-probabilities of all their words."""
+    for block in torch.split(position, max(1, BLOCK_ELEMENTS // expander.tree.vocab_size)):
+        if block.numel():
+            yield block, expander.all_words(block)
+
+
+def _best_of_all(log_prob: Tensor, k: int) -> TopK:
+    """The k best of all words [A, N], in order."""
+    every = torch.arange(log_prob.shape[1], device=log_prob.device).expand(len(log_prob), -1)
+    return _best(TopK(log_prob, every), k)
+
+
+def first(words: TopK, size: Tensor) -> TopK:
     """The first `size` [A] of some words in order, padded with log_prob -∞."""
     largest = int(size.max())
     log_prob, word = (each[:, :largest] for each in words)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lm.output.backends.base import Needs, Problem, autocast
 from lm.output.backends.visits import check_words
-from lm.output.functional import BackendName, Reduction
+from lm.output.functional import BackendName, Reduction, reduced
 from lm.output.layer import HierarchicalSoftmax
 from lm.output.sharded.exchange import Gathered, forward, sharded_nll
 from lm.output.sharded.placement import Part, PlacementName, Plan, place, recipients_of
@@ -102,16 +102,10 @@ class ShardedSoftmax(HierarchicalSoftmax):
 
         "mean" and "sum" are over the positions of this process.
         """
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
         problem = self._problem(hidden, target)
         needs = Needs.of(hidden, self.weight, self.bias, row_wise=self.row_wise)
         nll = sharded_nll(self.backend, problem, *self._exchanged(problem), needs, self.dealt.group)
-        if reduction == "none":
-            return nll.view(target.shape)
-        if reduction == "sum":
-            return nll.sum()
-        return nll.sum() / (target != self.ignore_index).sum().clamp(min=1)
+        return reduced(nll.view(target.shape), target, reduction, self.ignore_index)
 
     @torch.no_grad()
     def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Triton kernels compiled for an architecture of NVIDIA GPUs, without a GPU."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,8 @@ def compiled(kernel: Any, capability: int, *args: Any, **kwargs: Any) -> Any:
     from triton.runtime.jit import MockTensor
 
     def mocked(value: Any) -> Any:
+        if isinstance(value, tuple) and any(isinstance(each, torch.Tensor) for each in value):
+            return rebuilt(value, map(mocked, value))
         return MockTensor(value.dtype) if isinstance(value, torch.Tensor) else value
 
     device = SimpleNamespace(  # the part of a driver of Triton that compiling needs
@@ -31,3 +34,8 @@ def compiled(kernel: Any, capability: int, *args: Any, **kwargs: Any) -> Any:
     driver.set_active(device)
     named = {name: mocked(value) for name, value in kwargs.items()}
     return kernel.warmup(*map(mocked, args), grid=(1,), **named)
+
+
+def rebuilt(group: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
+    """A tuple or NamedTuple with other values."""
+    return type(group)(*values) if hasattr(group, "_fields") else tuple(values)

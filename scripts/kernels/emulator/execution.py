@@ -3,7 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -84,7 +84,8 @@ def requested(
     """
     if binary.metadata.global_scratch_size:
         raise Unsupported(f"scratch memory of {binary.name}")
-    given = [(n, each) for n, each in arguments.items() if isinstance(each, Tensor)]
+    passed = list(flat(arguments, binary.src.signature))
+    given = [(n, each) for n, each in passed if isinstance(each, Tensor)]
     given.sort(key=lambda pair: (extent(pair[1])[0], -extent(pair[1])[1]))
     addresses: dict[str, int] = {}
     tensors: list[Buffer] = []
@@ -103,9 +104,23 @@ def requested(
         elif last > end:
             raise Unsupported(f"{argument}: a tensor that overlaps another one")
         addresses[argument] = base + first - begin
-    signature = binary.src.signature
-    values = [addresses.get(n, x) for n, x in arguments.items() if signature[n] != "constexpr"]
+    values = [addresses.get(n, x) for n, x in passed]
     return Request(binary.asm["ptx"], grid, binary.metadata.shared, tensors, values)
+
+
+def flat(arguments: dict[str, Any], signature: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Name and value of the arguments that are no constants, of tuples those of their elements.
+
+    Elements of a NamedTuple have the names of its fields, others their numbers.
+    """
+    for name, value in arguments.items():
+        kind = signature[name]
+        if isinstance(kind, tuple):
+            names = getattr(value, "_fields", [f"{name}.{i}" for i in range(len(value))])
+            kinds = dict(zip(names, kind, strict=True))
+            yield from flat(dict(zip(names, value, strict=True)), kinds)
+        elif kind != "constexpr":
+            yield name, value
 
 
 class Run:

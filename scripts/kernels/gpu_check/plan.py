@@ -13,6 +13,7 @@ PYTEST += ["-o", "filterwarnings=default", "-p", "scripts.kernels.pytest_shard"]
 GPU_TESTS = (
     "tests/output/backends/test_gpu.py",
     "tests/output/rowwise/test_recorded_lookups.py",
+    "tests/model/test_lstm.py",
     "tests/training/test_cuda_graph.py",
     "tests/scripts/benchmarks/test_output_layer.py",
 )

@@ -22,12 +22,6 @@ def test_words_get_their_best_classes_if_these_have_vacancies() -> None:
     assert prices == pytest.approx(0, abs=1e-3)
 
 
-def test_scarce_places_are_given_to_the_words_that_lose_most() -> None:
-    scores = np.array([[5, 4], [5, 0], [5, 3], [5, 1]], dtype=np.float32)
-    assigned, _ = assign_all(scores, 2, 0.1)
-    assert assigned.tolist() == [1, 0, 1, 0]
-
-
 def test_assignment_is_close_to_the_best_possible() -> None:
     scores = np.random.default_rng(4).random((120, 12)).astype(np.float32)
     assigned, _ = assign_all(scores, 10, 0.02)

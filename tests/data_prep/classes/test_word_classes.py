@@ -2,7 +2,6 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +23,6 @@ from data_prep.classes.word_classes import (
     WordClass,
     build_class_levels,
     frequency_classes,
-    random_classes,
-    uniform_classes,
 )
 from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
@@ -95,8 +92,8 @@ def test_every_method_puts_each_word_into_one_of_c_nonempty_classes(
     counts = counts_of(tokens, vocab_size)
     for word_class in (
         frequency_classes(counts, num_word_classes),
-        uniform_classes(counts, num_word_classes),
-        random_classes(vocab_size, num_word_classes, seed=3),
+        data_prep.word_classes(tokens, vocab_size, num_word_classes, method="uniform"),
+        data_prep.word_classes(tokens, vocab_size, num_word_classes, method="random"),
         embedded(counts, tokens, num_word_classes, dimensions=8),
     ):
         assert_partition(word_class, vocab_size, num_word_classes)
@@ -113,43 +110,41 @@ def test_classes_of_words_that_rarely_occur_are_a_partition(num_tokens: int) -> 
 
 
 def test_uniform_and_random_classes_have_equal_sizes_and_uniform_ones_are_blocks() -> None:
-    counts = np.arange(103)
-    for word_class in (uniform_classes(counts, 10), random_classes(103, 10, seed=1)):
-        assert sorted(np.bincount(word_class).tolist()) == [10] * 7 + [11] * 3
-    assert uniform_classes(np.array([5, 0, 9, 7, 1, 3]), 3).tolist() == [1, 2, 0, 0, 2, 1]
+    counts = np.array([5, 0, 9, 7, 1, 3])
+    uniform, random = (
+        built(np.resize(counts, 102), np.empty(0, np.uint16), ClassesConfig(method=method))
+        for method in ("uniform", "random")
+    )
+    for word_class in (uniform, random):
+        assert sorted(np.bincount(word_class).tolist()) == [10] * 8 + [11] * 2
+    settings = ClassesConfig(method="uniform", num_word_classes=3)
+    assert built(counts, np.empty(0, np.uint16), settings).tolist() == [1, 2, 0, 0, 2, 1]
 
 
-@pytest.mark.parametrize("num_word_classes", [2, 7, 20])
-def test_frequency_classes_have_equal_sums_of_sqrt_count_to_within_one_word(
-    num_word_classes: int,
-) -> None:
+def test_frequency_classes_have_equal_sums_of_sqrt_count_to_within_one_word() -> None:
     counts = np.random.default_rng(0).permutation(20_000 // np.arange(20, 2_001))
-    word_class = frequency_classes(counts, num_word_classes)
     mass = np.sqrt(counts)
-    sums = np.bincount(word_class, weights=mass)
-    assert np.abs(sums - mass.sum() / num_word_classes).max() <= mass.max()
-    lowest = [counts[word_class == c].min() for c in range(num_word_classes)]
-    highest = [counts[word_class == c].max() for c in range(num_word_classes)]
-    assert all(low >= high for low, high in zip(lowest[:-1], highest[1:], strict=True))
-
-
-def test_a_word_of_dominant_count_is_alone_in_its_class() -> None:
-    counts = np.array([1, 1, 1_000_000, 1, 1, 0])
-    word_class = frequency_classes(counts, 3)
-    assert word_class[2] == 0
-    assert np.bincount(word_class).tolist() == [1, 1, 4]
+    for num in (2, 7, 20):
+        word_class = frequency_classes(counts, num)
+        sums = np.bincount(word_class, weights=mass)
+        assert np.abs(sums - mass.sum() / num).max() <= mass.max()
+        groups = [counts[word_class == c] for c in range(num)]
+        assert all(more.min() >= fewer.max() for more, fewer in pairwise(groups))
+    dominant = frequency_classes(np.array([1, 1, 1_000_000, 1, 1, 0]), 3)
+    assert dominant[2] == 0
+    assert np.bincount(dominant).tolist() == [1, 1, 4]
 
 
 def test_the_same_seed_gives_the_same_classes_and_another_seed_others() -> None:
     tokens = zipf_tokens(60, 2_000)
     counts = counts_of(tokens, 60)
-    methods: list[Callable[[int], NDArray[np.int32]]] = [
-        lambda seed: random_classes(60, 8, seed),
-        lambda seed: embedded(counts, tokens, 8, dimensions=10, seed=seed),
-    ]
-    for make in methods:
-        assert np.array_equal(make(1), make(1))
-        assert not np.array_equal(make(1), make(2))
+    for method in ("random", "embedding"):
+        first, again, other = (
+            built(counts, tokens, ClassesConfig(method=method, num_word_classes=8, seed=seed))
+            for seed in (1, 1, 2)
+        )
+        assert np.array_equal(first, again)
+        assert not np.array_equal(first, other)
 
 
 @pytest.mark.parametrize("passes", [0, embedding_module.REFINEMENT_PASSES])
@@ -163,11 +158,10 @@ def test_embedding_recovers_the_classes_that_made_the_text(
     assert common / 90 >= 0.9
 
 
-@pytest.mark.parametrize("max_words", [None, 15, 30, 101])
+@pytest.mark.parametrize("max_words", [None, 15, 101])
 def test_no_class_exceeds_max_words(max_words: int | None) -> None:
     tokens = zipf_tokens(101, 4_000)
     word_class = embedded(counts_of(tokens, 101), tokens, 9, dimensions=10, max_words=max_words)
-    assert_partition(word_class, 101, 9)
     assert np.bincount(word_class).max() <= (max_words or 12)
 
 
@@ -177,18 +171,21 @@ def test_refinement_raises_the_likelihood(monkeypatch: pytest.MonkeyPatch) -> No
     refined = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
     monkeypatch.setattr(embedding_module, "REFINEMENT_PASSES", 0)
     plain = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
-    arbitrary = class_report(counts, random_classes(160, 8, seed=1), tokens)
+    arbitrary = class_report(counts, np.arange(160) * 7 % 8, tokens)
     assert refined.log_likelihood > plain.log_likelihood > arbitrary.log_likelihood
 
 
 def test_bigram_counts_do_not_depend_on_the_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = zipf_tokens(30, 1_001)
+    tokens, words = zipf_tokens(30, 1_001), np.array([7, 0, 21, 3])
     expected = np.zeros((30, 30))
     np.add.at(expected, (tokens[:-1], tokens[1:]), 1)
     for portion in (1_000, 7, 1_000_000):
         monkeypatch.setattr(bigrams_module, "TOKENS_PER_CHUNK", portion)
         monkeypatch.setattr(bigrams_module, "PAIRS_PER_PORTION", portion)
         assert np.array_equal(count_bigrams(tokens, 30).toarray(), expected)
+        some = count_bigrams(tokens, 30, words=words).toarray()
+        assert np.array_equal(some, expected[np.ix_(words, words)])
+    assert count_bigrams(tokens[:1], 30).nnz == 0
 
 
 def test_truncated_svd_equals_the_dense_one() -> None:
@@ -236,9 +233,7 @@ def test_clustered_and_other_words_share_the_classes_by_sqrt_count() -> None:
     # √count: 10 + 3 · 6 = 28 of 34, so 4 of 5 classes.
     assert sorted(word_class[[0, 7, 8, 9]].tolist()) == [0, 1, 2, 3]
     assert word_class[1:7].tolist() == [4] * 6
-    nothing = np.zeros(10, dtype=np.int64)
-    sizes = np.bincount(built(nothing, tokens[:0], settings)).tolist()
-    assert (len(sizes), sum(sizes)) == (5, 10)
+    assert_partition(built(np.zeros(10, np.int64), tokens[:0], settings), 10, 5)
 
 
 def test_clustered_words_are_clustered_as_if_they_were_the_whole_text() -> None:
@@ -282,15 +277,6 @@ def test_exchange_treats_words_that_are_not_clustered_as_one_neighbour(shortlist
         ).astype(np.int32)
     assert np.array_equal(clustered, expected[:n])
     assert not np.array_equal(clustered, start)
-
-
-def test_pairs_of_some_words_are_a_subset_of_all_pairs() -> None:
-    tokens = zipf_tokens(30, 2_000)
-    words = np.array([7, 0, 21, 3])
-    every = count_bigrams(tokens, 30).toarray()
-    some = count_bigrams(tokens, 30, words=words).toarray()
-    assert np.array_equal(some, every[np.ix_(words, words)])
-    assert count_bigrams(tokens[:1], 30).nnz == 0
 
 
 @pytest.mark.parametrize("method", ["embedding", "exchange", "frequency", "uniform", "random"])

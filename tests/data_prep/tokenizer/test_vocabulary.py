@@ -30,12 +30,6 @@ def pieces(vocab_size: int | None, **options: Any) -> TokenizerConfig:
     return TokenizerConfig(kind="sentencepiece", vocab_size=vocab_size, **options)
 
 
-def test_words_are_ordered_by_count_then_by_code_point() -> None:
-    lines = ["b a é", "b Z", "", "b a é"]
-    expected = [("<eos>", 4), ("b", 3), ("a", 2), ("é", 2), ("Z", 1), ("<unk>", 0)]
-    assert counted(lines, TokenizerConfig()) == expected
-
-
 def test_excluded_words_count_as_unknown_with_the_literal_ones() -> None:
     lines = ["a a a b b c d <unk> <eos>", "<unk>"]
     expected = [("<unk>", 4), ("<eos>", 3), ("a", 3), ("b", 2)]

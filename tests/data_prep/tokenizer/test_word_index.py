@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data_prep.compiled import compiled
 from data_prep.tokenizer import hash_table, word_index
-from data_prep.tokenizer.hash_table import WordCounter, as_bytes
+from data_prep.tokenizer.hash_table import WordCounter
 from data_prep.tokenizer.word_index import WordIndex
 
 
@@ -72,13 +72,6 @@ def test_ids_are_positions_and_newlines_may_have_one() -> None:
     assert index.ids("1\n\n 2 zebra\n", 9).tolist() == [1, 2, 9]
     assert index.ids("1\n\n 2 zebra\n", 9, line_end=3).tolist() == [1, 3, 3, 2, 9, 3]
     assert index.ids("", 9, line_end=3).tolist() == []
-
-
-@given(st.text("ab \n\u2003\x1c\ud800"))
-def test_the_dict_finds_what_the_hash_table_finds(text: str) -> None:
-    index = WordIndex.of(["a", "b", "ab", "<unk>", "<eos>"])
-    compiled_ids = hash_table.find_words(as_bytes(text), index._table, 9, hash_table.EMPTY)
-    assert index.ids(text, 9).tolist() == compiled_ids.tolist()
 
 
 def test_a_vocabulary_file_has_a_word_and_a_count_on_each_line() -> None:

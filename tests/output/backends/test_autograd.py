@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from lm.output.backends import OPS
 from lm.output.backends.base import Needs
 from lm.output.functional import BackendName
 
-from ..definition import TREES, TWO_LEVEL, both_backends, nll, on, problem
+from ..definition import TREES, TWO_LEVEL, H, both_backends, nll, on, problem
 
 
 @on("reference")
@@ -70,17 +70,18 @@ def test_any_subset_of_the_gradients_may_be_asked_for(subset: int) -> None:
 
 @both_backends
 def test_compiled_with_fullgraph_equals_eager() -> None:
-    tree = TWO_LEVEL
+    layer = HierarchicalSoftmax(H, TWO_LEVEL, dtype=torch.float64)
+    inputs = list(layer.parameters())
+
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        return layer.loss(hidden.tanh(), target) * 2
+
     for positions in (5, 9):
-        hidden, weight, bias, target = problem(tree, positions)
-
-        def loss(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
-            return hierarchical_cross_entropy(hidden.tanh(), weight, target, tree, bias) * 2
-
+        hidden, _, _, target = problem(TWO_LEVEL, positions)
         compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-        losses = [make(hidden, weight, bias, target) for make in (loss, compiled)]
+        losses = [make(hidden, target) for make in (loss, compiled)]
         torch.testing.assert_close(*losses)
-        grads = [torch.autograd.grad(each, (hidden, weight, bias)) for each in losses]
+        grads = [torch.autograd.grad(each, [hidden, *inputs]) for each in losses]
         torch.testing.assert_close(*grads)
 
 

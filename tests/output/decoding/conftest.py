@@ -7,6 +7,5 @@ from lm.output.decoding import compiled
 
 @pytest.fixture(autouse=True, params=["compiled", "reference"])
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "FREE_SECONDS", 0.0)
     if request.param == "reference":
         monkeypatch.setattr(compiled, "has_numba", lambda: False)

@@ -1,24 +1,26 @@
 """Compiled loops find and draw what operations of PyTorch do, also in larger trees."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.output.decoding import compiled
+from lm.output.decoding import compiled, draws
 from lm.output.decoding.expansion import Expander
+from lm.output.decoding.search import TopK
 
-from .truth import Options
+from .truth import Options, restricted
 
 PREVIOUS = torch.tensor([[4, 17, 4, -1]])
 WAYS: list[Options] = [
     {}, {"temperature": 0.6}, {"temperature": 1.6}, {"excluded": [0, 699]}, {"top_k": 30},
-    {"top_p": 0.9}, {"repetition_penalty": 1.3, "previous": PREVIOUS}, {"min_p": 0.1},
-    {"top_p": 0.9, "temperature": 0.7}, {"top_p": 0.7, "temperature": 1.5}, {"top_p": 0.999999},
-    {"min_p": 0.1, "temperature": 1.5}, {"top_p": 0.6, "temperature": 0.4, "excluded": [5, 9]},
-    {"top_p": 0.3}, {"top_p": 0.9, "min_p": 0.01}, {"top_p": 0.5, "excluded": [7, 7, *range(99)]},
+    {"repetition_penalty": 1.3, "previous": PREVIOUS}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9},
+    {"min_p": 0.1, "temperature": 1.5}, {"top_p": 0.9, "min_p": 0.01},
+]  # fmt: skip
+NUCLEI: list[Options] = [
+    {"top_p": 0.9}, {"top_p": 0.9, "temperature": 0.7}, {"top_p": 0.7, "temperature": 1.5},
+    {"top_p": 0.999999}, {"top_p": 0.6, "temperature": 0.4, "excluded": [5, 9]}, {"top_p": 0.3},
+    {"top_p": 0.5, "excluded": [7, 7, *range(99)]},
     {"top_p": 0.8, "repetition_penalty": 1.3, "previous": PREVIOUS, "excluded": [5]},
 ]  # fmt: skip
 TREES = {
@@ -29,23 +31,50 @@ TREES = {
 }
 
 
+def random_layer(shape: str) -> tuple[HierarchicalSoftmax, Tensor]:
+    """A layer in fp64, and hidden vectors from flat to peaked."""
+    layer = HierarchicalSoftmax(8, TREES[shape]).double()
+    layer.weight.detach().normal_()
+    scale = torch.logspace(-1, 1, 12, dtype=torch.float64)[:, None]
+    return layer, scale * torch.randn(12, 8, dtype=torch.float64)
+
+
+def for_all(options: Options) -> Options:
+    previous = {name: each.expand(12, -1) for name, each in options.items() if name == "previous"}
+    return options | previous
+
+
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("node_cost", [1, 1 << 40])
 def test_draws_are_those_of_the_reference(
     shape: str, options: Options, node_cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In fp64, flat and peaked; nodes are opened by probability or in the order of their rows."""
+    """Nodes are opened by probability or in the order of their rows."""
     monkeypatch.setattr(compiled, "NODE_COST", node_cost)
-    layer = HierarchicalSoftmax(8, TREES[shape]).double()
-    layer.weight.detach().normal_()
-    scale = torch.logspace(-1, 1, 12, dtype=torch.float64)[:, None]
-    hidden = scale * torch.randn(12, 8, dtype=torch.float64)
-    if "previous" in options:
-        options = options | {"previous": options["previous"].expand(12, -1)}
-    words = layer.sample(hidden, seeds=torch.arange(12), **options)
-    monkeypatch.setattr(compiled, "is_usable", lambda *arguments, **options: False)
-    assert torch.equal(words, layer.sample(hidden, seeds=torch.arange(12), **options))
+    layer, hidden = random_layer(shape)
+    words = layer.sample(hidden, seeds=torch.arange(12), **for_all(options))
+    monkeypatch.setattr(compiled, "is_usable", lambda _: False)
+    assert torch.equal(words, layer.sample(hidden, seeds=torch.arange(12), **for_all(options)))
+
+
+@pytest.mark.parametrize("_way", ["compiled"], indirect=True)
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("options", NUCLEI, ids=str)
+def test_drawn_words_are_the_first_ones_in_the_nucleus(
+    shape: str, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draws, "NUM_DRAWS", 1)
+    monkeypatch.setattr(draws, "_draw_from_sets", lambda sets, seeds, power: -1)
+    layer, hidden = random_layer(shape)
+    words = layer.sample(hidden, seeds=torch.arange(12), **for_all(options))
+    rest = {name: value for name, value in options.items() if name != "top_p"}
+    first = layer.sample(hidden, seeds=torch.arange(12), **for_all(rest))
+    previous = PREVIOUS[0].tolist() if "previous" in options else ()
+    rest |= {"top_p": options["top_p"]} | ({"previous": previous} if previous else {})
+    for word, drawn, full in zip(words, first, layer.log_prob(hidden).detach(), strict=True):
+        is_in = bool(restricted(full, **rest)[drawn] > 0)
+        assert word == (drawn if is_in else -1)
 
 
 def test_many_ties_are_in_the_order_of_words() -> None:
@@ -65,21 +94,18 @@ def test_loops_that_are_wrong_are_replaced_with_one_warning(
     def draw(expander: Expander, seeds: Tensor, power: float) -> Tensor:
         return torch.zeros_like(seeds)
 
-    monkeypatch.setattr(compiled, "sets", lambda *arguments: iter([WRONG]))
-    monkeypatch.setattr(compiled, "draw_words", draw)
-    compiled._verified.cache_clear()
+    def find(expander: Expander, k: int) -> TopK:
+        return TopK(torch.zeros(2, k), torch.arange(k).expand(2, -1))
+
     layer, hidden = HierarchicalSoftmax(8, TREES["two_level"]), torch.ones(2, 8)
-    ways: dict[str, Callable[[], Tensor]] = {
-        "are off by": lambda: layer.topk(hidden, 9).word,
-        "of 16 words differ": lambda: layer.sample(hidden, seeds=torch.arange(2)),
-    }
+    wrong = {"topk": (find, "are off by"), "draw_words": (draw, "of 16 words differ")}
     try:
-        for problem, find in ways.items():
-            with pytest.warns(UserWarning, match=f"drawn slowly, .* compiled loops: .* {problem}"):
-                words = find()
-            assert torch.equal(words, find())
+        for name, (function, problem) in wrong.items():
+            compiled._verified.cache_clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(compiled, name, function)
+                with pytest.warns(UserWarning, match=f"slowly, .* compiled loops: .* {problem}"):
+                    words = layer.topk(hidden, 9).word
+                assert torch.equal(words, layer.topk(hidden, 9).word)
     finally:
         compiled._verified.cache_clear()
-
-
-WRONG = (torch.arange(2), torch.zeros(2, 300), torch.arange(300).expand(2, -1), torch.arange(0))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lm.output import ClassTree
 from lm.output.decoding import draws
-from lm.output.decoding.distribution import log_prob
+from lm.output.decoding.distribution import finder, log_prob
 from lm.output.decoding.draws import Sampling, sample_words
 from lm.output.decoding.expansion import Expander, Penalty
 from lm.output.decoding.rejection import RejectionSampler, draw
@@ -167,7 +167,7 @@ def test_few_nodes_are_opened_to_draw_from_a_nucleus(excluded: tuple[int, ...]) 
     expander = Expander(hidden, weight, tree, bias)
     if excluded:
         expander.excluded = tree.row_of_word[torch.tensor(excluded)]
-    words = sample_words(expander, torch.arange(500), Sampling(top_p=0.9))
+    words = sample_words(expander, torch.arange(500), Sampling(top_p=0.9), finder(expander))
     assert expander.num_expanded < 500 * 35  # of 101, all of which the set of words needs
     full = log_prob(hidden[:1], weight, tree, bias)[0].double()
     assert_distributed(words, restricted(full, top_p=0.9, excluded=excluded))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lm.output import ClassTree
 from lm.output.decoding import compiled, search
-from lm.output.decoding.distribution import topk
+from lm.output.decoding.distribution import finder, topk
 from lm.output.decoding.expansion import Expander, Penalty
 
 from .truth import H, N, P, all_shapes, node_log_prob, random_layer, restricted, word_log_prob
@@ -39,9 +39,9 @@ def test_results_are_the_same_if_all_words_are_evaluated_at_once(
     penalty.row[1, 1] = -1
     rows = tree.row_of_word[torch.tensor([2, N - 1])]
     searches: list[Callable[[Expander], list[tuple[Tensor, search.TopK]]]] = [
-        lambda expander: [(torch.arange(P), search.topk(expander, 6))],
-        lambda expander: list(search.nuclei(expander, 1.3, 0.8)),
-        lambda expander: list(search.within_ratio(expander, 0.7, 0.2)),
+        lambda expander: [(torch.arange(P), finder(expander).topk(expander, 6))],
+        lambda expander: list(finder(expander).nuclei(expander, 1.3, 0.8)),
+        lambda expander: list(finder(expander).within_ratio(expander, 0.7, 0.2)),
     ]
     for find in searches:
         found = []
@@ -137,7 +137,7 @@ def test_topk_expands_exactly_the_nodes_as_probable_as_the_last_word(shape: str,
     layer = random_layer(shape, scale=2.0)
     last = word_log_prob(*layer).topk(k).values[:, -1:]
     expander = Expander(*layer)
-    search.topk(expander, k)
+    finder(expander).topk(expander, k)
     assert expander.num_expanded == int((node_log_prob(*layer) >= last - 1e-12).sum())
 
 
@@ -148,17 +148,17 @@ def test_peaked_distribution_expands_one_class_and_flat_one_all(
     hidden, weight = torch.zeros(3, H), torch.zeros(tree.num_rows, H)
     bias = torch.zeros(tree.num_rows)
     flat = Expander(hidden, weight, tree, bias)
-    search.topk(flat, 1)
+    finder(flat).topk(flat, 1)
     assert flat.num_expanded == 3 * (1 + 20)
     monkeypatch.setattr(search, "MOST_COST", 0.5)
     at_once = Expander(hidden, weight, tree, bias)
-    assert search.topk(at_once, 300).word.tolist() == [list(range(300))] * 3
-    is_usable = compiled.is_usable(at_once, "search")  # opens no node twice
+    assert finder(at_once).topk(at_once, 300).word.tolist() == [list(range(300))] * 3
+    is_usable = compiled.is_usable(at_once)  # opens no node twice
     assert at_once.num_expanded == 3 * (tree.num_nodes + (not is_usable))
     monkeypatch.setattr(search, "MOST_COST", math.inf)
     bias[7] = 20.0
     peaked = Expander(hidden, weight, tree, bias)
-    assert search.topk(peaked, 5).word.tolist() == [[7, 27, 47, 67, 87]] * 3
+    assert finder(peaked).topk(peaked, 5).word.tolist() == [[7, 27, 47, 67, 87]] * 3
     assert peaked.num_expanded == 3 * 2
     peaked = Expander(hidden, weight, tree, bias)
     ((position, nucleus),) = search.nuclei(peaked, 1.0, 0.925)
@@ -171,11 +171,14 @@ def test_peaked_distribution_expands_one_class_and_flat_one_all(
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize("top_p", [0.01, 0.6, 0.93, 0.9999])
 def test_nucleus_is_the_smallest_set_that_reaches_top_p(
-    shape: str, temperature: float, top_p: float
+    shape: str, temperature: float, top_p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(compiled, "NUCLEUS_WORDS", 3)
+    monkeypatch.setattr(compiled, "NUCLEUS_GROWTH", 2)
     layer = random_layer(shape)
     found: dict[int, list[int]] = {}
-    for position, nucleus in search.nuclei(Expander(*layer), 1 / temperature, top_p):
+    expander = Expander(*layer)
+    for position, nucleus in finder(expander).nuclei(expander, 1 / temperature, top_p):
         for p, words, values in zip(position.tolist(), nucleus.word, nucleus.log_prob, strict=True):
             found[p] = words[values > -torch.inf].tolist()
     assert sorted(found) == list(range(P))
@@ -209,7 +212,7 @@ def test_words_within_the_ratio_are_found_with_exactly_the_nodes_within_it(
     layer = random_layer(shape)
     expander = Expander(*layer)
     found: dict[int, list[int]] = {}
-    for position, words in search.within_ratio(expander, power, min_p):
+    for position, words in finder(expander).within_ratio(expander, power, min_p):
         for p, word, log_prob in zip(position.tolist(), words.word, words.log_prob, strict=True):
             found[p] = word[log_prob > -torch.inf].tolist()
     log_prob = word_log_prob(*layer)

@@ -14,6 +14,7 @@ from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.compiled import division, factors
 from lm.output.backends.triton import rows
 from lm.output.backends.triton.launch import Launch, execute, instrumented
+from lm.output.backends.triton.routing import Routing
 from lm.output.functional import BackendName
 from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowOptimizer, RowSGD, lookup
 from lm.output.rowwise.blocks import Factored
@@ -159,7 +160,7 @@ def test_rows_that_are_input_vectors_too_are_never_formed_on_a_cpu(
         assert all(map(torch.equal, found, results[1]))
 
 
-@pytest.mark.parametrize("backend", ["triton", "compiled"])
+@pytest.mark.parametrize("backend", ["triton", "compiled", "reference"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("positions", [0, 2])
 def test_a_batch_without_targets_changes_nothing(
@@ -220,11 +221,10 @@ def test_norms_do_not_depend_on_the_order_in_which_lists_are_written() -> None:
         assert part is not None
         first, batch = part.batch.square_norm(), part.batch.factors  # type: ignore[attr-defined]
         batch.formed.clear()
+        routing = Routing.of(batch.memory.routing, P, tree.depth)
         for place, name in ((1, "light_nodes"), (3, "row_tiles"), (5, "split_tiles")):
-            entries = getattr(batch.saved.routing, name)
-            num_entries = int(batch.saved.routing.num_entries[place])
-            entries = entries.view(-1, 4 if name.endswith("tiles") else 1)
-            entries[:num_entries] = entries[:num_entries].flip(0)
+            entries = getattr(routing, name)[: int(routing.num_entries[place])]
+            entries.copy_(entries.flip(0))
         with instrumented(tiles=SMALL_TILES):
             assert torch.equal(part.batch.square_norm(), first)
 
@@ -237,7 +237,8 @@ def test_norms_of_weight_and_bias_are_one_launch_until_each_is_updated(order: sl
 
     def run(launch: Launch) -> None:
         tables = ("table", "squares", "bias_sums")
-        launched.append([name for name in tables if launch.arguments[name] is not None])
+        rule = launch.arguments["rule"]
+        launched.append([name for name in tables if getattr(rule, name) is not None])
         execute(launch)
 
     with instrumented(run=run):

@@ -95,27 +95,6 @@ def test_dense_gradients_give_the_same_steps(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [RowAdagrad, RowAdam])
-def test_rows_without_a_gradient_keep_values_and_state(kind: Kind) -> None:
-    tree = ClassTree.two_level((torch.arange(N) * 7) % 9)
-    params = table(tree)
-    optimizer = kind(params, lr=0.2)
-    accumulate(tree, params, 0, rows=True)
-    optimizer.step()
-    weight = params[0]
-    before, state = weight.detach().clone(), copy.deepcopy(optimizer.state[weight])
-    optimizer.zero_grad()
-    accumulate(tree, params, 1, rows=True)
-    assert weight.grad is not None
-    still = (weight.grad.to_dense() == 0).all(1)
-    optimizer.step()
-    assert 0 < still.sum() < len(still)
-    assert torch.equal(weight[still], before[still])
-    assert not torch.equal(weight[~still], before[~still])
-    for name in state.keys() - {"step"}:
-        assert torch.equal(optimizer.state[weight][name][still], state[name][still])
-
-
-@pytest.mark.parametrize("kind", [RowAdagrad, RowAdam])
 def test_a_restored_optimizer_continues_with_fp32_state_of_bf16_rows(kind: Kind) -> None:
     params = table(SHORTLIST, torch.bfloat16)
     optimizer = kind(params, lr=0.1)

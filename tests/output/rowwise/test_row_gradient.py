@@ -12,9 +12,9 @@ from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from lm.output.backends import nodes
 from lm.output.backends.compiled import factors
 from lm.output.functional import BackendName
-from lm.output.rowwise import Product, RowAdagrad, RowGradient, Rows, lookup
+from lm.output.rowwise import Product, RowGradient, lookup
 
-from .tables import SHORTLIST, H, N, P, Table, W, accumulate, batch, in_blocks, table
+from .tables import SHORTLIST, H, N, Table, W, accumulate, batch, in_blocks, table
 
 TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 9)
 TREES = {
@@ -78,21 +78,6 @@ def test_gradients_that_are_not_required_are_none(backend: str) -> None:
     with torch.no_grad():
         nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, row_wise=True)
     assert not nll.requires_grad
-
-
-def test_ignored_positions_give_no_gradient(backend: str) -> None:
-    tree = SHORTLIST
-    weight, bias = table(tree)
-    hidden = torch.zeros(4, H, dtype=torch.float64)
-    target = torch.full((4,), -100)
-    hierarchical_cross_entropy(hidden, weight, target, tree, bias, row_wise=True).backward()  # type: ignore[no-untyped-call]
-    assert isinstance(weight.grad, RowGradient)
-    assert list(weight.grad.blocks()) == []
-    assert weight.grad.to_dense().abs().sum() == 0
-    assert float(weight.grad.square_norm()) == 0
-    before = weight.detach().clone()
-    RowAdagrad([weight, bias], lr=1.0).step()
-    assert torch.equal(weight, before)
 
 
 @in_blocks
@@ -226,34 +211,6 @@ def test_the_rest_of_a_model_compiles_around_a_layer_with_row_wise_gradients() -
     torch.testing.assert_close(found, loss(hidden))
     found.backward()  # type: ignore[no-untyped-call]
     assert isinstance(layer.weight.grad, RowGradient)
-
-
-def test_the_representation_counts_rows() -> None:
-    weight = torch.zeros(9, H)
-    parts: list[Product | Rows] = [Product(2, torch.ones(1, 3), torch.ones(1, H))]
-    parts.append(Rows(torch.tensor([8]), weight[:1]))
-    shown = repr(RowGradient(weight, parts))
-    assert shown == "RowGradient([9, 6], 3 rows in products, 1 single rows)"
-
-
-@pytest.mark.parametrize("name", ["shortlist", "full"])
-@pytest.mark.parametrize("rows", [False, True])
-def test_casting_bf16_rows_a_few_at_a_time_changes_nothing(
-    name: str, rows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tree = TREES[name]
-    hidden, target = torch.randn(P, H), torch.randint(0, N, (P,))
-    results = []
-    for most in (nodes.CAST_ELEMENTS, 2 * H):  # all rows of a node, two of them
-        monkeypatch.setattr(nodes, "CAST_ELEMENTS", most)
-        weight, bias = table(tree, torch.bfloat16)
-        leaf = hidden.clone().requires_grad_()
-        nll = hierarchical_cross_entropy(leaf, weight, target, tree, bias, row_wise=rows)
-        nll.backward()  # type: ignore[no-untyped-call]
-        grads = [part.grad for part in (leaf, weight, bias) if part.grad is not None]
-        results.append([nll.detach(), *(grad.to_dense().float() for grad in grads)])
-    for whole, portions in zip(*results, strict=True):
-        torch.testing.assert_close(portions, whole, rtol=1e-2, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["reference", "compiled"])

@@ -84,15 +84,6 @@ def test_paths_of_a_tree_rebuild_it(tree: ClassTree, tmp_path: Path) -> None:
             assert torch.equal(value, other.get_buffer(name)), name
 
 
-def test_rows_on_a_path_lead_from_the_word_up(tree: ClassTree) -> None:
-    words = torch.arange(tree.vocab_size)
-    found = tree.rows_on_path(words)
-    for word in words.tolist():
-        rows = [row for _, row in reversed(tree.path(word))]
-        assert found[word].tolist() == rows + [-1] * (tree.depth - len(rows))
-    assert torch.equal(tree.rows_on_path(words.view(1, -1)), found[None])
-
-
 def test_two_level_rows_are_the_shortlist_then_classes_then_words_of_each_class() -> None:
     tree = ClassTree.two_level([1, 0, 1, 9, 0])  # class numbers may have gaps
     assert tree.num_children.tolist() == [3, 2, 2, 1]

@@ -236,14 +236,6 @@ def test_a_step_that_takes_too_long_is_ended_and_the_report_is_written(tmp_path:
     assert (skipped["status"], skipped["exit_code"]) == ("skipped", 0)
 
 
-def test_the_report_says_running_while_a_step_runs(tmp_path: Path) -> None:
-    report = report_in(tmp_path)
-    path = tmp_path / "out" / "gpu_check.json"
-    code = f"import json; print(json.load(open({str(path)!r}))['steps'][0]['status'])"
-    row = Run(report, time.monotonic() + 60).step(Step("one", [[sys.executable, "-c", code]], 1, 9))
-    assert row["last_lines"] == ["running"]
-
-
 def test_every_row_of_an_unsafe_version_of_triton_is_marked(tmp_path: Path) -> None:
     report = report_in(tmp_path, timing_only=UNSAFE)
     row = {"vocab_size": 800_000, "label": "graph/triton", "seconds_median": 1.0}

@@ -8,14 +8,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm.output.backends.compiled.compilation import compiler
-from lm.output.backends.compiled.expansion_loops import expand, item_log_weight
-from lm.output.backends.compiled.row_operations import exp_row
-from lm.output.backends.compiled.sorting import push, replace_first
-
-EMITTED = "41666ec6c59763c9"
-"""See `compiler`."""
-compiled = compiler(EMITTED)
+from lm.output.backends.compiled.codegen.compilation import compiled
+from lm.output.backends.compiled.codegen.rows import exp_row
+from lm.output.backends.compiled.expansion_loops import (
+    OPENED,
+    QUEUED,
+    begin,
+    expand,
+    item_log_weight,
+    new_frontier,
+    open_next,
+)
 
 
 @compiled
@@ -59,31 +62,24 @@ class Trials(NamedTuple):
     log_q: np.ndarray  # [widest], log-probabilities of a node's children
     bias: np.ndarray  # [widest + 1], their biases
     child_log_weight: np.ndarray  # [widest] fp64
-    count: np.ndarray  # int64, KNOWN …
+    count: np.ndarray  # int64, KNOWN, USED and TRIED
 
 
-KNOWN, USED, OPENED = range(3)
+KNOWN, USED, TRIED = range(3)
 """Counts of `Trials`: known items, random numbers used, and nodes opened."""
 
 
 class Found(NamedTuple):
-    """What is known of the nodes of a position, some of which are opened, to search for a nucleus.
+    """The words below the nodes of a position that are opened to search for a nucleus."""
 
-    The memory is used again for each position.
-    """
-
-    log_prob: np.ndarray  # [N], of words below nodes that are opened
+    log_prob: np.ndarray  # [N]
     word: np.ndarray  # [N]
     weight: np.ndarray  # [N] fp64
-    key: np.ndarray  # [I], a heap of negative log-probabilities of nodes that are not
-    node: np.ndarray  # [I]
-    log_q: np.ndarray  # [widest], log-probabilities of a node's children
-    bias: np.ndarray  # [widest + 1], their biases
-    count: np.ndarray  # int64, WORDS …
+    count: np.ndarray  # int64, WORDS and EXCLUDED
 
 
-WORDS, NODES, EXCLUDED, NODES_OPENED = range(4)
-"""Counts of `Found`: words, nodes in its heap, excluded words, and nodes opened."""
+WORDS, EXCLUDED = range(2)
+"""Counts of `Found`: words, and excluded words."""
 LARGEST_EXPONENT = 600.0
 """Largest log of a weight relative to a drawn word's: sums of larger ones might not be finite."""
 
@@ -96,26 +92,19 @@ def _num_excluded(layer, node):
 
 
 @compiled
-def _open(layer, p, found):
+def _open(layer, p, frontier, found):
     """Open the most probable node; whether all log-probabilities are finite."""
-    count, key, nodes, log_q = found.count, found.key, found.node, found.log_q
-    above, node, last = -key[0], nodes[0], count[NODES] - 1
-    replace_first(key, nodes, last, key[last], nodes[last])
-    count[NODES] = last
-    if not expand(layer, p, node, above, log_q, found.bias):
+    node, num = open_next(layer, p, frontier), found.count[WORDS]
+    if node < 0:
         return False
-    row, num = layer.first_row[node], count[WORDS]
+    row = layer.first_row[node]
     for j in range(layer.num_children[node]):
         item = layer.item_of_row[row + j]
         if item >= 0:
-            found.log_prob[num], found.word[num] = log_q[j], item
+            found.log_prob[num], found.word[num] = frontier.log_q[j], item
             num += 1
-        else:
-            push(key, nodes, count[NODES], -float(log_q[j]), ~item)
-            count[NODES] += 1
-    count[WORDS] = num
-    count[NODES_OPENED] += 1
-    count[EXCLUDED] += _num_excluded(layer, node)
+    found.count[WORDS] = num
+    found.count[EXCLUDED] += _num_excluded(layer, node)
     return True
 
 
@@ -143,35 +132,34 @@ def _add_words(found, first, power, shift, word, log_prob):
 
 
 @compiled
-def _is_in_nucleus(layer, p, goal, found, word, log_prob):
+def _is_in_nucleus(layer, p, goal, frontier, found, word, log_prob):
     """Whether a word is in the nucleus of position p; -1 if log-probabilities are not finite.
 
     It is if words before it, more probable ones and equal ones with lower numbers, have less than
     that share of Z. Nodes are opened in the order of probability until bounds of both tell.
     Weights are relative to that of the word.
     """
-    count, power, share, shift = found.count, goal.power, goal.share, goal.power * log_prob
+    count, power, share, shift = frontier.count, goal.power, goal.share, goal.power * log_prob
     mass, before = _add_words(found, 0, power, shift, word, log_prob)
     next_check = 0
     while True:
-        if count[NODES_OPENED] >= next_check or count[NODES] == 0:
-            next_check = count[NODES_OPENED] + 1 + count[NODES_OPENED] // 4
+        if count[OPENED] >= next_check or count[QUEUED] == 0:
+            next_check = count[OPENED] + 1 + count[OPENED] // 4
             rest, rest_before, low = 0.0, 0.0, mass
-            for i in range(count[NODES]):
-                above, node = -found.key[i], found.node[i]
+            for i in range(count[QUEUED]):
+                above, node = -frontier.key[i], frontier.node[i]
                 bound = item_log_weight(power, above, layer.num_words_below[node]) - shift
                 weight = math.exp(min(bound, LARGEST_EXPONENT))
                 rest += weight
                 rest_before += weight if above >= log_prob else 0.0
-                low += (
-                    weight if goal.is_plain and not _may_have_excluded(layer, node, count) else 0.0
-                )
+                is_exact = goal.is_plain and not _may_have_excluded(layer, node, found.count)
+                low += weight if is_exact else 0.0
             if before >= share * (mass + rest):
                 return 0
             if before + rest_before < share * low or rest == 0:  # the latter once none is left
                 return 1
-        first = count[WORDS]
-        if not _open(layer, p, found):
+        first = found.count[WORDS]
+        if not _open(layer, p, frontier, found):
             return -1
         more, more_before = _add_words(found, first, power, shift, word, log_prob)
         mass, before = mass + more, before + more_before
@@ -207,7 +195,7 @@ def _draw_word(layer, p, seed, power, is_exact, trials):
                 return item, above
             node = ~item
         row, n, base = layer.first_row[node], layer.num_children[node], count[KNOWN]
-        count[OPENED] += 1
+        count[TRIED] += 1
         if not expand(layer, p, node, above, log_q, trials.bias):
             return -1, 0.0
         items = layer.item_of_row[row : row + n]
@@ -251,15 +239,14 @@ def draw_words(layer, seeds, goal, widest, word):
         The first position whose log-probabilities are not finite, or -1; the number of nodes
         opened.
     """
-    dtype, num_nodes, opened = layer.hidden.dtype, len(layer.first_row), 0
-    log_q, bias, num_rows = np.empty(widest, dtype), np.empty(widest + 1, dtype), len(layer.weight)
+    frontier, dtype, num_rows = new_frontier(layer, widest), layer.hidden.dtype, len(layer.weight)
     trials = Trials(
         np.empty(num_rows, np.int64),
         np.empty(num_rows, dtype),
         np.empty(num_rows),
         np.empty(num_rows),
-        log_q,
-        bias,
+        frontier.log_q,
+        frontier.bias,
         np.empty(widest),
         np.empty(3, np.int64),
     )
@@ -268,26 +255,21 @@ def draw_words(layer, seeds, goal, widest, word):
         np.empty(num_words, dtype),
         np.empty(num_words, np.int64),
         np.empty(num_words),
-        np.empty(num_nodes),
-        np.empty(num_nodes, np.int64),
-        log_q,
-        bias,
-        np.empty(4, np.int64),
+        np.empty(2, np.int64),
     )
-    is_exact = goal.is_plain and len(layer.excluded) == 0
+    is_exact, opened = goal.is_plain and len(layer.excluded) == 0, 0
     for p in range(len(word)):
-        trials.count[:], found.count[:] = 0, 0
-        found.key[0], found.node[0], found.count[NODES] = 0.0, 0, 1
-        word[p] = -1
+        trials.count[:], found.count[:], word[p] = 0, 0, -1
+        begin(frontier)
         for _ in range(goal.num_draws):
             drawn, log_prob = _draw_word(layer, p, seeds[p], goal.power, is_exact, trials)
             is_wanted = 1 if drawn >= 0 else -1
             if drawn >= 0 and goal.share < 1:
-                is_wanted = _is_in_nucleus(layer, p, goal, found, drawn, log_prob)
+                is_wanted = _is_in_nucleus(layer, p, goal, frontier, found, drawn, log_prob)
             if is_wanted < 0:
                 return p, opened
             if is_wanted:
                 word[p] = drawn
                 break
-        opened += trials.count[OPENED] + found.count[NODES_OPENED]
+        opened += trials.count[TRIED] + frontier.count[OPENED]
     return -1, opened

@@ -1,13 +1,14 @@
-"""Expanding a node at one position, compiled by numba; see `lm.output.decoding.expansion`."""
+"""Expanding nodes at one position, compiled by numba; see `lm.output.decoding.expansion`."""
 
 import math
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
-from lm.output.backends.compiled.row_operations import log_softmax_row, scaled_row
-from lm.output.backends.compiled.tiles import ROWS, dot_rows
+from lm.output.backends.compiled.codegen.compilation import compiled
+from lm.output.backends.compiled.codegen.rows import log_softmax_row, row_address, scaled_row
+from lm.output.backends.compiled.codegen.sorting import push, replace_first
+from lm.output.backends.compiled.codegen.tiles import ROWS, dot_rows
 
 
 class Layer(NamedTuple):
@@ -27,23 +28,76 @@ class Layer(NamedTuple):
     lowest: float  # log-probability of excluded words, and the least with a penalty
 
 
-@numba.njit(nogil=True)
+class Frontier(NamedTuple):
+    """The nodes of a position that are not opened; the memory is used again for each position."""
+
+    key: np.ndarray  # [I], a heap of their negative log-probabilities
+    node: np.ndarray  # [I]
+    log_q: np.ndarray  # [widest], log-probabilities of the children of the node opened last
+    bias: np.ndarray  # [widest + 1], their biases
+    count: np.ndarray  # int64, QUEUED and OPENED
+
+
+QUEUED, OPENED = range(2)
+"""Counts of a frontier: nodes in its heap, and nodes opened."""
+
+
+@compiled
+def new_frontier(layer, widest):
+    """Memory for a frontier of nodes with at most `widest` children."""
+    num_nodes, dtype = len(layer.first_row), layer.hidden.dtype
+    return Frontier(
+        np.empty(num_nodes),
+        np.empty(num_nodes, np.int64),
+        np.empty(widest, dtype),
+        np.empty(widest + 1, dtype),
+        np.empty(2, np.int64),
+    )
+
+
+@compiled
+def begin(frontier):
+    """The root alone, of log-probability 0."""
+    frontier.key[0], frontier.node[0] = 0.0, 0
+    frontier.count[QUEUED], frontier.count[OPENED] = 1, 0
+
+
+@compiled
+def open_next(layer, position, frontier):
+    """Open the most probable node and add its nodes: the node, or -1 if it is not finite."""
+    key, nodes, count = frontier.key, frontier.node, frontier.count
+    above, node, last = -key[0], nodes[0], count[QUEUED] - 1
+    replace_first(key, nodes, last, key[last], nodes[last])
+    count[QUEUED] = last
+    count[OPENED] += 1
+    if not expand(layer, position, node, above, frontier.log_q, frontier.bias):
+        return -1
+    row = layer.first_row[node]
+    for j in range(layer.num_children[node] if row < layer.num_node_rows else 0):
+        item = layer.item_of_row[row + j]
+        if item < 0:
+            push(key, nodes, count[QUEUED], -float(frontier.log_q[j]), ~item)
+            count[QUEUED] += 1
+    return node
+
+
+@compiled
 def expand(layer, position, node, above, log_q, bias_of_child):
     """Set the log-probabilities [n] of a node's children; whether they are finite."""
     hidden, weight, bias = layer.hidden, layer.weight, layer.bias
     row, n, size = layer.first_row[node], layer.num_children[node], hidden.itemsize
-    start, stride = hidden.ctypes.data + position * hidden.strides[0], weight.strides[0]
+    start, stride, to = row_address(hidden, position), weight.strides[0], log_q.ctypes.data
     for j in range(0, n, ROWS):
-        row_address, out = weight.ctypes.data + (row + j) * stride, log_q.ctypes.data + j * size
-        dot_rows(hidden, weight, weight.shape[1], start, row_address, stride, out, n - 1 - j)
+        at = row_address(weight, row + j)
+        dot_rows(hidden, weight, weight.shape[1], start, at, stride, to + j * size, n - 1 - j)
     address = bias_of_child.ctypes.data
     if len(bias) == 0:
         bias_of_child[:n] = 0
     else:
         one = hidden.dtype.type(1)
-        scaled_row(bias, bias_of_child, bias.ctypes.data + row * bias.itemsize, address, n, one)
+        scaled_row(bias, bias_of_child, row_address(bias, row), address, n, one)
     parent = hidden.dtype.type(above)
-    log_softmax_row(log_q, log_q.ctypes.data, n, address, parent, address + n * size)
+    log_softmax_row(log_q, to, n, address, parent, address + n * size)
     is_finite = math.isfinite(bias_of_child[n])
     if layer.penalized.shape[1] > 0:
         rows = layer.penalized[position]
@@ -62,7 +116,7 @@ def expand(layer, position, node, above, log_q, bias_of_child):
     return is_finite
 
 
-@numba.njit(nogil=True)
+@compiled
 def item_log_weight(power, log_prob, num_words):
     """Logarithm of (1) of `draws`, of a node with so many words below it, or of a word."""
     if power >= 1:

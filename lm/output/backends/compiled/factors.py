@@ -1,14 +1,28 @@
-"""The row-wise gradient of a batch, which compiled loops form and use a few rows at a time."""
+"""The row-wise gradient of a batch, and the loops that form and use it a few rows at a time.
+
+The letters and equations are those of the reference backend.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import sqrt  # by name: torch.fx replaces those of `math` while it traces
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lm.output.backends.compiled.arrays import Array, as_array, own
+from lm.output.backends.compiled.codegen.compilation import compiled
+from lm.output.backends.compiled.codegen.rows import (
+    adam_row,
+    add_scaled_row,
+    row_address,
+    row_product,
+    scaled_row,
+)
+from lm.output.backends.compiled.codegen.tiles import TERMS, sums
 from lm.output.backends.compiled.division import bounds_of, divide
 from lm.output.rowwise.blocks import Part, Product, Rows, Rule
 
@@ -17,6 +31,8 @@ FORMED_VISITS = 16
 on errors have another order, see `column_loops.forward_blocks`."""
 NARROW = 8
 """Most children of a node of which the same is true: its factors are larger than its rows."""
+SGD, ADAGRAD, ADAM = range(3)
+"""Rules of `update_rows`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -26,7 +42,7 @@ class Factors:
     See `lm.output.rowwise.blocks.Unformed`. It is independent of the rows.
     """
 
-    nodes: Array  # see `row_loops.update_rows`
+    nodes: Array  # see `update_rows`
     error: Tensor  # as `node_loops.forward` saves it; of rows that are not formed, [visits, n]
     hidden: Tensor  # [P, ≥ W] of the sorted positions, multiplied by their d nll
     formed: Tensor  # [F, W]
@@ -89,10 +105,8 @@ class Factors:
 
     def square_norm(self) -> Tensor:
         """See `Unformed.square_norm`."""
-        from lm.output.backends.compiled import row_loops
-
         squares = self.formed.new_empty(len(self.nodes) + len(self.more.row))
-        self._divide(row_loops.square_norms, own(squares))
+        self._divide(square_norms, own(squares))
         return squares.sum().clamp(min=0)
 
     def can_update(self, table: Tensor) -> bool:
@@ -101,16 +115,14 @@ class Factors:
 
     def update(self, table: Tensor, rule: Rule, factor: float | Tensor) -> None:
         """See `Unformed.update`."""
-        from lm.output.backends.compiled import row_loops
-
         names = "total", "mean", "square"
         known = [name in rule.state for name in names]
-        which = row_loops.ADAM if known[1] else row_loops.ADAGRAD if known[0] else row_loops.SGD
+        which = ADAM if known[1] else ADAGRAD if known[0] else SGD
         none, dtype = self.formed.new_empty(0, 0), own(self.formed).dtype.type
         state = {"total": none.view(-1), "mean": none, "square": none} | rule.state
         numbers = (float(factor), *rule.numbers, *[0.0] * (6 - len(rule.numbers)))
         self._divide(
-            partial(row_loops.update_rows, which),
+            partial(update_rows, which),
             as_array(table),
             tuple(as_array(state[name]) for name in names),
             tuple(map(dtype, numbers)),
@@ -120,3 +132,151 @@ class Factors:
         bounds = bounds_of(self.nodes, self.num_rows, by_rows=True)
         arrays = map(own, (self.error, self.hidden, self.formed))
         divide(bounds, loop, self.nodes, *arrays, tuple(map(own, self.more)), *arguments)
+
+
+@compiled
+def square_norms(begin, end, nodes, error, hidden, formed, more, out):
+    """Set `out` [M + K] to parts of the squared norm: of nodes, and what `more` adds to them.
+
+    See `update_rows`. Of a node with errors E [v, n] and hidden vectors X [v, H] it is
+    ‖EᵀX‖² = Σ (E Eᵀ) ∘ (X Xᵀ), since v is small where rows are not formed.
+    """
+    num_columns, k = formed.shape[1], np.searchsorted(more[0], begin)
+    for m in range(len(nodes)):
+        start, stop, row, n, offset, _, place = nodes[m]
+        num_visits = stop - start if place < 0 else 0  # of rows that are not formed
+        vectors = row_address(hidden, start)
+        k = _more_norms(k, min(row, end), error, num_columns, more, len(nodes), out)
+        if begin <= row < end and place >= 0:
+            total = 0.0
+            for j in range(place, place + n):
+                address = row_address(formed, j)
+                total += row_product(formed, address, address, num_columns)
+            out[m] = total
+        elif begin <= row < end:
+            out[m] = _norm_of_products(error, hidden, offset, start, num_visits, n, num_columns)
+        while k < len(more[0]) and more[0][k] < min(row + n, end):
+            x, j = row_address(more[1], k), more[0][k] - row
+            total = row_product(error, x, x, num_columns)
+            if place >= 0:
+                address = row_address(formed, place + j)
+                total += 2 * row_product(error, x, address, num_columns)
+            for a in range(num_visits):
+                product = row_product(error, x, vectors + a * hidden.strides[0], num_columns)
+                total += 2 * error[offset + a * n + j] * product
+            out[len(nodes) + k] = total
+            k += 1
+    _more_norms(k, end, error, num_columns, more, len(nodes), out)
+
+
+@compiled
+def _norm_of_products(error, hidden, offset, start, num_visits, n, num_columns):
+    """The squared norm of a node's rows from its errors and hidden vectors."""
+    size, total = error.itemsize, 0.0
+    errors = error.ctypes.data + offset * size
+    vectors = row_address(hidden, start)
+    for a in range(num_visits):
+        for b in range(a + 1):
+            e = errors + a * n * size, errors + b * n * size
+            x = vectors + a * hidden.strides[0], vectors + b * hidden.strides[0]
+            product = row_product(error, e[0], e[1], n)
+            product *= row_product(error, x[0], x[1], num_columns)
+            total += product if a == b else 2 * product
+    return total
+
+
+@compiled
+def _more_norms(k, until, error, num_columns, more, num_nodes, out):
+    """Norms² of `more` from number k on, for rows below `until`; returns the next number."""
+    while k < len(more[0]) and more[0][k] < until:
+        x = row_address(more[1], k)
+        out[num_nodes + k] = row_product(error, x, x, num_columns)
+        k += 1
+    return k
+
+
+@compiled
+def update_rows(rule, begin, end, nodes, error, hidden, formed, more, table, states, numbers):
+    """Change the rows from `begin` to `end`, whose gradients are formed a few at a time.
+
+    Args:
+        rule: `SGD`, `ADAGRAD` or `ADAM`.
+        nodes: [M, 7] from `list_nodes`, and the first of the node's rows in `formed`, or -1.
+        error, hidden: as of `backward`.
+        formed: [F, W] gradients.
+        more: rows [K] int64, ascending, and gradients [K, W] that are added to theirs.
+        table: [R, W].
+        states: of the optimizer, one number per row [R], and two arrays [R, W].
+        numbers: factor of the gradients, and the numbers of the rule.
+    """
+    size, few = error.itemsize, np.empty((TERMS + 1, table.shape[1]), error.dtype)
+    num_columns, one = few.shape[1], few.dtype.type(1)
+    both = row_address(few, TERMS)
+    k = np.searchsorted(more[0], begin)
+    for start, stop, row, n, offset, _, place in nodes:
+        first, last = max(row, begin), min(row + n, end)
+        if first >= last:
+            continue
+        k = _update_more(k, first, rule, few, more, table, states, numbers)
+        vectors, stride = row_address(hidden, start), hidden.strides[0]
+        is_linear = rule == SGD and place < 0 and stop - start <= TERMS
+        if is_linear:  # the products are added to the rows, vectors multiplied by the step
+            for v in range(stop - start):
+                to = row_address(few, v)
+                change = few.dtype.type(-numbers[0] * numbers[1])
+                scaled_row(few, few, vectors + v * stride, to, num_columns, change)
+            vectors, stride = row_address(few, 0), few.strides[0]
+        for j in range(first, last, TERMS):
+            num = min(TERMS, last - j)
+            starts, strides = (
+                (error.ctypes.data + (offset + j - row) * size, vectors),
+                (size, n * size, stride),
+            )
+            if is_linear:
+                to = row_address(table, j), table.strides[0]
+                sums(error, few, table, num, stop - start, starts, strides, to, True, None)
+                k = _update_more(k, j + num, rule, few, more, table, states, numbers)
+                continue
+            at, row_stride = row_address(few, 0), few.strides[0]
+            if place < 0:
+                to = at, row_stride
+                sums(error, few, few, num, stop - start, starts, strides, to, False, None)
+            else:
+                row_stride = formed.strides[0]
+                at = row_address(formed, place + j - row)
+            for i in range(num):
+                of_row = at + i * row_stride
+                if k < len(more[0]) and more[0][k] == j + i:
+                    other = row_address(more[1], k)
+                    scaled_row(few, few, of_row, both, num_columns, one)
+                    add_scaled_row(few, few, other, both, num_columns, one)
+                    of_row, k = both, k + 1
+                _update_row(rule, few, of_row, j + i, table, states, numbers)
+    _update_more(k, end, rule, few, more, table, states, numbers)
+
+
+@compiled
+def _update_more(k, until, rule, few, more, table, states, numbers):
+    """Update by `more` from number k on, for rows below `until`; returns the next number."""
+    while k < len(more[0]) and more[0][k] < until:
+        address = row_address(more[1], k)
+        _update_row(rule, few, address, more[0][k], table, states, numbers)
+        k += 1
+    return k
+
+
+@compiled
+def _update_row(rule, rows, address, row, table, states, numbers):
+    """A row, whose gradient is at an address; `rows` has its length."""
+    num, (total, mean, square) = rows.shape[1], states
+    place = row_address(table, row)
+    if rule == ADAM:
+        places = (place, row_address(mean, row), row_address(square, row))
+        adam_row(rows, address, places, num, numbers)
+        return
+    change = -numbers[0] * numbers[1]
+    if rule == ADAGRAD:
+        sum_of_squares = row_product(rows, address, address, num)
+        total[row] += sum_of_squares * numbers[0] * numbers[0] / num
+        change /= sqrt(total[row]) + numbers[2]
+    add_scaled_row(rows, table, address, place, num, rows.dtype.type(change))

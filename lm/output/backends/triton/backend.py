@@ -6,30 +6,37 @@ Triton is imported at the first launch, so that the other backends work without 
 
 import os
 from subprocess import CalledProcessError
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype, num_targets
+from lm.output.backends.base import Gradients, Needs, Problem, num_targets
 from lm.output.backends.triton.backward import gradients, summed
 from lm.output.backends.triton.launch import capability, launch
-from lm.output.backends.triton.plan import Plan, alignment, arguments, path_slots, plan_for
-from lm.output.backends.triton.routing import MOST_RUNS, RUN_SIZES
+from lm.output.backends.triton.plan import (
+    Children,
+    Inputs,
+    Memory,
+    Paths,
+    Plan,
+    Saved,
+    alignment,
+    path_slots,
+    plan_for,
+)
+from lm.output.backends.triton.routing import ALL_VALID, MERGE, MOST_RUNS, PLAN, Routing
 from lm.output.backends.triton.tile_shapes import Tile, tf32, triton_version
 from lm.output.backends.verify import Failures, Kind, verified
 from lm.output.backends.visits import check_words
 from lm.output.tracing import constant_when_compiled
 
 MAX_SAVED_BYTES = 1 << 31
-"""Most memory for `Saved.exp_logits`, positions × columns on a path. A batch that needs more saves
+"""Most memory for `Memory.exp_logits`, positions × columns on a path. A batch that needs more saves
 nothing: its backward takes it in parts, each with a forward of its own.
 """
 MAX_COLUMNS = 1 << 24
-"""On a path: within a tile of 128 rows of `Saved.exp_logits`, offsets have 32 bits."""
+"""On a path: within a tile of 128 rows of `Memory.exp_logits`, offsets have 32 bits."""
 
-_MERGE, _PLAN = Tile(32, 0, 0, 8, 1), Tile(128, 0, 0, 4, 1)
-_COPIED_ROWS, _MERGED_RUNS, _MERGE_BITS, _SEARCH_BITS = 16, 32, 2, 3
 VERIFIED = frozenset({"cuda"})
 """Types of devices whose results are compared with those of the reference first."""
 OLDEST_WITH_FENCES = (3, 7, 1)
@@ -73,10 +80,6 @@ class TritonBackend:
 
     name = "triton"
     automatic_on: frozenset[str] = frozenset({"cuda"})
-
-    def is_worth_loading(self, problem: Problem, *, has_gradient: bool) -> bool:
-        """Always."""
-        return True
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""
@@ -122,31 +125,28 @@ class TritonBackend:
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.forward`."""
-        from lm.output.backends.triton import forward_kernel
-
         if problem.target.device.type == "cpu":
             check_words("target", problem.target, problem.vocab_size, problem.ignore_index)
         if needs.any and self.part_size(problem) < problem.num_positions:
             return self.forward(problem, Needs(False, False, False))[0], []
-        problem, plan, dtype = _contiguous(problem), plan_for(problem), self._sums(problem)
-        memory = plan.new(problem, dtype, has_gradient=needs.any)
-        hidden, splits, lists = problem.hidden, plan.num_splits, plan.sizes
-        nll = hidden.new_empty(problem.num_positions, dtype=dtype)
-        partial_lse = hidden.new_empty(splits * problem.depth * problem.num_positions, dtype=dtype)
-        known = arguments(plan, problem, plan.unflatten(memory)) | {
-            "partial_lse": partial_lse,
-            "nll": nll,
-            "mean": int(problem.mean),
-            "max_heavy": lists.heavy_tiles,
-            "num_splits": splits,
-            "SAVE": needs.any,
-        }
-        all_valid = _route(plan, problem, known)
-        num_programs = (lists.heavy_tiles + lists.light_nodes) * splits
-        launch(forward_kernel._forward, num_programs, plan.tiles.forward, known)
-        if nll.is_cuda and problem.num_positions:
+        problem, plan = _contiguous(problem), plan_for(problem)
+        memory = plan.new(problem, has_gradient=needs.any)
+        nll = memory.visit_lse.new_empty(plan.num_positions)
+        _route(plan, problem, memory, nll)
+        most, splits = plan.most, plan.num_splits
+        saved = Saved(*memory[3:]) if needs.any else Saved(None, None, memory.visit_lse)
+        launch(
+            "_forward", (most.heavy_tiles + most.light_nodes) * splits, plan.tiles.forward,
+            inputs=Inputs(memory.sorted_hidden, problem.weight, problem.bias),
+            tree=Children.of(problem.tree),
+            saved=saved, nll=nll, routing=memory.routing, strides=plan.strides,
+            P=plan.num_positions, max_heavy=most.heavy_tiles, num_splits=splits,
+            ACC=plan.acc, META=plan.meta(plan.tiles.forward),
+        )  # fmt: skip
+        if nll.is_cuda and plan.num_positions:
+            all_valid = memory.routing[ALL_VALID]
             torch._assert_async(all_valid, "a target is neither a word nor ignore_index")
-        return nll, memory
+        return nll, [*memory]
 
     def backward(
         self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
@@ -159,10 +159,10 @@ class TritonBackend:
         if self.part_size(problem) < problem.num_positions:
             needs = Needs(False, False, False)
         _, memory = self.forward(problem, needs)
-        position, node, child, lse, logit = _by_level(problem, memory)
-        lse = torch.where(node >= 0, lse, -torch.inf)
-        logit = torch.where((node >= 0) & (child >= 0), logit, 0)
-        lse, logit = (torch.empty_like(x).index_copy_(1, position, x) for x in (lse, logit))
+        routing, lse, logit = _visits(problem, Memory(*memory))
+        lse = torch.where(routing.node >= 0, lse, -torch.inf)
+        logit = torch.where((routing.node >= 0) & (routing.child >= 0), logit, 0)
+        lse, logit = (_unsorted(x, routing) for x in (lse, logit))
         return lse, logit, memory if needs.any else []
 
     def partial_backward(
@@ -188,15 +188,16 @@ class TritonBackend:
             parts = (slice(i, i + size) for i in range(0, problem.num_positions, size))
             each = (self._of_part(d_nll, lse, problem, part, needs) for part in parts)
             return summed(each, problem)
-        plan = plan_for(problem)
-        if not plan.fits(memory):
+        plan, saved = plan_for(problem), Memory(*memory)
+        if not plan.fits(saved):
             raise RuntimeError(
                 "the precision of fp32 products (torch.set_float32_matmul_precision) must be the"
                 " same in the forward and the backward"
             )
-        saved = plan.unflatten(memory)
         if lse is not None:
-            saved = saved._replace(lse=lse.index_select(1, saved.routing.position))
+            routing, _, logit = _visits(problem, saved)
+            lse = lse.index_select(1, routing.position)
+            saved = saved._replace(visit_lse=torch.cat([logit, lse]))
         return gradients(d_nll, plan, problem, saved, needs)
 
     def _of_part(
@@ -211,9 +212,8 @@ class TritonBackend:
     def nll_by_level(self, problem: Problem) -> Tensor:
         """See `Backend.nll_by_level`."""
         _, memory = self.forward(problem, Needs(hidden=False, weight=False, bias=False))
-        position, node, _, lse, logit = _by_level(problem, memory)
-        nll = torch.where(node >= 0, lse - logit, 0)
-        return torch.empty_like(nll).index_copy_(1, position, nll)
+        routing, lse, logit = _visits(problem, Memory(*memory))
+        return _unsorted(torch.where(routing.node >= 0, lse - logit, 0), routing)
 
     def part_size(self, problem: Problem) -> int:
         """See `Backend.part_size`."""
@@ -226,60 +226,63 @@ class TritonBackend:
         """See `Backend.new_saved`."""
         if needs.any and self.part_size(problem) < problem.num_positions:
             return []
-        return plan_for(problem).new(problem, self._sums(problem), has_gradient=needs.any)
-
-    def _sums(self, problem: Problem) -> torch.dtype:
-        return compute_dtype(problem.hidden.dtype)
+        return [*plan_for(problem).new(problem, has_gradient=needs.any)]
 
 
-def _by_level(problem: Problem, memory: list[Tensor]) -> list[Tensor]:
-    """The sorted positions [P] int64; nodes, children, lse and target's logit of visits [D, P]."""
-    routing, *sums = plan_for(problem).unflatten(memory)[:3]
-    visits = (each.view(problem.depth, -1) for each in (routing.node, routing.child, *sums))
-    return [routing.position.long(), *visits]
+def _visits(problem: Problem, memory: Memory) -> tuple[Routing, Tensor, Tensor]:
+    """The routing with nodes and children [D, P], and the lse and target's logits [D, P]."""
+    routing = Routing.of(memory.routing, problem.num_positions, problem.depth)
+    by_level = {name: getattr(routing, name).view(problem.depth, -1) for name in ("node", "child")}
+    logit, lse = memory.visit_lse[: 2 * problem.depth].chunk(2)
+    return routing._replace(**by_level), lse, logit
+
+
+def _unsorted(values: Tensor, routing: Routing) -> Tensor:
+    """Values [D, P] of sorted positions in the order of the batch."""
+    return torch.empty_like(values).index_copy_(1, routing.position.long(), values)
 
 
 def _contiguous(problem: Problem) -> Problem:
-    bias = None if problem.bias is None else problem.bias.contiguous()
-    hidden, target = problem.hidden.contiguous(), problem.target.contiguous()
-    return problem._replace(hidden=hidden, bias=bias, target=target)
+    hidden, target, bias = problem.hidden, problem.target, problem.bias
+    given = [each for each in (hidden, target, bias) if each is not None]
+    if all(each.is_contiguous() for each in given):
+        return problem
+    bias = None if bias is None else bias.contiguous()
+    return problem._replace(hidden=hidden.contiguous(), bias=bias, target=target.contiguous())
 
 
-def _route(plan: Plan, problem: Problem, known: dict[str, Any]) -> Tensor:
-    """Launch the kernels that write the routing, and 0 for positions without visits.
-
-    Returns:
-        Whether all targets are words or ignored, a number.
-    """
-    from lm.output.backends.triton import routing_kernels as kernels
-
-    positions, target = problem.num_positions, problem.target
-    run_size = next((size for size in RUN_SIZES if size >= positions), RUN_SIZES[-1])
-    num_runs = max(1, -(-positions // run_size))
-    is_sorted = num_runs <= MOST_RUNS
-    scratch = target.new_empty(plan.scratch.total, dtype=torch.int32)
-    rank, known["num_missing"], all_valid = plan.scratch.tensors(scratch)
-    known |= {
-        "keys": target.new_empty(num_runs * run_size),
-        "rank": rank,
-        "all_valid": all_valid,
-        "chunk": plan.chunk,
-        "SORTED": is_sorted,
-        "RUNS": _MERGED_RUNS,
-        "TILE_V": plan.tiles.forward.v,
-        "TILE_C": plan.tiles.heavy.c,
-        "local_row": None,
-        **({} if problem.shard is None else problem.shard._asdict()),
-    }
-    launch(kernels._sort, num_runs, Tile(run_size, 0, 0, 8, 1), known)
+def _route(plan: Plan, problem: Problem, memory: Memory, nll: Tensor) -> None:
+    """Launch the kernels that write the routing, and 0 for positions without visits."""
+    positions, target, tree, routing = plan.num_positions, problem.target, problem.tree, memory[0]
+    num_runs, run_size = plan.runs
+    is_sorted, tile = num_runs <= MOST_RUNS, Tile(run_size, 0, 0, 8, 1)
+    node_of_row, local_row = problem.shard or (tree.node_of_row, None)
+    keys = target.new_empty(num_runs * run_size)
+    launch(
+        "_sort", num_runs, tile,
+        target=target, row_of_word=tree.row_of_word, node_of_row=node_of_row,
+        preorder=tree.preorder, keys=keys, visited=memory.visited, routing=routing,
+        P=positions, N=problem.vocab_size, num_nodes=plan.num_nodes,
+        ignore_index=problem.ignore_index, SORTED=is_sorted, TILE=tile,
+    )  # fmt: skip
     if not is_sorted:
-        num_runs, run_size, known["keys"] = 1, known["keys"].numel(), torch.sort(known["keys"])[0]
-    steps = -(-run_size.bit_length() // _MERGE_BITS)
-    special = {"num_runs": num_runs, "run_size": run_size, "BITS": _MERGE_BITS, "steps": steps}
-    launch(kernels._merge, -(-positions // _MERGE.v), _MERGE, known, **special)
-    plans, copies = -(-positions // _PLAN.v), -(-positions // _COPIED_ROWS)
-    steps = -(-positions.bit_length() // _SEARCH_BITS)
-    special = {"num_plans": plans, "BITS": _SEARCH_BITS, "steps": steps}
-    special |= {"ROWS": _COPIED_ROWS, "COLUMNS": 128}
-    launch(kernels._plan, plans + copies, _PLAN, known, **special)
-    return all_valid
+        run_size, keys = keys.numel(), torch.sort(keys)[0]
+    paths = Paths(
+        tree.row_of_word, node_of_row, local_row, tree.row_of_node, tree.level, tree.first_row,
+        tree.num_children,
+    )  # fmt: skip
+    launch(
+        "_merge", -(-positions // MERGE.v), MERGE,
+        target=target, paths=paths, keys=keys, routing=routing, nll=nll,
+        P=positions, N=problem.vocab_size, D=problem.depth, ignore_index=problem.ignore_index,
+        mean=int(problem.mean), run_size=run_size,
+        steps=-(-run_size.bit_length() // MERGE.step), num_splits=plan.num_splits, TILE=MERGE,
+    )  # fmt: skip
+    launch(
+        "_plan", -(-positions // PLAN.v) + -(-positions // PLAN.c), PLAN,
+        hidden=problem.hidden, sorted_hidden=memory.sorted_hidden, preorder=tree.preorder,
+        preorder_stop=tree.preorder_stop, num_children=tree.num_children, visited=memory.visited,
+        routing=routing, P=positions, D=problem.depth, chunk=plan.chunk,
+        steps=-(-positions.bit_length() // PLAN.step), h_units=plan.strides.h_units,
+        META=plan.meta(PLAN),
+    )  # fmt: skip

@@ -18,8 +18,15 @@ instead of 3.
 import triton
 import triton.language as tl
 
-from lm.output.backends.triton.forward_kernel import _block, _divisor, _first_block, _first_slot
+from lm.output.backends.triton.forward_kernel import (
+    _block,
+    _divisor,
+    _first_block,
+    _first_slot,
+    _padded,
+)
 from lm.output.backends.triton.launch import VARYING
+from lm.output.backends.triton.routing_kernels import _fields
 
 
 @triton.jit
@@ -38,38 +45,42 @@ def _expm1(x):
 
 @triton.jit(do_not_specialize=VARYING)
 def _errors(
-    d_nll, scale, num_entries,
-    position, node, child, num_children, column,
-    exp_logits, block_max, lse, target_logit, errors,
-    P, D, path_slots, path_blocks, d_nll_stride,
-    ACC: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+    d_nll, saved, errors_of, tree, routing, strides,
+    P, d_nll_stride,
+    ACC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """(9) for a tile of positions and all their visits."""
-    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    p = tl.load(position + v, mask=v < P, other=0).to(tl.int64)
+    BLOCK_C: tl.constexpr = TILE.c
+    D, visits_of = strides.D, _fields(routing, P, strides.D)
+    target_logit, lse = saved.visit_lse, saved.visit_lse + D * P
+    v = tl.program_id(0) * TILE.v + tl.arange(0, TILE.v)
+    p = tl.load(visits_of.position + v, mask=v < P, other=0).to(tl.int64)
     upstream = tl.load(d_nll + p * d_nll_stride, mask=v < P, other=0.0).to(ACC)
-    upstream = upstream / _divisor(num_entries, ACC)
-    if scale is not None:
-        upstream = upstream / _factor(scale)
+    upstream = upstream / _divisor(visits_of.num_entries, ACC)
+    if errors_of.scale is not None:
+        upstream = upstream / _factor(errors_of.scale)
     for d in range(0, D):
-        n = tl.load(node + d * P + v, mask=v < P, other=-1)
+        n = tl.load(visits_of.node + d * P + v, mask=v < P, other=-1)
         visits = n >= 0
-        width = tl.load(num_children + n, mask=visits, other=0).to(tl.int32)
-        y = tl.load(child + d * P + v, mask=visits, other=-1)
+        width = tl.load(tree.num_children + n, mask=visits, other=0).to(tl.int32)
+        y = tl.load(visits_of.child + d * P + v, mask=visits, other=-1)
         visit_lse = tl.load(lse + d * P + v, mask=visits, other=0.0)
         log_q = tl.load(target_logit + d * P + v, mask=visits, other=0.0) - visit_lse
         at_target = _expm1(log_q) * upstream
-        block = v.to(tl.int64) * path_blocks + _first_block(column, n, d, BLOCK_C, visits)
-        slot = v.to(tl.int64) * (path_slots * 16) + _first_slot(column, n, d, visits)
+        block = v.to(tl.int64) * strides.path_blocks
+        block += _first_block(tree.column, n, d, BLOCK_C, visits)
+        slot = v.to(tl.int64) * (strides.path_slots * 16) + _first_slot(tree.column, n, d, visits)
         for c0 in range(0, tl.max(width, 0), BLOCK_C):
-            m = tl.load(block_max + block + c0 // BLOCK_C, mask=visits & (c0 < width), other=0.0)
+            of_block = saved.block_max + block + c0 // BLOCK_C
+            m = tl.load(of_block, mask=visits & (c0 < width), other=0.0)
             c = c0 + tl.arange(0, BLOCK_C)
             in_path = c[None, :] < (tl.cdiv(width, 16) * 16)[:, None]
             place = slot[:, None] + c[None, :]
-            k = tl.load(exp_logits + place, mask=in_path, other=0.0).to(ACC)
+            k = tl.load(saved.exp_logits + place, mask=in_path, other=0.0).to(ACC)
             error = k * (tl.exp(m - visit_lse) * upstream)[:, None]
             error = tl.where(c[None, :] == y[:, None], at_target[:, None], error)
-            tl.store(errors + place, error.to(errors.dtype.element_ty), mask=in_path)
+            error = error.to(errors_of.errors.dtype.element_ty)
+            tl.store(errors_of.errors + place, error, mask=in_path)
 
 
 @triton.jit
@@ -87,59 +98,53 @@ def _load_errors(errors, first, row, visits, slot, c, width, num_slots):
 
 @triton.jit(do_not_specialize=VARYING)
 def _heavy(
-    scale, sorted_hidden, weight,
-    position, node, light_level, chunk_tiles, num_entries,
-    first_row, num_children, column, errors,
-    d_hidden, partial_hidden, partial_rows, partial_bias,
-    P, D, row_programs, path_slots, h_units, sorted_units, weight_units,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
+    inputs, errors_of, partial, d_hidden, tree, routing, strides,
+    P, row_programs,
+    ACC: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
     """Chunks of (6), then heavy nodes' (5)."""
-    num_slots, padded = path_slots * 16, sorted_units * 16
-    num_h = tl.cdiv(padded, BLOCK_H)
+    visits_of, padded = _fields(routing, P, strides.D), _padded(strides, META)
+    num_h = tl.cdiv(padded, META.tile.h)
     if tl.program_id(0) < row_programs:
-        for i in range(tl.program_id(0), tl.load(num_entries + 4) * num_h, row_programs):
+        num_tiles = tl.load(visits_of.num_entries + 4) * num_h
+        for i in range(tl.program_id(0), num_tiles, row_programs):
             _heavy_rows(
-                chunk_tiles + i // num_h * 4, (i % num_h) * BLOCK_H, (sorted_hidden, padded),
-                node, P, (num_children, column), (errors, num_slots, None),
-                outputs=(None, partial_rows, partial_bias, padded),
-                ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
+                visits_of.chunk_tiles + i // num_h * 12, (i % num_h) * META.tile.h,
+                inputs.sorted_hidden, errors_of.errors, None, tree, visits_of.node, strides, P,
+                (None, partial.partial_rows, partial.partial_bias, padded), ACC, META,
             )  # fmt: skip
     elif d_hidden is not None:
         i = tl.program_id(0) - row_programs
         _heavy_hidden(
-            i // num_h * BLOCK_V, (i % num_h) * BLOCK_H,
-            (weight, h_units * ALIGN, weight_units * WEIGHT_ALIGN, padded),
-            (position, node, light_level, P, D), (first_row, num_children, column),
-            (errors, num_slots, scale), (d_hidden, partial_hidden),
-            ACC=ACC, PRECISION=PRECISION, BLOCK_V=BLOCK_V, BLOCK_H=BLOCK_H, STEP=STEP,
+            i // num_h * META.tile.v, (i % num_h) * META.tile.h, inputs, errors_of, tree, visits_of,
+            strides, P, d_hidden, partial.partial_hidden, ACC, META,
         )  # fmt: skip
 
 
 @triton.jit
 def _heavy_rows(
-    entry, h0, inputs, node, P, tree, errors_of, outputs,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
+    entry, h0, sorted_hidden, errors, scale, tree, node, strides, P, outputs,
+    ACC: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
     """Σ e' hᵀ over visits of a node, for a block of its children.
 
     Written to the rows where those of the node begin, `written_row` [I], or that the entry names.
     """
-    hidden, hidden_stride = inputs
-    num_children, column = tree
-    errors, num_slots, scale = errors_of
+    BLOCK_C: tl.constexpr = META.tile.c
+    STEP: tl.constexpr = META.tile.step
+    hidden_stride, num_slots = _padded(strides, META), strides.path_slots * 16
     written_row, matrix, biases, columns = outputs
     flat, end, c0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) * BLOCK_C
     d, begin, n = flat // P, flat % P, tl.load(node + flat)
     first = tl.load(entry + 3 if written_row is None else written_row + n) + c0
-    width, slot = tl.load(num_children + n).to(tl.int32), _first_slot(column, n, d)
+    width, slot = tl.load(tree.num_children + n).to(tl.int32), _first_slot(tree.column, n, d)
     c = c0 + tl.arange(0, BLOCK_C)
     visits = (begin, end, slot, c, width, errors, num_slots)
     if matrix is not None:
-        h = h0 + tl.arange(0, BLOCK_H)
-        total = _row_sums(visits, (hidden, hidden_stride), h, ACC, PRECISION, STEP)
+        h = h0 + tl.arange(0, META.tile.h)
+        total = _row_sums(
+            visits, (sorted_hidden, hidden_stride), h, ACC, META.precision, STEP
+        )  # fmt: skip
         _store_block(matrix, first, c < width, h, columns, columns, _scaled(total, scale))
     if biases is not None:  # noqa: SIM102 - the compiler decides the first alone
         if h0 == 0:
@@ -204,9 +209,8 @@ def _store_biases(d_bias, row, mask, total, scale):
 
 @triton.jit
 def _heavy_hidden(
-    begin, h0, inputs, visits_of, tree, errors_of, outputs,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
+    begin, h0, inputs, errors_of, tree, visits_of, strides, P, d_hidden, partial_hidden,
+    ACC: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
     """(5) over heavy nodes: final for positions that visit no light node, partial for others.
 
@@ -214,11 +218,14 @@ def _heavy_hidden(
     other, which takes fewer registers. Every other tile walks its nodes backwards: a node with
     visits in two tiles is then the last of both, or the first.
     """
-    weight, H, weight_stride, hidden_stride = inputs
-    position, node, light_level, P, D = visits_of
-    first_row, num_children, column = tree
-    errors, num_slots, scale = errors_of
-    d_hidden, partial_hidden = outputs
+    BLOCK_V: tl.constexpr = META.tile.v
+    BLOCK_H: tl.constexpr = META.tile.h
+    STEP: tl.constexpr = META.tile.step
+    PRECISION: tl.constexpr = META.precision
+    D, H, hidden_stride = strides.D, strides.h_units * META.align, _padded(strides, META)
+    num_slots, weight_stride = strides.path_slots * 16, strides.weight_units * META.weight_align
+    position, node, light_level = visits_of.position, visits_of.node, visits_of.light_level
+    scale = errors_of.scale
     tile_row, child = tl.arange(0, BLOCK_V), tl.arange(0, STEP)
     v = begin + tile_row
     left = h0 + tl.arange(0, BLOCK_H // 2)
@@ -231,14 +238,14 @@ def _heavy_hidden(
         s = _next(nodes, v, begin, BLOCK_V)
         while s >= 0:
             n = tl.load(node + d * P + s)
-            width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
-            slot = _first_slot(column, n, d)
+            width, first = tl.load(tree.num_children + n).to(tl.int32), tl.load(tree.first_row + n)
+            slot = _first_slot(tree.column, n, d)
             for c0 in range(0, width, STEP):
                 c = c0 + child
                 error = _load_errors(
-                    errors, begin, tile_row, nodes == n, slot, c, width, num_slots
+                    errors_of.errors, begin, tile_row, nodes == n, slot, c, width, num_slots
                 )  # fmt: skip
-                rows = (weight, first + c0, child, c < width, weight_stride)
+                rows = (inputs.weight, first + c0, child, c < width, weight_stride)
                 total_left = _add_rows(total_left, error, rows, left, ACC, PRECISION)
                 total_right = _add_rows(total_right, error, rows, right, ACC, PRECISION)
             nodes = tl.where(nodes == n, -1, nodes)

@@ -18,14 +18,16 @@ share a tile, and each takes some of the children; they are neighbours and run a
 that the tile's hidden vectors are read from memory once. The last of all the programs that work on
 a position combines its splits and levels, in a fixed order.
 
-Every pointer is to elements with contiguous last dimension. H and strides are in units of `ALIGN`
-elements: that many are loaded at once.
+Every pointer is to elements with contiguous last dimension. H and strides are in units of so many
+elements as are loaded at once. `visit_lse` has z[y], then lse of each split; at last the first of
+them is that of all.
 """
 
 import triton
 import triton.language as tl
 
 from lm.output.backends.triton.launch import VARYING
+from lm.output.backends.triton.routing_kernels import _fields
 
 
 @triton.jit
@@ -34,6 +36,12 @@ def _block(matrix, first, row, row_mask, column, column_mask, stride):
     offset = row[:, None] * stride + column[None, :]
     mask = row_mask[:, None] & column_mask[None, :]
     return tl.load(matrix + tl.full((), first, tl.int64) * stride + offset, mask=mask, other=0.0)
+
+
+@triton.jit
+def _padded(strides, META: tl.constexpr):
+    """Columns of the sorted hidden vectors."""
+    return tl.cdiv(strides.h_units * META.align, 16) * 16
 
 
 @triton.jit
@@ -70,80 +78,66 @@ def _base(m):
 
 @triton.jit(do_not_specialize=VARYING)
 def _forward(
-    sorted_hidden, weight, bias,
-    position, node, child, heavy_tiles, light_nodes, num_entries,
-    first_row, num_children, column,
-    exp_logits, block_max, partial_lse, target_logit, lse, num_missing, nll,
-    P, D, max_heavy, num_splits, path_slots, path_blocks, sorted_units, weight_units,
-    LIGHT: tl.constexpr, SAVE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, WEIGHT_ALIGN: tl.constexpr, FLATTEN: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+    inputs, tree, saved, nll, routing, strides,
+    P, max_heavy, num_splits,
+    ACC: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
-    """The nll [P], with lse and z[y] (`target_logit`) [D, P] of every visit."""
+    """The nll [P], with lse and z[y] [D, P] of every visit."""
+    LIGHT: tl.constexpr = META.light.v
+    visits_of = _fields(routing, P, strides.D)
     tile, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
-    inputs = (sorted_hidden, weight, bias, sorted_units * 16, weight_units * WEIGHT_ALIGN)
-    tree = (first_row, num_children, column)
-    saved = (exp_logits, block_max, path_slots * 16, path_blocks)
-    results = (partial_lse, target_logit, lse, num_missing, num_entries, nll)
     if tile < max_heavy:
-        if tile < tl.load(num_entries):
+        if tile < tl.load(visits_of.num_entries):
             _forward_tile(
-                tl.load(heavy_tiles + tile), (split, num_splits), inputs,
-                (position, node, child, P, D), tree,
-                saved, results, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
-                BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, FLATTEN=FLATTEN,
+                tl.load(visits_of.heavy_tiles + tile * 4), split, num_splits, inputs, tree, saved,
+                nll, visits_of, strides, P, META.tile.v, ACC, META,
             )  # fmt: skip
-    elif tile - max_heavy < tl.load(num_entries + 1):
-        flat = tl.load(light_nodes + tile - max_heavy)
-        if _has_few_visits(node, flat, P, LIGHT):
+    elif tile - max_heavy < tl.load(visits_of.num_entries + 1):
+        flat = tl.load(visits_of.light_nodes + (tile - max_heavy) * 4)
+        if _has_few_visits(visits_of.node, flat, P, LIGHT):
             _forward_tile(
-                flat, (split, num_splits), inputs, (position, node, child, P, D), tree,
-                saved, results, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
-                BLOCK_V=16, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, FLATTEN=FLATTEN,
+                flat, split, num_splits, inputs, tree, saved, nll, visits_of, strides, P,
+                16, ACC, META,
             )  # fmt: skip
         elif LIGHT > 16:
             _forward_tile(
-                flat, (split, num_splits), inputs, (position, node, child, P, D), tree,
-                saved, results, SAVE=SAVE, ACC=ACC, PRECISION=PRECISION,
-                BLOCK_V=LIGHT, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, FLATTEN=FLATTEN,
+                flat, split, num_splits, inputs, tree, saved, nll, visits_of, strides, P,
+                LIGHT, ACC, META,
             )  # fmt: skip
 
 
 @triton.jit
 def _forward_tile(
-    flat, share_of, inputs, visits_of, tree, saved, results,
-    SAVE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, FLATTEN: tl.constexpr,
+    flat, split, num_splits, inputs, tree, saved, nll, visits_of, strides, P,
+    BLOCK_V: tl.constexpr, ACC: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
     """(7) and (8) for up to `BLOCK_V` visits of a node from `flat` on, for a split."""
-    split, num_splits = share_of
-    _, _, bias, _, _ = inputs
-    position, node, child, P, D = visits_of
-    first_row, num_children, column = tree
-    exp_logits, block_max, num_slots, num_blocks = saved
-    partial_lse, target_logit, _, _, _, _ = results
+    BLOCK_C: tl.constexpr = META.tile.c
+    D, node = strides.D, visits_of.node
+    num_slots, num_blocks = strides.path_slots * 16, strides.path_blocks
+    target_logit = saved.visit_lse
     d, n = flat // P, tl.load(node + flat)
     v = flat % P + tl.arange(0, BLOCK_V)
     visits = tl.load(node + d * P + v, mask=v < P, other=-1) == n
-    y = tl.load(child + d * P + v, mask=visits, other=-1)
-    width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
+    y = tl.load(visits_of.child + d * P + v, mask=visits, other=-1)
+    width, first = tl.load(tree.num_children + n).to(tl.int32), tl.load(tree.first_row + n)
     share = tl.cdiv(tl.cdiv(width, BLOCK_C), num_splits) * BLOCK_C
     c_begin, c_end = split * share, tl.minimum((split + 1) * share, width)
-    slot, block = _first_slot(column, n, d), _first_block(column, n, d, BLOCK_C)
+    slot, block = _first_slot(tree.column, n, d), _first_block(tree.column, n, d, BLOCK_C)
     m = tl.full([BLOCK_V], float("-inf"), ACC)
     total = tl.zeros([BLOCK_V], ACC)
     row, c_block = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_C)
-    logits_of_tile = exp_logits + (flat % P).to(tl.int64) * num_slots + slot
-    max_of_tile = block_max + (flat % P).to(tl.int64) * num_blocks + block
-    for c0 in tl.range(c_begin, c_end, BLOCK_C, flatten=FLATTEN):
+    if saved.exp_logits is not None:
+        logits_of_tile = saved.exp_logits + (flat % P).to(tl.int64) * num_slots + slot
+        max_of_tile = saved.block_max + (flat % P).to(tl.int64) * num_blocks + block
+    for c0 in tl.range(c_begin, c_end, BLOCK_C, flatten=META.tile.flatten):
         c = c0 + c_block
         inside = c < width
         z = _logits(
-            inputs, flat % P, row, visits, first + c0, c_block, inside, ACC=ACC,
-            PRECISION=PRECISION, BLOCK_H=BLOCK_H,
+            inputs, strides, flat % P, row, visits, first + c0, c_block, inside, ACC, META
         )  # fmt: skip
-        if bias is not None:
-            z += tl.load(bias + first + c, mask=inside, other=0.0).to(ACC)[None, :]
+        if inputs.bias is not None:
+            z += tl.load(inputs.bias + first + c, mask=inside, other=0.0).to(ACC)[None, :]
         z_y = tl.sum(tl.where(c_block[None, :] == (y - c0)[:, None], z, 0.0), axis=1)
         in_block = visits & (y >= c0) & (y < c0 + BLOCK_C)
         tl.store(target_logit + d * P + v, z_y, mask=in_block)
@@ -151,59 +145,61 @@ def _forward_tile(
             z = tl.where((c_block < width - c0)[None, :], z, float("-inf"))
         m_block = tl.max(z, axis=1)
         k = tl.exp(z - _base(m_block)[:, None])
-        if SAVE:
+        if saved.exp_logits is not None:
             tl.store(max_of_tile + row * num_blocks + c0 // BLOCK_C, m_block, mask=visits)
             place = logits_of_tile + row[:, None] * num_slots + c[None, :]
             in_path = visits[:, None] & (c < tl.cdiv(width, 16) * 16)[None, :]
-            tl.store(place, k.to(exp_logits.dtype.element_ty), mask=in_path)
+            tl.store(place, k.to(saved.exp_logits.dtype.element_ty), mask=in_path)
         m_new = tl.maximum(m, m_block)
         base = _base(m_new)
         total = total * tl.exp(m - base) + tl.sum(k, axis=1) * tl.exp(m_block - base)
         m = m_new
     split_lse = m + tl.log(tl.where(total == 0.0, 1.0, total))  # -inf where there are no children
+    partial_lse = saved.visit_lse + D * P
     tl.store(partial_lse + (split * D + d) * P + v, split_lse, mask=visits)
-    p = tl.load(position + v, mask=visits, other=0)
-    _finish(v, p, visits, node, results, P=P, D=D, num_splits=num_splits, ACC=ACC)
+    p = tl.load(visits_of.position + v, mask=visits, other=0)
+    _finish(v, p, visits, visits_of, saved.visit_lse, nll, P, D, num_splits, ACC)
 
 
 @triton.jit
 def _logits(
-    inputs, v, row, visits, first, child, inside,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, BLOCK_H: tl.constexpr,
+    inputs, strides, v, row, visits, first, child, inside, ACC: tl.constexpr, META: tl.constexpr
 ):  # fmt: skip
     """The W h of the visits v + row and the children first + child."""
-    hidden, weight, _, hidden_stride, weight_stride = inputs
+    hidden_stride, weight_stride = _padded(strides, META), strides.weight_units * META.weight_align
     z = tl.zeros([row.shape[0], child.shape[0]], ACC)
-    for h0 in range(0, hidden_stride, BLOCK_H):
-        h = h0 + tl.arange(0, BLOCK_H)
-        x = _block(hidden, v, row, visits, h, h < hidden_stride, hidden_stride)
-        w = _block(weight, first, child, inside, h, h < weight_stride, weight_stride).to(x.dtype)
-        z = tl.dot(x, tl.trans(w), z, input_precision=PRECISION, out_dtype=ACC)
+    for h0 in range(0, hidden_stride, META.tile.h):
+        h = h0 + tl.arange(0, META.tile.h)
+        x = _block(inputs.sorted_hidden, v, row, visits, h, h < hidden_stride, hidden_stride)
+        w = _block(inputs.weight, first, child, inside, h, h < weight_stride, weight_stride)
+        z = tl.dot(
+            x, tl.trans(w.to(x.dtype)), z, input_precision=META.precision, out_dtype=ACC
+        )  # fmt: skip
     return z
 
 
 @triton.jit
-def _finish(v, p, visits, node, results, P, D, num_splits, ACC: tl.constexpr):
+def _finish(v, p, visits, visits_of, visit_lse, nll, P, D, num_splits, ACC: tl.constexpr):
     """In the last program that arrives: lse of all splits and nll of all levels, in order."""
-    partial_lse, target_logit, lse, num_missing, num_entries, nll = results
+    target_logit, lse = visit_lse, visit_lse + D * P
     tl.debug_barrier()  # what the other threads of this program stored must be visible first
-    before = tl.atomic_add(num_missing + v, -1, mask=visits, sem="acq_rel")
+    before = tl.atomic_add(visits_of.num_missing + v, -1, mask=visits, sem="acq_rel")
     last = visits & (before == 1)
     tl.debug_barrier()
     total_nll = tl.zeros(v.shape, ACC)
     for d in range(0, D):
-        present = last & (tl.load(node + d * P + v, mask=last, other=-1) >= 0)
-        m = tl.load(partial_lse + d * P + v, mask=present, other=0.0, cache_modifier=".cg")
+        present = last & (tl.load(visits_of.node + d * P + v, mask=last, other=-1) >= 0)
+        m = tl.load(lse + d * P + v, mask=present, other=0.0, cache_modifier=".cg")
         total = tl.full(v.shape, 1.0, ACC)
         for split in range(1, num_splits):
-            place = partial_lse + (split * D + d) * P + v
+            place = lse + (split * D + d) * P + v
             other = tl.load(place, mask=present, other=0.0, cache_modifier=".cg")
             m_new = tl.maximum(m, other)
             base = _base(m_new)
             total = total * tl.exp(m - base) + tl.exp(other - base)
             m = m_new
-        visit_lse = m + tl.log(total)
+        combined = m + tl.log(total)
         z_y = tl.load(target_logit + d * P + v, mask=present, other=0.0, cache_modifier=".cg")
-        tl.store(lse + d * P + v, visit_lse, mask=present)
-        total_nll += tl.where(present, visit_lse - z_y, 0.0)
-    tl.store(nll + p, total_nll / _divisor(num_entries, ACC), mask=last)
+        tl.store(lse + d * P + v, combined, mask=present)  # in place of that of the first split
+        total_nll += tl.where(present, combined - z_y, 0.0)
+    tl.store(nll + p, total_nll / _divisor(visits_of.num_entries, ACC), mask=last)

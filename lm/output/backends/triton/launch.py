@@ -4,12 +4,10 @@
 shapes.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
-from operator import itemgetter
-from types import FunctionType
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +16,34 @@ from lm.output.backends.triton.tile_shapes import Tile, Tiles, compiler_options
 from lm.output.tracing import constant_when_compiled
 
 SLOT = 16
-"""The children of a node begin at multiples of so many in `plan.Saved.exp_logits`."""
-
-
+"""The children of a node begin at multiples of so many in `plan.Memory.exp_logits`."""
 VARYING = [
-    "P", "mean", "num_runs", "run_size", "steps", "chunk", "num_plans", "num_splits", "max_heavy",
+    "P", "mean", "run_size", "steps", "chunk", "num_splits", "max_heavy",
     "row_programs", "max_groups", "max_split_tiles", "d_nll_stride", "num_shares",
 ]  # fmt: skip
-"""Arguments that differ between batches; no kernel is compiled again for 1 or multiples of 16."""
+"""Arguments that differ between batches; no kernel is compiled again for 1 or multiples of 16. They
+are in no group, where Triton specialises every number.
+"""
+MODULES = {
+    **dict.fromkeys(("_sort", "_merge", "_plan"), "routing_kernels"),
+    **dict.fromkeys(("_errors", "_heavy"), "backward_kernels"),
+    "_forward": "forward_kernel",
+    "_rows": "row_kernel",
+    "_update": "update_kernel",
+}
+"""Where each kernel is."""
+
+
+class Meta(NamedTuple):
+    """The constants of a kernel."""
+
+    tile: Tile
+    light: Tile
+    visits: int  # `v` of the forward's tiles: visits of an entry of `Routing.heavy_tiles`
+    rows: int  # `c` of the tiles of heavy nodes: children of an entry of `Routing.row_tiles`
+    precision: str  # of products of fp32
+    align: int  # a power of two that divides H, see `plan.alignment`
+    weight_align: int
 
 
 class Launch(NamedTuple):
@@ -34,7 +52,7 @@ class Launch(NamedTuple):
     kernel: Any  # the jit function, whose name is `kernel.__name__`
     num_programs: int  # size of the grid, which has one axis
     tile: Tile  # what a program works on, and how the kernel is compiled
-    arguments: dict[str, Any]  # of the kernel, by name
+    arguments: dict[str, Any]  # of the kernel, by name; groups of them are NamedTuples
 
     @property
     def options(self) -> dict[str, Any]:
@@ -87,37 +105,25 @@ def instruments() -> _Instruments:
 
 def execute(launch: Launch) -> None:
     """Run a launch on the device of its arguments, or interpret it on a CPU."""
+    device = launch.arguments["routing"].device
     if not launch.num_programs:
         return
-    device = next(value.device for value in launch.arguments.values() if torch.is_tensor(value))
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if elsewhere else nullcontext():
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch.kernel[(launch.num_programs,)](**launch.arguments, **launch.options)
+    else:
         launch.kernel[(launch.num_programs,)](**launch.arguments, **launch.options)
 
 
-def launch(
-    kernel: Any, num_programs: int, tile: Tile, known: dict[str, Any], **special: Any
-) -> None:
-    """Make a launch and run it, or hand it to `instrumented`.
-
-    Args:
-        kernel: the jit function; it takes its arguments by name, and its constants from the tile.
-        num_programs: size of the grid.
-        tile: what a program works on.
-        known: arguments of the kernels of a batch, to which those of this launch are added.
-        special: the latter.
-    """
-    known |= {"BLOCK_V": tile.v, "BLOCK_C": tile.c, "BLOCK_H": tile.h}
-    known |= {"STEP": tile.step, "FLATTEN": tile.flatten}
-    known.update(special)
-    given = dict(zip(kernel.arg_names, _values(kernel.fn)(known), strict=True))
-    (_instruments.run or execute)(Launch(kernel, num_programs, tile, given))
+def launch(name: str, num_programs: int, tile: Tile, **arguments: Any) -> None:
+    """Make a launch of the kernel of that name and run it, or hand it to `instrumented`."""
+    (_instruments.run or execute)(Launch(_kernel(name), num_programs, tile, arguments))
 
 
 @cache
-def _values(function: FunctionType) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """From a dictionary, the values of the parameters of a kernel's function."""
-    return itemgetter(*inspect.signature(function).parameters)
+def _kernel(name: str) -> Any:
+    """A kernel, whose module imports Triton."""
+    return getattr(import_module(f"{__package__}.{MODULES[name]}"), name)
 
 
 def capability(device: torch.device) -> int:

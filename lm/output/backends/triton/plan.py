@@ -1,29 +1,31 @@
 """What the sizes of a batch decide: tile shapes, memory, and the numbers that kernels take.
 
 A plan is made once for each combination of sizes, dtypes and device, so that a step asks the device
-nothing and computes nothing twice. Memory of one dtype is allocated at once and divided.
+nothing and computes nothing twice. Groups of arguments of kernels are NamedTuples.
 """
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lm.output.backends.base import Problem
-from lm.output.backends.triton.launch import SLOT, capability, instruments
+from lm.output.backends.base import Problem, compute_dtype
+from lm.output.backends.triton.launch import SLOT, Meta, capability, instruments
 from lm.output.backends.triton.routing import (
-    NUM_LISTS,
-    Routing,
+    RUN_SIZES,
     Sizes,
     at_least,
     at_most,
     chunk_size,
+    memory_size,
     sizes,
 )
-from lm.output.backends.triton.tile_shapes import Tiles, tf32, tiles
+from lm.output.backends.triton.tile_shapes import Tile, Tiles, tf32, tiles
+from lm.output.tree.arrays import TreeArrays
 
 FILLING_TILES = 2048
 """Programs from which on more of them would not make the forward faster."""
@@ -31,103 +33,130 @@ MAX_SPLITS = 16
 """Most programs that share a tile in the forward."""
 MAX_PLANS = 256
 """Plans that are kept; then all are made anew."""
-ALIGNED = 32
-"""Tensors that share memory begin at multiples of so many elements, as kernels expect."""
+
+
+class Memory(NamedTuple):
+    """What the forward saves: the batch, and the results of (7) and (8) of `forward_kernel`.
+
+    Without a backward there are no slots and blocks. Values of visits [D · P] are undefined where
+    there is none.
+    """
+
+    routing: Tensor  # of a `Routing`
+    visited: Tensor  # [I] int8, whether a node has visits
+    sorted_hidden: Tensor  # [P, H up to a multiple of 16]: hidden by sorted position, then zeros
+    exp_logits: Tensor  # [P, slots] in the dtype of hidden, k of the children on a path
+    block_max: Tensor  # [P, blocks], m
+    visit_lse: Tensor  # [1 + splits, D · P]: z[y]; lse; what is left of the lse of other splits
+
+
+class Inputs(NamedTuple):
+    """What the logits are products of."""
+
+    sorted_hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None = None
 
 
 class Saved(NamedTuple):
-    """What the forward saves: the batch, and the results of (7) and (8) of `forward_kernel`.
+    """The last fields of a `Memory`; None if they are not written."""
 
-    Without a backward there are no slots and blocks. Values [D · P] are undefined where there is no
-    visit.
-    """
-
-    routing: Routing
-    lse: Tensor  # [D · P]
-    target_logit: Tensor  # [D · P]
-    block_max: Tensor  # [P · blocks], m
-    exp_logits: Tensor  # [P, slots] in the dtype of hidden, k of the children on a path
-    sorted_hidden: Tensor  # [P, H up to a multiple of 16]: hidden by sorted position, then zeros
+    exp_logits: Tensor | None
+    block_max: Tensor | None
+    visit_lse: Tensor
 
 
-class Division(NamedTuple):
-    """How memory is divided into tensors that begin at multiples of `ALIGNED` elements."""
+class Paths(NamedTuple):
+    """From a word to the nodes on its path, by `TreeArrays` and `Shard`."""
 
-    pieces: list[int]  # lengths of tensors, each followed by that of a gap
-    total: int
+    row_of_word: Tensor
+    node_of_row: Tensor
+    local_row: Tensor | None
+    row_of_node: Tensor
+    level: Tensor
+    first_row: Tensor
+    num_children: Tensor
+
+
+class Children(NamedTuple):
+    """From a node to its rows and its columns on a path, by `TreeArrays`."""
+
+    first_row: Tensor
+    num_children: Tensor
+    column: Tensor
 
     @classmethod
-    def of(cls, *lengths: int) -> "Division":
-        """The division into tensors of some lengths; there is no gap behind the last one."""
-        gaps = [*((-length) % ALIGNED for length in lengths[:-1]), 0]
-        pieces = [size for pair in zip(lengths, gaps, strict=True) for size in pair]
-        return cls(pieces, sum(pieces))
-
-    def tensors(self, memory: Tensor) -> Sequence[Tensor]:
-        """The tensors, as views."""
-        return memory.split_with_sizes(self.pieces)[::2]
+    def of(cls, tree: TreeArrays) -> "Children":
+        """The columns of a tree that the kernels of products read."""
+        return cls(tree.first_row, tree.num_children, tree.column)
 
 
-class Plan(NamedTuple):
+class Strides(NamedTuple):
+    """The numbers of a model. Each is specialised, so that the compiler knows what divides it."""
+
+    D: int
+    path_slots: int  # columns of `Memory.exp_logits`, in units of `SLOT`
+    path_blocks: int  # columns of `Memory.block_max`
+    h_units: int  # H, in units of `Meta.align`
+    weight_units: int  # columns of the weight, in units of `Meta.weight_align`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
     """What the sizes of a batch decide."""
 
     tiles: Tiles
-    sizes: Sizes  # of the lists of the routing
+    num_positions: int
+    num_nodes: int
+    most: Sizes  # of the lists of the routing
     chunk: int  # see `chunk_size`
     num_splits: int  # programs that share a tile in the forward
-    padded_size: int  # columns of `Saved.sorted_hidden`
-    slots: int  # columns of `Saved.exp_logits`
-    numbers: dict[str, Any]  # arguments of kernels that are no tensors, by name
-    integers: Division  # into the tensors of a `Routing` but `visited`; heavy tiles are last
-    sums: tuple[Division, Division]  # into those of a `Saved`: with a backward and without
-    scratch: Division  # into the integers that only the forward reads
+    routing_size: int
+    padded_size: int  # columns of `Memory.sorted_hidden`
+    strides: Strides
+    dtype: torch.dtype  # that sums are formed in
+    precision: str
+    align: tuple[int, int]  # see `alignment`
 
-    def new(self, problem: Problem, dtype: torch.dtype, *, has_gradient: bool) -> list[Tensor]:
-        """Uninitialised memory for a `Saved` whose sums have a dtype, as `unflatten` takes it."""
-        hidden, target, positions = problem.hidden, problem.target, problem.num_positions
-        sums = self.sums[0 if has_gradient else 1]
-        return [
-            target.new_empty(self.integers.total, dtype=torch.int32),
-            target.new_empty(self.numbers["num_nodes"], dtype=torch.int8),
-            hidden.new_empty(sums.total, dtype=dtype),
-            hidden.new_empty(positions, self.slots if has_gradient else 0),
-            hidden.new_empty(positions, self.padded_size),
-        ]
+    def meta(self, tile: Tile) -> Meta:
+        """The constants of a kernel."""
+        of = self.tiles
+        return Meta(tile, of.light, of.forward.v, of.heavy.c, self.precision, *self.align)
 
-    def unflatten(self, memory: Sequence[Tensor]) -> Saved:
-        """What a forward saved, given its memory."""
-        integers, visited, sums, exp_logits, sorted_hidden = memory
-        divided = self.integers.tensors(integers)
-        position, node, child, light_level, num_entries, *lists, heavy_tiles = divided
-        of_visits = (position, node, child, light_level, visited)
-        routing = Routing(*of_visits, num_entries, heavy_tiles, *lists)
-        has_gradient = sums.numel() == self.sums[0].total
-        lse, logit, block_max = self.sums[0 if has_gradient else 1].tensors(sums)
-        return Saved(routing, lse, logit, block_max, exp_logits, sorted_hidden)
+    @cached_property
+    def acc(self) -> Any:
+        """`dtype` in kernels."""
+        import triton.language as tl
 
-    def fits(self, memory: Sequence[Tensor]) -> bool:
+        return tl.float64 if self.dtype == torch.float64 else tl.float32
+
+    @cached_property
+    def runs(self) -> tuple[int, int]:
+        """Number and length of the runs of keys that `_sort` takes."""
+        size = next((size for size in RUN_SIZES if size >= self.num_positions), RUN_SIZES[-1])
+        return max(1, -(-self.num_positions // size)), size
+
+    def new(self, problem: Problem, *, has_gradient: bool) -> Memory:
+        """Uninitialised memory."""
+        hidden, target, positions = problem.hidden, problem.target, self.num_positions
+        slots, blocks = self.strides.path_slots * SLOT, self.strides.path_blocks
+        visit_lse = ((1 + self.num_splits) * self.strides.D, positions)
+        return Memory(
+            routing=target.new_empty(self.routing_size, dtype=torch.int32),
+            visited=target.new_empty(self.num_nodes, dtype=torch.int8),
+            sorted_hidden=hidden.new_empty(positions, self.padded_size),
+            exp_logits=hidden.new_empty(positions, slots if has_gradient else 0),
+            block_max=hidden.new_empty(positions, blocks if has_gradient else 0, dtype=self.dtype),
+            visit_lse=hidden.new_empty(visit_lse, dtype=self.dtype),
+        )
+
+    def fits(self, memory: Memory) -> bool:
         """Whether a forward of this plan, with a backward, left the memory.
 
-        Other tile shapes have other numbers of heavy tiles, which follow the last gap, or of
-        blocks.
+        With other tile shapes the lists are longer or shorter, or the blocks.
         """
-        found = [memory[0].numel(), memory[2].numel()]
-        return found == [self.integers.total, self.sums[0].total]
-
-
-def arguments(plan: Plan, problem: Problem, saved: Saved) -> dict[str, Any]:
-    """What the kernels of a batch take, by name.
-
-    The problem (hidden, target, bias and rows of the weight are contiguous), its tree, what the
-    forward saved, and the numbers of the plan.
-    """
-    return {
-        **problem._asdict(),
-        **problem.tree._asdict(),
-        **saved._asdict(),
-        **saved.routing._asdict(),
-        **plan.numbers,
-    }
+        found = memory.routing.numel(), memory.block_max.shape[1]
+        return found == (self.routing_size, self.strides.path_blocks)
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -153,49 +182,28 @@ def plan_for(problem: Problem) -> Plan:
 
 
 def _new_plan(problem: Problem) -> Plan:
-    import triton.language as tl
-
-    hidden, weight, positions = problem.hidden, problem.weight, problem.num_positions
-    shape = tiles_for(problem)
-    lists, align, weight_align = sizes(problem, shape), *alignment(problem)
-    slots, blocks = path_slots(problem), problem.max_path_columns // shape.forward.c + problem.depth
-    padded_size = -(-hidden.shape[1] // SLOT) * SLOT
-    tree = problem.tree
-    numbers = {
-        "P": positions,
-        "D": problem.depth,
-        "N": problem.vocab_size,
-        "num_nodes": tree.num_children.numel(),
-        "path_slots": slots // SLOT,
-        "path_blocks": blocks,
-        "LIGHT": shape.light.v,
-        "ACC": tl.float64 if hidden.dtype == torch.float64 else tl.float32,
-        "PRECISION": "tf32" if hidden.dtype == torch.float32 and tf32() else "ieee",
-        "ALIGN": align,
-        "WEIGHT_ALIGN": weight_align,
-        "NUM_LISTS": NUM_LISTS,
-        "h_units": hidden.shape[1] // align,
-        "sorted_units": padded_size // SLOT,
-        "weight_units": weight.shape[1] // weight_align,
-    }
-    visits = problem.depth * positions
-    of_visits = (positions, visits, visits, positions)
-    of_tiles = (4 * size for size in (lists.row_tiles, lists.chunk_tiles, lists.split_tiles))
-    of_lists = (lists.light_nodes, lists.light_groups, *of_tiles, lists.heavy_tiles)
+    hidden, columns, depth = problem.hidden, problem.weight.shape[1], problem.depth
+    shape, align = tiles_for(problem), alignment(problem)
+    most, hidden_size = sizes(problem, shape), hidden.shape[1]
     return Plan(
         tiles=shape,
-        sizes=lists,
+        num_positions=problem.num_positions,
+        num_nodes=problem.tree.num_children.numel(),
+        most=most,
         chunk=chunk_size(problem, shape),
         num_splits=_num_splits(problem, shape),
-        padded_size=padded_size,
-        slots=slots,
-        numbers=numbers,
-        integers=Division.of(*of_visits, NUM_LISTS, *of_lists),
-        sums=(
-            Division.of(visits, visits, positions * blocks),
-            Division.of(visits, visits, 0),
+        routing_size=memory_size(problem, most),
+        padded_size=-(-hidden_size // SLOT) * SLOT,
+        strides=Strides(
+            D=depth,
+            path_slots=path_slots(problem) // SLOT,
+            path_blocks=problem.max_path_columns // shape.forward.c + depth,
+            h_units=hidden_size // align[0],
+            weight_units=columns // align[1],
         ),
-        scratch=Division.of(positions, positions, 1),
+        dtype=compute_dtype(hidden.dtype),
+        precision="tf32" if hidden.dtype == torch.float32 and tf32() else "ieee",
+        align=align,
     )
 
 
@@ -219,7 +227,7 @@ def alignment(problem: Problem) -> tuple[int, int]:
 
 
 def path_slots(problem: Problem) -> int:
-    """Columns of `Saved.exp_logits`: each level may leave some of its last ones empty."""
+    """Columns of `Memory.exp_logits`: each level may leave some of its last ones empty."""
     return (problem.max_path_columns // SLOT + problem.depth) * SLOT
 
 

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Problem
-from lm.output.backends.triton.tile_shapes import Tiles
+from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
 RUN_SIZES, MOST_RUNS = (32, 128, 512), 64
 """Lengths of sorted runs, of which the first is taken that makes at most `MOST_RUNS`; every run is
 searched for each key.
 """
-NUM_LISTS = 8
-"""The fields of `Sizes` and one more, a power of two."""
+MERGE, PLAN = Tile(32, 32, 0, 8, 1, step=2), Tile(128, 16, 128, 4, 1, step=3)
+"""Tiles of `_merge` and `_plan`, whose docstrings say of what."""
+HEADER, NUM_LISTS, ALL_VALID = 32, 8, 8
+"""Numbers before the positions: the first are `Routing.num_entries`, then `Routing.all_valid`."""
 FILLING_PROGRAMS = 256
 """Programs from which on more of them would not make d_weight faster."""
 MAX_CHUNKS, LEAST_CHUNKS, CHUNKED_COLUMNS = 12, 4, 1 << 16
@@ -29,25 +31,45 @@ where the sums of that many would have more rows than `CHUNKED_COLUMNS`.
 
 
 class Routing(NamedTuple):
-    """Visits and lists of what programs work on, int32; `flat` is d · P + v of a visit.
+    """Visits and lists of what programs work on: tensors on the host, pointers in kernels.
 
-    The lists are as long as a batch of this size can require; `num_entries` says
-    how many there are, in the order of the fields, then the rows of partial sums, and last what
-    each nll is divided by, 0 for nothing. Tensors are flat.
+    They share memory of int32, in this order. `flat` is d · P + v of a visit. The first three lists
+    are columns of a matrix, and so are the others, so that P and D say where each begins. They are
+    as long as a batch of this size can require; `num_entries` says how many entries there are, in
+    the order of the fields, and last what each nll is divided by, 0 for nothing.
     """
 
-    position: Tensor  # [P], sorted by their target's node, depth first; ignored ones last
-    node: Tensor  # [D · P], that a sorted position visits on each level, root first; -1 for none
-    child: Tensor  # [D · P], which child of the node is on the target's path; 0 for none
-    light_level: Tensor  # [P], first level on which a position visits a light node; D for none
-    visited: Tensor  # [I] int8, whether a node has visits
-    num_entries: Tensor  # [8]
-    heavy_tiles: Tensor  # flat of the first visit of every tile of visits of a heavy node
-    light_nodes: Tensor  # flat of the first visit of every light node
-    light_groups: Tensor  # those of them below no other light node
-    row_tiles: Tensor  # [. · 4]: flat, end of visits, block of children, unused
-    chunk_tiles: Tensor  # [. · 4]: flat, end of visits, block of children, row of sums
-    split_tiles: Tensor  # [. · 4]: flat, number of sums, block of children, row of the first
+    num_entries: Any  # [8]
+    all_valid: Any  # [], whether all targets are words or ignored
+    position: Any  # [P], sorted by their target's node, depth first; ignored ones last
+    light_level: Any  # [P], first level on which a position visits a light node; D for none
+    rank: Any  # [P], of the node of a position's target
+    num_missing: Any  # [P], programs that have not yet computed what the nll is the sum of
+    node: Any  # [D · P], that a sorted position visits on each level, root first; -1 for none
+    child: Any  # [D · P], which child of the node is on the target's path; 0 for none
+    heavy_tiles: Any  # [D · P], flat of the first visit of each tile of visits of a heavy node
+    light_nodes: Any  # [D · P], flat of the first visit of each light node
+    light_groups: Any  # [D · P], those of them below no other light node
+    row_tiles: Any  # [., 4]: flat, end of visits, block of children, unused
+    chunk_tiles: Any  # [., 4]: flat, end of visits, block of children, row of sums
+    split_tiles: Any  # [., 4]: flat, number of sums, block of children, row of the first
+
+    @classmethod
+    def of(cls, memory: Tensor, num_positions: int, depth: int) -> "Routing":
+        """The tensors in memory of `memory_size` numbers."""
+        size, visits = _padded(num_positions), depth * num_positions
+        rest = len(memory) - HEADER - 4 * size - 6 * visits
+        header, places, node, child, of_visits, tiles = memory.split_with_sizes(
+            [HEADER, 4 * size, visits, visits, 4 * visits, rest]
+        )
+        position, light_level, rank, num_missing = places.view(4, size)[:, :num_positions]
+        heavy_tiles, light_nodes, light_groups, _ = of_visits.view(-1, 4).unbind(1)
+        row_tiles, chunk_tiles, split_tiles = tiles.view(-1, 3, 4).unbind(1)
+        return cls(
+            header[:NUM_LISTS], header[ALL_VALID], position, light_level, rank, num_missing,
+            node, child, heavy_tiles, light_nodes, light_groups, row_tiles, chunk_tiles,
+            split_tiles,
+        )  # fmt: skip
 
 
 class Sizes(NamedTuple):
@@ -60,6 +82,21 @@ class Sizes(NamedTuple):
     chunk_tiles: int
     split_tiles: int
     partial_rows: int
+
+
+def memory_size(problem: Problem, most: Sizes) -> int:
+    """The numbers that the `Routing` of a problem takes.
+
+    A few more, whose number differs between tile shapes: by it `Plan.fits` knows other ones.
+    """
+    positions, visits = problem.num_positions, problem.depth * problem.num_positions
+    tiles = at_least(at_least(most.row_tiles, most.chunk_tiles), most.split_tiles)
+    tiles += most.heavy_tiles
+    return HEADER + 4 * _padded(positions) + 6 * visits + 12 * tiles
+
+
+def _padded(num_positions: int) -> int:
+    return -(-num_positions // HEADER) * HEADER
 
 
 def sizes(problem: Problem, tiles: Tiles) -> Sizes:

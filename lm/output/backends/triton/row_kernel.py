@@ -19,65 +19,58 @@ from lm.output.backends.triton.backward_kernels import (
     _store_block,
     _store_rows,
 )
-from lm.output.backends.triton.forward_kernel import _block, _first_slot, _has_few_visits
+from lm.output.backends.triton.forward_kernel import (
+    _block,
+    _first_slot,
+    _has_few_visits,
+    _padded,
+)
 from lm.output.backends.triton.launch import VARYING
+from lm.output.backends.triton.routing_kernels import _fields
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _rows(
-    scale, sorted_hidden, weight,
-    position, node, row_tiles, light_groups, split_tiles, num_entries, visited,
-    first_row, num_children, column, node_of_row, errors,
-    d_hidden, d_weight, d_bias, written_row, partial_hidden, partial_rows, partial_bias,
-    P, D, R, row_programs, max_groups, max_split_tiles, path_slots, h_units, sorted_units,
-    weight_units,
-    LIGHT: tl.constexpr, LIGHT_C: tl.constexpr, LIGHT_H: tl.constexpr, LIGHT_STAGES: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
+    inputs, errors_of, partial, outputs, tree, visited, node_of_row, routing, strides,
+    P, R, row_programs, max_groups, max_split_tiles,
+    ACC: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
-    """(6) for all rows, and (5) for light groups; 0 for the R rows without visits.
-
-    `written_row` [I] is where the gradients of each node's rows begin.
-    """
-    H, columns, num_slots = h_units * ALIGN, weight_units * WEIGHT_ALIGN, path_slots * 16
-    padded = sorted_units * 16
-    num_h, light_h = tl.cdiv(columns, BLOCK_H), tl.cdiv(columns, LIGHT_H)
-    written = first_row if written_row is None else written_row
+    """(6) for all rows, and (5) for light groups; 0 for the R rows without visits."""
+    LIGHT: tl.constexpr = META.light.v
+    LIGHT_H: tl.constexpr = META.light.h
+    BLOCK_C: tl.constexpr = META.tile.c
+    visits_of = _fields(routing, P, strides.D)
+    columns = strides.weight_units * META.weight_align
+    num_h, light_h = tl.cdiv(columns, META.tile.h), tl.cdiv(columns, LIGHT_H)
+    written = tree.first_row if outputs.written_row is None else outputs.written_row
     program = tl.program_id(0) - row_programs
     tile, h0 = program // light_h, (program % light_h) * LIGHT_H
     if program < 0:
-        for i in range(tl.program_id(0), tl.load(num_entries + 3) * num_h, row_programs):
+        num_tiles = tl.load(visits_of.num_entries + 3) * num_h
+        for i in range(tl.program_id(0), num_tiles, row_programs):
             _heavy_rows(
-                row_tiles + i // num_h * 4, (i % num_h) * BLOCK_H, (sorted_hidden, padded),
-                node, P, (num_children, column), (errors, num_slots, scale),
-                outputs=(written, d_weight, d_bias, columns),
-                ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
+                visits_of.row_tiles + i // num_h * 12, (i % num_h) * META.tile.h,
+                inputs.sorted_hidden, errors_of.errors, errors_of.scale, tree, visits_of.node,
+                strides, P, (written, outputs.d_weight, outputs.d_bias, columns), ACC, META,
             )  # fmt: skip
     elif tile < max_groups:
-        if tile < tl.load(num_entries + 2):
-            flat = tl.load(light_groups + tile)
-            if _has_few_visits(node, flat, P, LIGHT):
+        if tile < tl.load(visits_of.num_entries + 2):
+            flat = tl.load(visits_of.light_groups + tile * 4)
+            if _has_few_visits(visits_of.node, flat, P, LIGHT):
                 _light_group(
-                    flat, h0, (sorted_hidden, weight, H, columns, padded),
-                    (position, node, P, D), written, (first_row, num_children, column),
-                    (errors, num_slots, scale), (partial_hidden, d_hidden, d_weight, d_bias),
-                    LIGHT=16, STAGES=LIGHT_STAGES, ACC=ACC, PRECISION=PRECISION, BLOCK_C=LIGHT_C,
-                    BLOCK_H=LIGHT_H,
+                    flat, h0, inputs, errors_of, partial, outputs, tree, written, visits_of,
+                    strides, P, 16, ACC, META,
                 )  # fmt: skip
             elif LIGHT > 16:
                 _light_group(
-                    flat, h0, (sorted_hidden, weight, H, columns, padded),
-                    (position, node, P, D), written, (first_row, num_children, column),
-                    (errors, num_slots, scale), (partial_hidden, d_hidden, d_weight, d_bias),
-                    LIGHT=LIGHT, STAGES=LIGHT_STAGES, ACC=ACC, PRECISION=PRECISION,
-                    BLOCK_C=LIGHT_C, BLOCK_H=LIGHT_H,
+                    flat, h0, inputs, errors_of, partial, outputs, tree, written, visits_of,
+                    strides, P, LIGHT, ACC, META,
                 )  # fmt: skip
     elif tile < max_groups + max_split_tiles:
-        if tile - max_groups < tl.load(num_entries + 5):
+        if tile - max_groups < tl.load(visits_of.num_entries + 5):
             _add_chunks(
-                split_tiles + (tile - max_groups) * 4, h0, node, num_children, written,
-                (partial_rows, partial_bias, padded, scale), (d_weight, d_bias, columns),
-                ACC=ACC, BLOCK_C=BLOCK_C, BLOCK_H=LIGHT_H,
+                visits_of.split_tiles + (tile - max_groups) * 12, h0, errors_of.scale, partial,
+                outputs, tree, written, visits_of.node, _padded(strides, META), columns, ACC, META,
             )  # fmt: skip
     else:
         before = row_programs + (max_groups + max_split_tiles) * light_h
@@ -87,44 +80,47 @@ def _rows(
             owner = tl.load(node_of_row + r, mask=r < R, other=0)
             empty = tl.load(visited + owner, mask=r < R, other=1) == 0
             if tl.sum(empty.to(tl.int32), axis=0) > 0:
-                _write_zeros(r, empty, (d_weight, d_bias, columns), BLOCK_C, LIGHT_H)
+                _write_zeros(r, empty, outputs, columns, BLOCK_C, LIGHT_H)
 
 
 @triton.jit
 def _light_group(
-    flat, h0, inputs, visits_of, written, tree, errors_of, outputs,
-    LIGHT: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+    flat, h0, inputs, errors_of, partial, outputs, tree, written, visits_of, strides, P,
+    LIGHT: tl.constexpr, ACC: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
     """(5), added to the share of heavy nodes, and (6) for the visits of a light node and below."""
-    hidden, weight, H, weight_stride, hidden_stride = inputs
-    position, node, P, D = visits_of
-    first_row, num_children, column = tree
-    errors, num_slots, scale = errors_of
-    partial_hidden, d_hidden, d_weight, d_bias = outputs
+    BLOCK_C: tl.constexpr = META.light.c
+    BLOCK_H: tl.constexpr = META.light.h
+    PRECISION: tl.constexpr = META.precision
+    D, H, hidden_stride = strides.D, strides.h_units * META.align, _padded(strides, META)
+    num_slots, weight_stride = strides.path_slots * 16, strides.weight_units * META.weight_align
+    position, node = visits_of.position, visits_of.node
+    errors, scale = errors_of.errors, errors_of.scale
+    d_hidden, d_weight, d_bias = outputs.d_hidden, outputs.d_weight, outputs.d_bias
     begin, group_row, child = flat % P, tl.arange(0, LIGHT), tl.arange(0, BLOCK_C)
     v = begin + group_row
     h = h0 + tl.arange(0, BLOCK_H)
     top = flat // P
     group = tl.load(node + top * P + v, mask=v < P, other=-1) == tl.load(node + flat)
     p = tl.load(position + v, mask=group, other=0)
-    x = _block(hidden, begin, group_row, group, h, h < hidden_stride, hidden_stride)
+    x = _block(inputs.sorted_hidden, begin, group_row, group, h, h < hidden_stride, hidden_stride)
     total = tl.zeros([LIGHT, BLOCK_H], ACC)
     for d in range(top, D):
         nodes = tl.load(node + d * P + v, mask=group, other=-1)
         s = tl.min(tl.where(nodes >= 0, v, P), axis=0)
         while s < P:
             n = tl.load(node + d * P + s)
-            width, first = tl.load(num_children + n).to(tl.int32), tl.load(first_row + n)
-            slot, row = _first_slot(column, n, d), tl.load(written + n)
-            for c0 in tl.range(0, width, BLOCK_C, num_stages=STAGES):
+            width, first = tl.load(tree.num_children + n).to(tl.int32), tl.load(tree.first_row + n)
+            slot, row = _first_slot(tree.column, n, d), tl.load(written + n)
+            for c0 in tl.range(0, width, BLOCK_C, num_stages=META.light.stages):
                 c = c0 + child
                 error = _load_errors(
                     errors, begin, group_row, nodes == n, slot, c, width, num_slots
                 )  # fmt: skip
                 if d_hidden is not None:
                     w = _block(
-                        weight, first + c0, child, c < width, h, h < weight_stride, weight_stride
+                        inputs.weight, first + c0, child, c < width, h, h < weight_stride,
+                        weight_stride,
                     ).to(error.dtype)  # fmt: skip
                     total = tl.dot(error, w, total, input_precision=PRECISION, out_dtype=ACC)
                 if d_weight is not None:
@@ -143,33 +139,32 @@ def _light_group(
             s = tl.min(tl.where(nodes >= 0, v, P), axis=0)
     if d_hidden is not None:
         total += _block(
-            partial_hidden, begin, group_row, group, h, h < hidden_stride, hidden_stride
+            partial.partial_hidden, begin, group_row, group, h, h < hidden_stride, hidden_stride
         )  # fmt: skip
         _store_rows(d_hidden, p, group, h, H, H, _scaled(total, scale))
 
 
 @triton.jit
 def _add_chunks(
-    entry, h0, node, num_children, written, partial, outputs,
-    ACC: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+    entry, h0, scale, partial, outputs, tree, written, node, padded, columns,
+    ACC: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
     """The rows of a node whose visits were shared among programs."""
-    partial_rows, partial_bias, padded, scale = partial
-    d_weight, d_bias, columns = outputs
+    BLOCK_C: tl.constexpr = META.tile.c
     n, num_chunks = tl.load(node + tl.load(entry)), tl.load(entry + 1)
     c0, partial_row = tl.load(entry + 2) * BLOCK_C, tl.load(entry + 3)
     child = tl.arange(0, BLOCK_C)
-    width, row = tl.load(num_children + n).to(tl.int32), tl.load(written + n) + c0
+    width, row = tl.load(tree.num_children + n).to(tl.int32), tl.load(written + n) + c0
     inside = c0 + child < width
     chunks = (partial_row + c0, num_chunks, child, inside, width)
-    if d_weight is not None:
-        h = h0 + tl.arange(0, BLOCK_H)
-        total = _chunk_sums(partial_rows, chunks, h, padded, ACC)
-        _store_block(d_weight, row, inside, h, columns, columns, _scaled(total, scale))
-    if d_bias is not None:  # noqa: SIM102 - the compiler decides the first alone
+    if outputs.d_weight is not None:
+        h = h0 + tl.arange(0, META.light.h)
+        total = _scaled(_chunk_sums(partial.partial_rows, chunks, h, padded, ACC), scale)
+        _store_block(outputs.d_weight, row, inside, h, columns, columns, total)
+    if outputs.d_bias is not None:  # noqa: SIM102 - the compiler decides the first alone
         if h0 == 0:
-            bias = _chunk_bias_sums(partial_bias, chunks, ACC)
-            _store_biases(d_bias, row + child, inside, bias, scale)
+            bias = _chunk_bias_sums(partial.partial_bias, chunks, ACC)
+            _store_biases(outputs.d_bias, row + child, inside, bias, scale)
 
 
 @triton.jit
@@ -194,8 +189,8 @@ def _chunk_bias_sums(partial_bias, chunks, ACC: tl.constexpr):
 
 
 @triton.jit
-def _write_zeros(r, empty, outputs, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
-    d_weight, d_bias, columns = outputs
+def _write_zeros(r, empty, outputs, columns, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+    d_weight, d_bias = outputs.d_weight, outputs.d_bias
     if d_weight is not None:
         for h0 in range(0, columns, BLOCK_H):
             h = h0 + tl.arange(0, BLOCK_H)

@@ -1,15 +1,14 @@
 """Gradients of rows: the launch that writes them, and the factors that optimizers use instead."""
 
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lm.output.backends.base import Problem, compute_dtype
 from lm.output.backends.triton.launch import SLOT, launch
-from lm.output.backends.triton.plan import ALIGNED, Plan, Saved, arguments
+from lm.output.backends.triton.plan import Children, Inputs, Memory, Plan
 from lm.output.backends.triton.tile_shapes import Tile
 from lm.output.rowwise.blocks import Part, Rows, Rule
 
@@ -19,54 +18,53 @@ _ZEROING_PROGRAMS = 512
 """Most programs that write zeros for rows of nodes without visits."""
 UPDATE_PROGRAMS, SHARED_BLOCKS = 32_768, 8
 """Most programs of an update, and the blocks of children of a light node that one of them takes."""
-_OF_UPDATES = (
-    "table", "total", "mean", "square", "squares", "sums", "bias_sums", "seed"
-)  # fmt: skip
+ALIGNED = 32
+"""Tensors that share memory begin at multiples of so many elements, as kernels expect."""
 
 
-def write_rows(
-    plan: Plan,
-    known: dict[str, Any],
-    *,
-    d_hidden: Tensor | None = None,
-    d_weight: Tensor | None = None,
-    d_bias: Tensor | None = None,
-    written_row: Tensor | None = None,
-) -> None:
-    """Launch the kernel that writes what is given.
+class Errors(NamedTuple):
+    """What `_errors` writes, and the scale of it."""
 
-    `known` are the arguments of kernels, among them what the other launches wrote.
+    errors: Tensor  # as `Memory.exp_logits`
+    scale: Tensor | None  # the s of (9); None for 1
+
+
+class Partial(NamedTuple):
+    """What `_heavy` writes; None where there is no gradient."""
+
+    partial_hidden: Tensor | None  # [P, columns of sorted hidden vectors]
+    partial_rows: Tensor | None  # [., the same], sums of chunks
+    partial_bias: Tensor | None  # [.]
+
+
+class Outputs(NamedTuple):
+    """Gradients to write.
 
     `written_row` [I] is where each node's rows begin in d_weight and d_bias; None if these have all
     rows, of which those of nodes without visits are set to 0.
     """
-    from lm.output.backends.triton import row_kernel
 
-    lists, of_rows = plan.sizes, d_weight is not None or d_bias is not None
-    row_tiles, split_tiles = (lists.row_tiles, lists.split_tiles) if of_rows else (0, 0)
-    num_rows = known["node_of_row"].numel() if of_rows and written_row is None else 0
-    columns, tile, light = known["weight"].shape[1], plan.tiles.heavy, plan.tiles.light
-    row_programs = min(row_tiles * -(-columns // tile.h), ROW_PROGRAMS)
-    num_programs = (lists.light_groups + split_tiles) * -(-columns // light.h)
-    num_programs += row_programs + min(-(-num_rows // tile.c), _ZEROING_PROGRAMS)
-    special = {
-        "d_hidden": d_hidden,
-        "d_weight": d_weight,
-        "d_bias": d_bias,
-        "written_row": written_row,
-        "row_programs": row_programs,
-        "max_split_tiles": split_tiles,
-        "max_groups": lists.light_groups,
-        "R": num_rows,
-        "LIGHT_C": light.c,
-        "LIGHT_H": light.h,
-        "LIGHT_STAGES": light.stages,
-    }
-    tile = tile._replace(warps=light.warps)
-    launch(row_kernel._rows, num_programs, tile, known, **special)
+    d_hidden: Tensor | None = None
+    d_weight: Tensor | None = None
+    d_bias: Tensor | None = None
+    written_row: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+class Update(NamedTuple):
+    """What `_update` uses (6) for: numbers of the rule, a table and its state, norms."""
+
+    numbers: Tensor
+    seed: Tensor | None = None
+    table: Tensor | None = None
+    total: Tensor | None = None
+    mean: Tensor | None = None
+    square: Tensor | None = None
+    squares: Tensor | None = None
+    sums: Tensor | None = None
+    bias_sums: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Factors:
     """The gradients of a batch for weight and bias as their factors, which need no rows.
 
@@ -74,12 +72,11 @@ class Factors:
     graph of the backward alone writes new factors here.
     """
 
-    problem: Problem  # without autograd's history
-    saved: Saved  # `exp_logits` are the errors
+    problem: Problem
+    memory: Memory
     plan: Plan
-    scale: Tensor | None
-    partial_rows: Tensor | None  # sums of chunks; None if the weight has no gradient
-    partial_bias: Tensor | None
+    errors: Errors
+    partial: Partial
     formed: dict[bool, tuple[Tensor | None, Tensor]] = field(default_factory=dict)  # norms
 
     def norms(self, *, of_bias: bool) -> tuple[Tensor | None, Tensor]:
@@ -88,52 +85,78 @@ class Factors:
         Those of the numbers of the bias are not kept.
         """
         if of_bias not in self.formed:
-            num_rows, num_nodes = self.problem.weight.shape[0], self.saved.routing.visited.numel()
+            num_rows, num_nodes = self.problem.weight.shape[0], self.plan.num_nodes
             num_places = -(-(num_rows // SLOT + num_nodes) // ALIGNED) * ALIGNED
             sums = self._new(2, num_places).zero_()
-            special: dict[str, Any] = {"numbers": self._new(1).fill_(1)}
-            if self.partial_rows is not None:
-                special |= {"squares": self._new(num_rows), "sums": sums[0]}
-            if self.partial_bias is not None:
-                special["bias_sums"] = sums[1]
-            self.launch(self.plan.tiles.norm, of_bias=self.partial_rows is None, **special)
+            rule = Update(self._new(1).fill_(1))
+            if has_rows := self.partial.partial_rows is not None:
+                rule = rule._replace(squares=self._new(num_rows), sums=sums[0])
+            if self.partial.partial_bias is not None:
+                rule = rule._replace(bias_sums=sums[1])
+            self.launch(self.plan.tiles.norm, rule, of_bias=not has_rows)
             totals = sums.sum(1)
-            self.formed[False] = special.get("squares"), totals[0]
+            self.formed[False] = rule.squares, totals[0]
             self.formed[True] = None, totals[1]
         return self.formed[of_bias]
 
-    @cached_property
-    def known(self) -> dict[str, Any]:
-        """The arguments of kernels that all launches share."""
-        known = arguments(self.plan, self.problem, self.saved)
-        partial = {"partial_rows": self.partial_rows, "partial_bias": self.partial_bias}
-        return known | {"errors": self.saved.exp_logits, "scale": self.scale, **partial}
+    def kept(self) -> "Factors":
+        """The factors without autograd's history and without what updates do not use."""
+        tables = {name: getattr(self.problem, name).detach() for name in ("hidden", "weight")}
+        return replace(
+            self,
+            problem=self.problem._replace(**tables, bias=None),
+            memory=self.memory._replace(exp_logits=self.errors.errors),
+            partial=self.partial._replace(partial_hidden=None),
+        )
 
-    def launch(self, tile: Tile, *, of_bias: bool, **special: Any) -> None:
-        """Launch the kernel for tables, state and norms that are given."""
-        from lm.output.backends.triton import update_kernel
-
-        lists, rows = self.plan.sizes, self.plan.tiles.heavy.c
-        tile = self.plan.tiles.bias if of_bias else tile
-        block = min(tile.c, rows)
-        num_shares = -(-self.problem.max_path_columns // (block * SHARED_BLOCKS))
-        num_shares = max(1, min(num_shares, UPDATE_PROGRAMS // max(lists.light_nodes, 1)))
-        num_items = (lists.row_tiles + lists.split_tiles) * (rows // block)
-        num_items += lists.light_nodes * num_shares
-        special = {
-            **dict.fromkeys(_OF_UPDATES),
-            **special,
-            "num_shares": num_shares,
-            "TILE_C": rows,
+    def shared(self) -> dict[str, Any]:
+        """The arguments that the kernels of the backward have in common."""
+        return {
+            "errors_of": self.errors,
+            "tree": Children.of(self.problem.tree),
+            "routing": self.memory.routing,
+            "strides": self.plan.strides,
+            "P": self.plan.num_positions,
+            "ACC": self.plan.acc,
         }
-        if of_bias:
-            special["sorted_hidden"] = None
-        tile = tile._replace(c=block)
-        num_programs = min(num_items, UPDATE_PROGRAMS)
-        launch(update_kernel._update, num_programs, tile, {**self.known}, **special)
+
+    def launch(self, tile: Tile, rule: Update, *, of_bias: bool) -> None:
+        """Launch the kernel for a table, its state and norms."""
+        most, rows = self.plan.most, self.plan.tiles.heavy.c
+        tile = self.plan.tiles.bias if of_bias else tile
+        tile = tile._replace(c=min(tile.c, rows))
+        num_shares = -(-self.problem.max_path_columns // (tile.c * SHARED_BLOCKS))
+        num_shares = max(1, min(num_shares, UPDATE_PROGRAMS // max(most.light_nodes, 1)))
+        num_items = (most.row_tiles + most.split_tiles) * (rows // tile.c)
+        num_items += most.light_nodes * num_shares
+        launch(
+            "_update", min(num_items, UPDATE_PROGRAMS), tile,
+            rule=rule, inputs=Inputs(None if of_bias else self.memory.sorted_hidden, None),
+            partial=self.partial, num_shares=num_shares, META=self.plan.meta(tile), **self.shared(),
+        )  # fmt: skip
 
     def _new(self, *shape: int) -> Tensor:
-        return self.saved.lse.new_empty(shape)
+        return self.memory.visit_lse.new_empty(shape)
+
+
+def write_rows(factors: Factors, outputs: Outputs) -> None:
+    """Launch the kernel that writes gradients from their factors."""
+    plan, weight, tree = factors.plan, factors.problem.weight, factors.problem.tree
+    most, columns, light = plan.most, weight.shape[1], plan.tiles.light
+    of_rows = outputs.d_weight is not None or outputs.d_bias is not None
+    row_tiles, split_tiles = (most.row_tiles, most.split_tiles) if of_rows else (0, 0)
+    num_rows = weight.shape[0] if of_rows and outputs.written_row is None else 0
+    tile = plan.tiles.heavy._replace(warps=light.warps)
+    row_programs = min(row_tiles * -(-columns // tile.h), ROW_PROGRAMS)
+    num_programs = (most.light_groups + split_tiles) * -(-columns // light.h)
+    num_programs += row_programs + min(-(-num_rows // tile.c), _ZEROING_PROGRAMS)
+    launch(
+        "_rows", num_programs, tile,
+        inputs=Inputs(factors.memory.sorted_hidden, weight), partial=factors.partial,
+        outputs=outputs, visited=factors.memory.visited, node_of_row=tree.node_of_row, R=num_rows,
+        row_programs=row_programs, max_groups=most.light_groups, max_split_tiles=split_tiles,
+        META=plan.meta(tile), **factors.shared(),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,15 +168,14 @@ class Unwritten:
 
     def parts(self) -> list[Part]:
         """See `Unformed.parts`: one, of rows. The host waits for their number."""
-        problem, routing = self.factors.problem, self.factors.saved.routing
-        tree, visited = problem.tree, routing.visited.bool()
+        factors, tree = self.factors, self.factors.problem.tree
+        visited = factors.memory.visited.bool()
         width = torch.where(visited, tree.num_children, 0)
         index = visited[tree.node_of_row].nonzero().squeeze(1)
-        columns = 1 if self.of_bias else problem.weight.shape[1]
-        values = self.factors.saved.lse.new_empty(index.numel(), columns)
-        output = {"d_bias": values.view(-1)} if self.of_bias else {"d_weight": values}
-        known = {**self.factors.known, "partial_hidden": None}
-        write_rows(self.factors.plan, known, **output, written_row=width.cumsum(0) - width)
+        columns = 1 if self.of_bias else factors.problem.weight.shape[1]
+        values = factors.memory.visit_lse.new_empty(index.numel(), columns)
+        weight, bias = (None, values.view(-1)) if self.of_bias else (values, None)
+        write_rows(factors, Outputs(None, weight, bias, width.cumsum(0) - width))
         return [Rows(index, values)]
 
     def plus(self, rows: Rows) -> None:
@@ -176,12 +198,12 @@ class Unwritten:
         for number, value in zip(each, values, strict=True):
             if isinstance(value, Tensor):
                 number.mul_(value)
-        special: dict[str, Any] = {"table": table, "numbers": numbers, **rule.state}
         squares, _ = self.factors.formed.pop(self.of_bias, (None, None))
+        of_table = Update(numbers, table=table, **rule.state)
         if "total" in rule.state:
-            special["squares"] = squares
+            of_table = of_table._replace(squares=squares)
         if table.dtype == torch.bfloat16:
-            special["seed"] = torch.randint(1 << 31, (), device=device)
+            of_table = of_table._replace(seed=torch.randint(1 << 31, (), device=device))
         tiles = self.factors.plan.tiles
         tile = tiles.adam if "mean" in rule.state else tiles.update
-        self.factors.launch(tile, of_bias=self.of_bias, **special)
+        self.factors.launch(tile, of_table, of_bias=self.of_bias)

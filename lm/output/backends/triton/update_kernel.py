@@ -26,146 +26,147 @@ import triton
 import triton.language as tl
 
 from lm.output.backends.triton.backward_kernels import _bias_sums, _load_errors, _row_sums, _scaled
-from lm.output.backends.triton.forward_kernel import _block, _first_slot
+from lm.output.backends.triton.forward_kernel import _block, _first_slot, _padded
 from lm.output.backends.triton.launch import VARYING
+from lm.output.backends.triton.routing_kernels import _fields
 from lm.output.backends.triton.row_kernel import _chunk_bias_sums, _chunk_sums
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _update(
-    numbers, seed, scale, sorted_hidden, table, total, mean, square, squares, sums, bias_sums,
-    node, row_tiles, light_nodes, split_tiles, num_entries,
-    first_row, num_children, column, errors, partial_rows, partial_bias,
-    P, num_shares, path_slots, sorted_units, weight_units,
-    LIGHT: tl.constexpr, TILE_C: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, WEIGHT_ALIGN: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr,
+    rule, inputs, errors_of, partial, tree, routing, strides,
+    P, num_shares,
+    ACC: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
     """One of (10) to (13) for all rows of visited nodes; `numbers` are f and those of the rule."""
-    num_slots, padded = path_slots * 16, sorted_units * 16
-    columns = 1 if sorted_hidden is None else weight_units * WEIGHT_ALIGN
-    inputs = (sorted_hidden, padded, errors, num_slots, partial_rows, partial_bias, scale)
-    rule = (numbers, table, total, mean, square, squares, sums, bias_sums, seed, columns)
+    TILE_C: tl.constexpr = META.rows
+    BLOCK_C: tl.constexpr = META.tile.c
+    STEP: tl.constexpr = META.tile.step
+    visits_of, num_slots = _fields(routing, P, strides.D), strides.path_slots * 16
+    node, errors = visits_of.node, errors_of.errors
+    hidden, padded, scale = inputs.sorted_hidden, _padded(strides, META), errors_of.scale
+    factors = (hidden, padded, errors, num_slots, partial, scale)
+    columns = 1 if hidden is None else strides.weight_units * META.weight_align
     blocks: tl.constexpr = TILE_C // BLOCK_C
-    heavy = tl.load(num_entries + 3) * blocks
-    tiled = heavy + tl.load(num_entries + 5) * blocks
-    num_items = tiled + tl.load(num_entries + 1) * num_shares
+    heavy = tl.load(visits_of.num_entries + 3) * blocks
+    tiled = heavy + tl.load(visits_of.num_entries + 5) * blocks
+    num_items = tiled + tl.load(visits_of.num_entries + 1) * num_shares
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         if item < tiled:
             if item < heavy:
-                entry = row_tiles + item // blocks * 4
+                entry = visits_of.row_tiles + item // blocks * 12
             else:
-                entry = split_tiles + (item - heavy) // blocks * 4
+                entry = visits_of.split_tiles + (item - heavy) // blocks * 12
             flat, end = tl.load(entry), tl.load(entry + 1)
             n = tl.load(node + flat)
-            width = tl.load(num_children + n).to(tl.int32)
+            width = tl.load(tree.num_children + n).to(tl.int32)
             c0 = tl.load(entry + 2) * TILE_C + item % blocks * BLOCK_C
             stop = tl.minimum(c0 + BLOCK_C, width)
             if item >= heavy and c0 < stop:
                 child = tl.arange(0, BLOCK_C)
                 chunks = (tl.load(entry + 3) + c0, end, child, c0 + child < width, width)
                 _update_tile(
-                    n, tl.load(first_row + n) + c0, width - c0, None, None, chunks, inputs, rule,
-                    ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
+                    n, tl.load(tree.first_row + n) + c0, width - c0, None, None, chunks, factors,
+                    rule, columns, STEP, ACC, META,
                 )  # fmt: skip
                 stop = c0
         else:
-            flat = tl.load(light_nodes + (item - tiled) // num_shares)
-            n, v = tl.load(node + flat), flat % P + tl.arange(0, LIGHT)
+            flat = tl.load(visits_of.light_nodes + (item - tiled) // num_shares * 4)
+            n, v = tl.load(node + flat), flat % P + tl.arange(0, META.light.v)
             nodes = tl.load(node + flat // P * P + v, mask=v < P, other=-1)
             end = flat % P + tl.sum((nodes == n).to(tl.int32), axis=0)
-            width = tl.load(num_children + n).to(tl.int32)
+            width = tl.load(tree.num_children + n).to(tl.int32)
             size = tl.cdiv(tl.cdiv(width, BLOCK_C), num_shares) * BLOCK_C
             c0 = (item - tiled) % num_shares * size
             stop = tl.minimum(c0 + size, width)
-        begin, slot = flat % P, _first_slot(column, n, flat // P)
-        first, i = tl.load(first_row + n), tl.arange(0, STEP)
+        begin, slot = flat % P, _first_slot(tree.column, n, flat // P)
+        first, i = tl.load(tree.first_row + n), tl.arange(0, STEP)
         for block in range(c0, stop, BLOCK_C):
             c = block + tl.arange(0, BLOCK_C)
             if end - begin <= STEP:
                 error = _load_errors(errors, begin, i, begin + i < end, slot, c, width, num_slots)
                 _update_tile(
-                    n, first + block, width - block, (error, begin, end), None, None, inputs, rule,
-                    ACC=ACC, PRECISION=PRECISION, BLOCK_C=BLOCK_C, BLOCK_H=BLOCK_H, STEP=STEP,
+                    n, first + block, width - block, (error, begin, end), None, None, factors,
+                    rule, columns, STEP, ACC, META,
                 )  # fmt: skip
             else:
                 _update_tile(
                     n, first + block, width - block, None, (begin, end, slot, c, width), None,
-                    inputs, rule, ACC, PRECISION, BLOCK_C, BLOCK_H, STEP=BLOCK_V,
+                    factors, rule, columns, META.tile.v, ACC, META,
                 )  # fmt: skip
 
 
 @triton.jit
 def _update_tile(
-    n, first, num_rows, few, many, chunks, inputs, rule,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
-    STEP: tl.constexpr,
+    n, first, num_rows, few, many, chunks, factors, rule, columns,
+    STEP: tl.constexpr, ACC: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
     """The rows of node n from `first` on, of gradients that are sums of visits or of chunks."""
-    hidden, _, _, _, _, _, _ = inputs
-    numbers, table, total, mean, square, squares, sums, bias_sums, seed, columns = rule
+    BLOCK_C: tl.constexpr = META.tile.c
+    hidden, numbers, squares = factors[0], rule.numbers, rule.squares
     child, factor, source = tl.arange(0, BLOCK_C), tl.load(numbers), (few, many, chunks)
     inside = child < num_rows
-    if total is not None:
-        old = tl.load(total + first + child, mask=inside, other=0.0)
+    if rule.total is not None:
+        old = tl.load(rule.total + first + child, mask=inside, other=0.0)
     if hidden is None:
-        gradient = _bias_gradient(source, inputs, ACC, STEP)
+        gradient = _bias_gradient(source, factors, ACC, STEP)
         norms = gradient * gradient
-    elif total is not None and squares is not None:
+    elif rule.total is not None and squares is not None:
         norms = tl.load(squares + first + child, mask=inside, other=0.0)
-    elif table is None or total is not None:
+    elif rule.table is None or rule.total is not None:
         norms = tl.zeros([BLOCK_C], ACC)
-        for h0 in tl.range(0, columns, BLOCK_H, num_stages=1):
-            h = h0 + tl.arange(0, BLOCK_H)
-            gradient = _gradient(source, inputs, h, ACC, PRECISION, STEP)
+        for h0 in tl.range(0, columns, META.tile.h, num_stages=1):
+            h = h0 + tl.arange(0, META.tile.h)
+            gradient = _gradient(source, factors, h, ACC, META.precision, STEP)
             norms += tl.sum(gradient * gradient, axis=1)
     # a place for each tile, whatever the order of items: a tile has 16 rows or ends its node
     place = first // 16 + n
-    if bias_sums is not None:
+    if rule.bias_sums is not None:
         if hidden is not None:
-            gradient = _bias_gradient(source, inputs, ACC, STEP)
-        tl.store(bias_sums + place, tl.sum(tl.where(inside, gradient * gradient, 0.0), axis=0))
-    if sums is not None:
+            gradient = _bias_gradient(source, factors, ACC, STEP)
+        tl.store(rule.bias_sums + place, tl.sum(tl.where(inside, gradient * gradient, 0.0), axis=0))
+    if rule.sums is not None:
         tl.store(squares + first + child, norms, mask=inside)
-        tl.store(sums + place, tl.sum(tl.where(inside, norms, 0.0), axis=0))
-    if table is not None:
-        if total is not None:
+        tl.store(rule.sums + place, tl.sum(tl.where(inside, norms, 0.0), axis=0))
+    if rule.table is not None:
+        if rule.total is not None:
             new = old + factor * factor * norms / columns
             root = tl.sqrt(new).to(factor.dtype) + tl.load(numbers + 2)
             factor = (factor * tl.load(numbers + 1) / root)[:, None]
-        elif mean is None:
+        elif rule.mean is None:
             factor = factor * tl.load(numbers + 1)
         else:
             factor = (
                 factor, tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3),
                 tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6),
             )  # fmt: skip
-        noise_seed = 0 if seed is None else tl.load(seed)
-        state = (table, mean, square, columns)
+        noise_seed = 0 if rule.seed is None else tl.load(rule.seed)
+        state = (rule.table, rule.mean, rule.square, columns)
         if hidden is None:
             tile = (first, child, inside, tl.arange(0, 1))
             _update_block(
-                tile, gradient[:, None], source, inputs, factor, noise_seed, state,
-                ACC, PRECISION, STEP,
+                tile, gradient[:, None], source, factors, factor, noise_seed, state,
+                ACC, META.precision, STEP,
             )  # fmt: skip
         else:
-            for h0 in tl.range(0, columns, BLOCK_H, num_stages=1):
-                tile = (first, child, inside, h0 + tl.arange(0, BLOCK_H))
+            for h0 in tl.range(0, columns, META.tile.h, num_stages=1):
+                tile = (first, child, inside, h0 + tl.arange(0, META.tile.h))
                 _update_block(
-                    tile, None, source, inputs, factor, noise_seed, state, ACC, PRECISION, STEP
+                    tile, None, source, factors, factor, noise_seed, state, ACC, META.precision,
+                    STEP,
                 )  # fmt: skip
-        if total is not None:
+        if rule.total is not None:
             tl.debug_barrier()  # other threads have loaded the old sums
-            tl.store(total + first + child, new, mask=inside)
+            tl.store(rule.total + first + child, new, mask=inside)
 
 
 @triton.jit
-def _gradient(source, inputs, h, ACC: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr):
+def _gradient(source, factors, h, ACC: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr):
     """(6) for the children of a tile and columns h."""
     few, many, chunks = source
-    hidden, padded, errors, num_slots, partial_rows, _, scale = inputs
+    hidden, padded, errors, num_slots, partial, scale = factors
     if chunks is not None:
-        gradient = _chunk_sums(partial_rows, chunks, h, padded, ACC)
+        gradient = _chunk_sums(partial.partial_rows, chunks, h, padded, ACC)
     elif few is not None:
         error, begin, end = few
         row = tl.arange(0, STEP)
@@ -179,11 +180,11 @@ def _gradient(source, inputs, h, ACC: tl.constexpr, PRECISION: tl.constexpr, STE
 
 
 @triton.jit
-def _bias_gradient(source, inputs, ACC: tl.constexpr, STEP: tl.constexpr):
+def _bias_gradient(source, factors, ACC: tl.constexpr, STEP: tl.constexpr):
     few, many, chunks = source
-    _, _, errors, num_slots, _, partial_bias, scale = inputs
+    _, _, errors, num_slots, partial, scale = factors
     if chunks is not None:
-        gradient = _chunk_bias_sums(partial_bias, chunks, ACC)
+        gradient = _chunk_bias_sums(partial.partial_bias, chunks, ACC)
     elif few is not None:
         gradient = tl.sum(few[0].to(ACC), axis=0)
     else:
@@ -194,7 +195,7 @@ def _bias_gradient(source, inputs, ACC: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def _update_block(
-    tile, gradient, source, inputs, factor, seed, state,
+    tile, gradient, source, factors, factor, seed, state,
     ACC: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """(11) to (13) for some columns h of rows; without a gradient, that of the tile's source."""
@@ -208,7 +209,7 @@ def _update_block(
         m = tl.load(mean + start + place, mask=mask, other=0.0)
         q = tl.load(square + start + place, mask=mask, other=0.0)
     if gradient is None:
-        gradient = _gradient(source, inputs, h, ACC, PRECISION, STEP)
+        gradient = _gradient(source, factors, h, ACC, PRECISION, STEP)
     if mean is None:
         rows = rows.to(factor.dtype) - gradient.to(factor.dtype) * factor
     else:

@@ -1,6 +1,7 @@
 """Compiled loops: sizes, roundings, and what "auto" does where they do not work."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,19 +13,9 @@ from torch import Tensor
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS, choose_backend, verify
 from lm.output.backends.base import Backend, Gradients, Needs, Problem
-from lm.output.backends.compiled import (
-    backend,
-    columns,
-    compilation,
-    draw_loops,
-    factors,
-    node_loops,
-    routing,
-    row_loops,
-    search_loops,
-    vectors,
-)
-from lm.output.backends.compiled.backend import CompiledBackend
+from lm.output.backends.compiled import backend, factors, loops
+from lm.output.backends.compiled.codegen import columns, vectors
+from lm.output.backends.compiled.step import target_log_prob
 from lm.output.backends.visits import route
 
 from ...definition import TREES, assert_errors_are_small, gradients, problem, two_level
@@ -176,7 +167,7 @@ def test_visits_are_those_of_the_reference(tree: ClassTree) -> None:
     """Ranks of the last tree's nodes have three digits."""
     hidden, weight, bias, target = problem(tree, 300)
     solved = Problem.of(hidden, weight, target, tree, bias)
-    saved = CompiledBackend()._with_visits(solved, ALL)
+    _, saved = target_log_prob(solved, ALL)
     expected = route(target, tree.arrays, tree.depth, -100)
     for ours, theirs in zip(saved, expected, strict=False):
         assert torch.equal(ours, theirs)
@@ -193,7 +184,7 @@ def test_without_numba_auto_warns_and_takes_the_reference(monkeypatch: pytest.Mo
 
 def test_wrong_loops_are_replaced_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "_differences", {})
-    monkeypatch.setattr(node_loops, "backward", lambda *arguments: None)
+    monkeypatch.setattr(loops, "backward", lambda *arguments: None)
     example = Problem.without_values(30, 8, two_level(90, 9), torch.float32)
     with pytest.warns(UserWarning, match="compiled cannot be used on cpu.*d_weight is off by"):
         assert choose_backend("auto", example, CPU) == "reference"
@@ -215,7 +206,9 @@ def without(name: str, code: str) -> str:
 
 
 def test_vectors_are_as_wide_as_the_instructions_that_numba_compiles_for() -> None:
-    code = "from lm.output.backends.compiled.vectors import *; print(VECTOR_BYTES, HAS_BF16)"
+    code = (
+        "from lm.output.backends.compiled.codegen.vectors import *; print(VECTOR_BYTES, HAS_BF16)"
+    )
     assert without("avx512", code) == "32 False"
     assert without("avx512bf16", code).endswith("False")
 
@@ -238,23 +231,32 @@ def test_importing_the_layer_imports_no_compiler() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_code_is_kept_on_disk_only_if_its_cache_notices_all_changes(tmp_path: Path) -> None:
-    """numba looks at the file of a function alone, which has a hash of the files that emit code."""
-    emitted = compilation.EMITTED
-    for module in (node_loops, row_loops, routing, draw_loops, search_loops):
-        assert emitted == module.EMITTED, f"EMITTED has to be {emitted}"
-    folder = Path(node_loops.__file__).parent
-    for module in (*compilation.EMITTING, node_loops):
-        name = Path(str(module.__file__)).name
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
+def test_compiled_code_is_kept_until_a_file_with_loops_or_their_code_changes(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "compiled"
+    shutil.copytree(Path(loops.__file__).parent, folder)
     code = (
-        "import sys, lm.output.backends.compiled as package\n"
-        f"package.__path__.insert(0, {str(tmp_path)!r})\n"
-        "from lm.output.backends.compiled import node_loops\n"
-        "print(type(node_loops.forward._cache).__name__)"
+        "import lm.output.backends.compiled as package\n"
+        f"package.__path__[:] = [{str(folder)!r}]\n"
+        "import numpy as np\n"
+        "from lm.output.backends.compiled.expansion_loops import item_log_weight as found\n"
+        "found(1.0, 2.0, 3)\n"
+        "print(sum(found.stats.cache_hits.values()))"
     )
-    for change, kept in (("", "FunctionCache"), ("# another line", "NullCache")):
-        with (tmp_path / "vectors.py").open("a") as file:
-            file.write(change)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert done.stdout.strip() == kept, done.stderr
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def num_hits() -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+        )
+        assert not done.returncode, done.stderr
+        return int(done.stdout)
+
+    assert [num_hits(), num_hits()] == [0, 1]
+    with (folder / "codegen/vectors.py").open("a") as file:
+        file.write("# another line\n")
+    assert num_hits() == 0
+    for data in (tmp_path / "cache").rglob("*.nbc"):
+        data.write_bytes(b"damaged")
+    assert num_hits() == 0

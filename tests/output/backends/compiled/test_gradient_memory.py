@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, hierarchical_cross_entropy
-from lm.output.backends.compiled import backend as compiled
 from lm.output.backends.compiled import gradient_memory as memory
-from lm.output.backends.compiled import node_loops
+from lm.output.backends.compiled import loops, step
 
 from ...definition import definition
 
@@ -18,19 +17,6 @@ from ...definition import definition
 def dense_gradient(hidden: Tensor, weight: Tensor, target: Tensor, tree: ClassTree) -> Tensor:
     """The gradient of the mean loss, by its definition."""
     return torch.autograd.grad(definition(hidden, weight, None, target, tree).mean(), weight)[0]
-
-
-def test_mapped_gradients_are_zero_outside_of_visits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 20)
-    tree = ClassTree.two_level(torch.arange(4000) // 64)
-    weight = torch.randn(tree.num_rows, 80, requires_grad=True)
-    assert weight.numel() * 4 > memory.LARGE_BYTES
-    hidden, target = torch.randn(5, 80), torch.tensor([1, 70, 71, 3999, 5])
-    loss = hierarchical_cross_entropy(hidden, weight, target, tree)
-    (d_weight,) = torch.autograd.grad(loss, weight)
-    truth = dense_gradient(hidden, weight, target, tree)
-    torch.testing.assert_close(d_weight, truth)
-    assert int((d_weight.abs().sum(1) > 0).sum()) == 63 + 64 + 64 + 32
 
 
 def test_a_gradient_in_reused_memory_is_zero_where_nothing_was_written(
@@ -42,7 +28,7 @@ def test_a_gradient_in_reused_memory_is_zero_where_nothing_was_written(
     hidden, weight = torch.randn(300, 80), torch.randn(tree.num_rows, 80, requires_grad=True)
 
     def gradient(target: Tensor) -> Tensor:
-        nll = hierarchical_cross_entropy(hidden, weight, target, tree)
+        nll = hierarchical_cross_entropy(hidden, weight, target, tree, backend="compiled")
         return torch.autograd.grad(nll, weight)[0]
 
     everywhere, nearly, seldom = (torch.arange(300) % size for size in (400, 280, 40))
@@ -82,21 +68,21 @@ def test_each_layer_of_a_process_reuses_its_gradients_memory(
         num_mapped += 1
         return real(*arguments, **options)
 
-    def step() -> None:
+    def train() -> None:
         grads = []
         for tree, weight in zip(trees, weights, strict=True):
-            loss = hierarchical_cross_entropy(hidden, weight, target, tree)
+            loss = hierarchical_cross_entropy(hidden, weight, target, tree, backend="compiled")
             grads.append(torch.autograd.grad(loss, weight)[0])
             if not alive:
                 grads.clear()
 
     monkeypatch.setattr(mmap, "mmap", counted)
-    step()
+    train()
     assert num_mapped == (len(sizes) if alive else len(set(sizes)))
-    step()
+    train()
     assert num_mapped == (len(sizes) if alive else len(set(sizes)))
     monkeypatch.setattr(memory, "REUSED_BYTES", 200_000)
-    step()
+    train()
     assert sum(map(len, memory._free)) <= 200_000
 
 
@@ -109,7 +95,7 @@ def test_zeros_of_a_large_gradient_are_written_past_the_caches(
     monkeypatch.setattr(memory, "_free", [])
     tree = ClassTree.two_level(torch.arange(40_000) // 173)
     weight = torch.randn(tree.num_rows, 77, dtype=dtype).requires_grad_()
-    assert weight.numel() * weight.element_size() > node_loops.CACHE_BYTES
+    assert weight.numel() * weight.element_size() > loops.CACHE_BYTES
     hidden = torch.randn(120, 77, dtype=dtype)
 
     def gradient(target: Tensor, backend: Any) -> Tensor:
@@ -144,7 +130,7 @@ def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made(
     weight = torch.zeros(tree.num_rows, 8, requires_grad=True)
     hidden, target = torch.randn(64, 8, requires_grad=True), torch.arange(64) * 3900
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
-        loss = hierarchical_cross_entropy(hidden, weight, target, tree)
+        loss = hierarchical_cross_entropy(hidden, weight, target, tree, backend="compiled")
         _, d_weight = torch.autograd.grad(loss, (hidden, weight))
     events = profile.events()
     assert events is not None
@@ -169,8 +155,8 @@ def test_autograd_adds_another_gradient_to_the_memory_in_place(
             places.append(out.data_ptr())
             return out
 
-        monkeypatch.setattr(compiled, "zeros_except", noted)
+        monkeypatch.setattr(step, "zeros_except", noted)
         hidden = torch.nn.functional.embedding(target, weight)
-        hierarchical_cross_entropy(hidden, weight, target, tree).backward()  # type: ignore[no-untyped-call]
+        hierarchical_cross_entropy(hidden, weight, target, tree, backend="compiled").backward()  # type: ignore[no-untyped-call]
         assert weight.grad is not None
         assert places == [weight.grad.data_ptr()]

@@ -11,21 +11,18 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from lm.model.language_model import LanguageModel
-from lm.model.lstm import LSTM
-from lm.model.transformer import Transformer
-from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
-from lm.output.backends.triton.launch import SLOT, Launch, execute, instrumented
+from lm.output.backends.triton.launch import SLOT, VARYING, Launch, execute, instrumented
 from lm.output.backends.triton.plan import tiles_for
 from lm.output.rowwise import RowGradient
 from scripts.benchmarks import measure
+from scripts.kernels.compilation import CONSTANTS, values
 from scripts.kernels.emulator import Emulator
 from scripts.kernels.emulator.execution import Run
 from scripts.kernels.emulator.judge import Judge
@@ -193,52 +190,21 @@ def check_far(case: Case) -> list[Run]:
         return moved[tensor.data_ptr()]
 
     def run(launch: Launch) -> None:
-        names = {"exp_logits", "errors", "block_max"} & launch.arguments.keys()
-        changes: dict[str, Any] = {name: far(launch.arguments[name]) for name in names}
-        strides = {"path_slots": FAR // SLOT, "path_blocks": FAR}
-        changes |= {name: stride for name, stride in strides.items() if name in launch.arguments}
-        execute(launch._replace(arguments=launch.arguments | changes))
+        names = {"exp_logits", "errors", "block_max"} & values(launch).keys()
+        changes: dict[str, Any] = {name: far(values(launch)[name]) for name in names}
+        changes |= {"path_slots": FAR // SLOT, "path_blocks": FAR}
+        arguments: dict[str, Any] = dict(launch.arguments)
+        for name in arguments.keys() - CONSTANTS:
+            fields = getattr(group := arguments[name], "_fields", ())
+            if fields:
+                arguments[name] = group._replace(**{n: changes[n] for n in fields if n in changes})
+        execute(launch._replace(arguments=arguments))
 
-    found = emulated(case, given, emulator)
+    found = emulated(case, given, emulator, run)
     expected = emulated(case, given, Emulator(case.capability))
     same = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
     assert all(same), f"results with rows far apart are those of dense rows: {same}"
     return [each for each in emulator.history if len(each.request.tensors) > case.positions]
-
-
-def check_autocast(backbone: str) -> None:
-    """A language model's training step under bf16 autocast, with the kernels on tensor cores."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    layers = LSTM(64, 64, 1) if backbone == "lstm" else Transformer(64, 64, 1, heads=2, context=9)
-    softmax = HierarchicalSoftmax(64, TREES["classes of 1 to 300 words"](), backend="triton")
-    model = LanguageModel(layers, softmax, embedding_size=64)
-    words = zipf_targets(softmax.tree, 80).clamp(min=0).view(10, 8)
-    emulator, dtypes = Emulator(90), set[tuple[str, torch.dtype]]()
-
-    def run(launch: Launch) -> None:
-        if launch.kernel.__name__ in ("_forward", "_heavy", "_rows"):
-            names = ("sorted_hidden", "weight", "errors", "exp_logits")
-            dtypes.update((n, launch.arguments[n].dtype) for n in names if n in launch.arguments)
-        execute(launch)
-
-    def step(dtype: torch.dtype) -> list[Tensor]:
-        model.to(dtype)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-            loss, _ = model.loss(words[:-1], words[1:])
-        table = list(softmax.parameters())
-        rest = list(layers.parameters())
-        d_weight, d_bias, *others = torch.autograd.grad(loss, [*table, *rest])
-        return [loss.detach(), torch.cat([each.flatten() for each in others]), d_weight, d_bias]
-
-    allowed = mock.patch.object(TritonBackend, "obstacle", return_value=None)  # on a CPU
-    with emulator, instrumented(run=run, capability=90), allowed:
-        ours = step(torch.float32)
-    softmax.backend = "reference"
-    assert_errors_are_small([ours, step(torch.float32), step(torch.float64)], 8 * EPSILON["bf16"])
-    half, single = torch.bfloat16, torch.float32
-    expected = {(n, half) for n in ("sorted_hidden", "errors", "exp_logits")}
-    assert dtypes == expected | {("weight", single)}, dtypes
 
 
 def check_counts(case: Case) -> None:
@@ -274,14 +240,14 @@ def num_compilations(num_words: int, sizes: list[int]) -> int:
 
     def compile_for(launch: Launch) -> None:
         key: list[object] = [launch.kernel.__name__, launch.tile]
-        for parameter in launch.kernel.params:
-            value = launch.arguments[parameter.name]
+        key += [x for name, x in launch.arguments.items() if name in CONSTANTS]
+        for name, value in values(launch).items():
             if isinstance(value, Tensor):
                 key.append(value.dtype)
-            elif parameter.is_constexpr or value is None:
+            elif value is None:
                 key.append(value)
             else:
-                special = not parameter.do_not_specialize
+                special = name not in VARYING
                 key.append((value >= 2**31, special and (value == 1 or value % 16 == 0)))
         found.add(tuple(map(str, key)))
 

@@ -13,6 +13,7 @@ from lm.output.backends.triton.launch import Launch, execute
 from lm.output.backends.visits import route
 from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowOptimizer, RowSGD
 from lm.output.rowwise.blocks import Factored
+from scripts.kernels.compilation import values
 from scripts.kernels.emulator import Emulator
 from scripts.kernels.work import work
 
@@ -109,10 +110,10 @@ def check_updates(case: Case, name: str) -> None:
             memory = emulator.history[-1].memory
             once = memory.once()
             loaded = sum(memory.loaded[each] for each in UPDATED)
-            if launch.arguments["table"] is not None:
+            if values(launch)["table"] is not None:
                 loaded += once["squares"] + once["total"] // 2  # which is read and written
             found = loaded, sum(once[each] for each in UPDATED_ONCE)
-            assert found == (model.loaded, model.memory), launch.arguments["table"] is None
+            assert found == (model.loaded, model.memory), values(launch)["table"] is None
 
     params = (given := inputs(case))[0][1:]
     emulated(case, given, emulator, run, lambda rows: stepped(name, params, rows))

@@ -21,7 +21,6 @@ from .cases import (
     TREES,
     Case,
     check,
-    check_autocast,
     check_counts,
     faults,
     narrowed_products,
@@ -199,13 +198,6 @@ def test_counts_of_updates_are_those_of_the_compiled_kernel(
     step_of: Case, name: str, executor: ProcessPoolExecutor
 ) -> None:
     executor.submit(check_updates, step_of._replace(row_wise=True), name).result()
-
-
-@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
-def test_mixed_precision_training_has_the_kernels_of_half_precision(
-    backbone: str, executor: ProcessPoolExecutor
-) -> None:
-    executor.submit(check_autocast, backbone).result()
 
 
 @pytest.mark.parametrize("num_words", [33_278, 10_000_000])

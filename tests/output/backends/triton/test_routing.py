@@ -5,13 +5,13 @@ from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
 from lm.output import ClassTree
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton import backend
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import execute, instrumented
-from lm.output.backends.triton.plan import plan_for
 from lm.output.backends.triton.routing import Routing, chunk_size, sizes
 from lm.output.backends.visits import route
 
@@ -19,21 +19,19 @@ from ...definition import SMALL_TILES, two_level, zipf_targets
 
 pytest.importorskip("triton")
 TILE, LIGHT, BLOCK = SMALL_TILES.forward.v, SMALL_TILES.light.v, SMALL_TILES.heavy.c
-TILES = ("row_tiles", "chunk_tiles", "split_tiles")
 ROUTING = ("_sort", "_merge", "_plan")
 
 
-def routed(tree: ClassTree, num_positions: int) -> tuple[Problem, Routing]:
-    """A problem of no columns of H, and its routing."""
+def routed(tree: ClassTree, num_positions: int) -> tuple[Problem, Routing, Tensor]:
+    """A problem of no columns of H, its routing, and which nodes have visits."""
     target = zipf_targets(tree, num_positions)
     hidden, weight = torch.zeros(num_positions, 1), torch.zeros(tree.num_rows, 1)
     problem = Problem.of(hidden, weight, target, tree)
     with instrumented(run=lambda each: execute(each) if each.kernel.__name__ in ROUTING else None):
         _, saved = TritonBackend().forward(problem, Needs(True, True, False))
-    found = plan_for(problem).unflatten(saved).routing
+    found = Routing.of(saved[0], num_positions, tree.depth)
     by_level = {name: getattr(found, name).view(tree.depth, -1) for name in ("node", "child")}
-    tiles = {name: getattr(found, name).view(-1, 4) for name in TILES}
-    return problem, found._replace(**by_level, **tiles)
+    return problem, found._replace(**by_level), saved[1]
 
 
 @pytest.mark.parametrize(
@@ -49,14 +47,14 @@ def test_every_visit_and_every_row_has_one_program(
 ) -> None:
     monkeypatch.setattr(backend, "MOST_RUNS", most_runs)
     with instrumented(tiles=SMALL_TILES):
-        problem, found = routed(tree, num_positions)
+        problem, found, visited = routed(tree, num_positions)
         chunk = chunk_size(problem, SMALL_TILES)
     truth = route(problem.target, problem.tree, tree.depth, -100)
     for name in ("position", "node", "child"):
         assert torch.equal(getattr(found, name).long(), getattr(truth, name))
     node = truth.node.flatten()
     counts = Counter(node[node >= 0].tolist())
-    assert found.visited.nonzero().flatten().tolist() == sorted(counts)
+    assert visited.nonzero().flatten().tolist() == sorted(counts)
     tiles, light, groups, rows, chunks, split = found.num_entries[:6].tolist()
     covered = torch.zeros_like(node)
 
@@ -105,7 +103,7 @@ def test_lists_are_long_enough() -> None:
     problems = list(product(trees, (LIGHT + 1, SMALL_TILES.chunk + 1, 150)))
     for tree, num_positions in [*problems, (trees[0], 260)]:
         with instrumented(tiles=SMALL_TILES):
-            problem, found = routed(tree, num_positions)
+            problem, found, _ = routed(tree, num_positions)
             most = sizes(problem, SMALL_TILES)
         used = found.num_entries[: len(most)].tolist()
         assert all(a <= b for a, b in zip(used, most, strict=True)), (used, most)

@@ -1,72 +1,76 @@
-"""The loops over visited nodes, compiled by numba.
+"""The loops of a training step, in the order in which `backend` calls them.
 
-The letters and equations are those of the reference backend.
+Targets are routed to visits, visits listed by node; `forward` computes (1) to (5) of the reference
+backend, whose letters these are, a node at a time, and `backward` (6). Arrays of bf16 and fp16 have
+the numbers' bits, see `codegen.vectors`.
 """
 
 import numpy as np
 
-from lm.output.backends.compiled.column_loops import (
+from lm.output.backends.compiled.codegen.columns import (
+    BLOCK,
     add_blocks_to_bias,
     forward_blocks,
     is_many,
     new_space,
     pair_blocks,
 )
-from lm.output.backends.compiled.columns import BLOCK
-from lm.output.backends.compiled.compilation import compiler
-from lm.output.backends.compiled.row_operations import (
-    LINE_BYTES,
+from lm.output.backends.compiled.codegen.compilation import compiled
+from lm.output.backends.compiled.codegen.rows import (
     add_scaled_row,
     paired_rows,
+    row_address,
     scaled_row,
-    stream,
+    softmaxes,
 )
-from lm.output.backends.compiled.tile_loops import (
+from lm.output.backends.compiled.codegen.sorting import sort_by_rank
+from lm.output.backends.compiled.codegen.tiles import (
+    LINE_BYTES,
     STREAMED_BYTES,
     TERMS,
     dots,
     row_sums,
-    softmaxes,
+    stream,
     streamed_row_sums,
     streamed_sums,
     sums,
 )
 
-EMITTED = "41666ec6c59763c9"
-"""See `compiler`."""
 VISITS = 16
 """Visits whose hidden vectors stay in the first cache while a node's rows are read."""
 CACHE_BYTES = 1 << 22
 """Gradients from this size on are not expected to be in a cache when they are used."""
-compiled = compiler(EMITTED)
 
 
 @compiled
-def sort_rows(begin, end, position, source, factor, out):
-    """out[i] = factor[i] · source[position[i]], followed by zeros, for i from `begin` to `end`.
+def route(target, ignore_index, arrays, position, node, child):
+    """Set position [P], node and child [D, P], see `Visits`, given the first seven `TreeArrays`.
 
-    Args:
-        position: [P].
-        source: [P, H].
-        factor: [P] in the dtype of sums, or [0] for ones.
-        out: [P, W], W ≥ H.
+    Returns whether all targets [P] are words or ignored; nothing is set otherwise.
     """
-    num = source.shape[1]
-    for i in range(begin, end):
-        start = source.ctypes.data + position[i] * source.strides[0]
-        to = out.ctypes.data + i * out.strides[0]
-        scale = factor[i] if len(factor) > 0 else factor.dtype.type(1)
-        scaled_row(source, out, start, to, num, scale)
-        out[i, num:] = 0
-
-
-@compiled
-def unsort_rows(begin, end, position, source, factor, out):
-    """out[position[i]] = factor[i] · source[i], as far as rows of `out` go; see `sort_rows`."""
-    for i in range(begin, end):
-        start = source.ctypes.data + i * source.strides[0]
-        to = out.ctypes.data + position[i] * out.strides[0]
-        scaled_row(source, out, start, to, out.shape[1], factor[i])
+    num_children, first_row, row_of_node, node_of_row, row_of_word, level, preorder = arrays
+    rank = np.empty(len(target), np.int64)
+    for p in range(len(target)):
+        word = target[p]
+        if word == ignore_index:
+            rank[p] = len(preorder)
+        elif 0 <= word < len(row_of_word):
+            rank[p] = preorder[node_of_row[row_of_word[word]]]
+        else:
+            return False
+    sort_by_rank(rank, len(preorder), position)
+    node[:] = -1
+    child[:] = 0
+    for i in range(len(position)):
+        word = target[position[i]]
+        row = -1 if word == ignore_index else row_of_word[word]
+        while row >= 0:
+            n = node_of_row[row]
+            if num_children[n] > 1:
+                node[level[n], i] = n
+                child[level[n], i] = row - first_row[n]
+            row = row_of_node[n]
+    return True
 
 
 @compiled
@@ -96,11 +100,20 @@ def list_nodes(node, first_row, num_children):
 
 
 @compiled
-def _set_unvisited(nodes, begin, end, d_hidden):
-    """Zeros in place of the rows from `begin` to `end` of positions that do not visit the root."""
-    visits_root = len(nodes) > 0 and nodes[0, 5] == 0
-    if d_hidden.size > 0:
-        d_hidden[max(begin, nodes[0, 1] if visits_root else 0) : end] = 0
+def sort_rows(begin, end, position, source, factor, out):
+    """out[i] = factor[i] · source[position[i]], followed by zeros, for i from `begin` to `end`.
+
+    Args:
+        position: [P].
+        source: [P, H].
+        factor: [P] in the dtype of sums, or [0] for ones.
+        out: [P, W], W ≥ H.
+    """
+    num = source.shape[1]
+    for i in range(begin, end):
+        scale = factor[i] if len(factor) > 0 else factor.dtype.type(1)
+        scaled_row(source, out, row_address(source, position[i]), row_address(out, i), num, scale)
+        out[i, num:] = 0
 
 
 @compiled
@@ -122,30 +135,16 @@ def forward(
         d_hidden: [P, W], set to (5) without d nll; or [0, W].
         widest: the most children of a node.
     """
-    size, is_saved, has_bias = hidden.itemsize, error.size > 0, len(bias) == len(weight)
+    is_saved, has_bias = error.size > 0, len(bias) == len(weight)
     rows = error if is_saved else np.empty(VISITS * widest, hidden.dtype)
-    row_strides = (hidden.strides[0], weight.strides[0])
     sort_rows(begin, end, *unsorted, hidden)
     _set_unvisited(nodes, begin, end, d_hidden)
     for start, stop, row, n, offset, level in nodes:
-        weight_address = weight.ctypes.data + row * weight.strides[0]
-        bias_address = bias.ctypes.data + (row * size if has_bias else 0)
-        for v in range(max(start, begin), min(stop, end), VISITS):
-            num = min(VISITS, min(stop, end) - v)
-            first = offset + (v - start) * n if is_saved else 0
-            address = rows.ctypes.data + first * size
-            starts = (hidden.ctypes.data + v * hidden.strides[0], weight_address)
-            dots(hidden, weight, weight.shape[1], num, n, starts, row_strides, (address, n * size))
-            place, visits = (address, n * size), slice(v, v + num)
-            targets, found = child[level, visits], log_prob[level, visits]
-            softmaxes(rows, rows, place, place, num, n, bias_address, targets, found, is_saved)
-            if d_hidden.size > 0:
-                strides = (n * size, size, weight.strides[0])
-                to = (d_hidden.ctypes.data + v * d_hidden.strides[0], d_hidden.strides[0])
-                for j in range(0, n, TERMS):
-                    starts = (address + j * size, weight_address + j * weight.strides[0])
-                    terms, added = min(TERMS, n - j), level > 0 or j > 0
-                    sums(rows, weight, d_hidden, num, terms, starts, strides, to, added, None)
+        node = start, stop, n, offset if is_saved else -1, level > 0
+        of_rows = row_address(weight, row), weight.strides[0], weight.shape[1]
+        of_bias = bias.ctypes.data + (row * bias.itemsize if has_bias else 0)
+        of_visits = child[level], log_prob[level], rows, d_hidden
+        _forward_few(node, begin, end, hidden, weight, of_rows, of_bias, of_visits, rows, 0, None)
 
 
 @compiled
@@ -161,10 +160,10 @@ def forward_bf16(
     is_low = weight.itemsize == 2 and weight.shape[1] % 2 == 0  # whole pairs
     rows = error if is_saved else np.empty(BLOCK * widest, np.float32)
     low_rows = np.zeros((0 if is_low else widest, hidden.shape[1]), np.uint16)
-    widest_of_few = 0
+    low_stride = 0
     for start, stop, _, n, _, _ in nodes:
-        widest_of_few = max(widest_of_few, 0 if is_many(stop - start, n) else n)
-    low_errors = np.zeros((VISITS, widest_of_few + widest_of_few % 2), np.uint16)
+        low_stride = max(low_stride, 0 if is_many(stop - start, n) else n + n % 2)
+    low_errors = np.zeros(VISITS * low_stride, np.uint16)
     space = new_space(widest, hidden.shape[1])
     sort_rows(begin, end, *unsorted, hidden)
     _set_unvisited(nodes, begin, end, d_hidden)
@@ -172,99 +171,96 @@ def forward_bf16(
         start, stop, row, n, offset, level = nodes[m]
         if max(start, begin) >= min(stop, end):
             continue
-        address, stride, size = _row_address(weight, row), weight.strides[0], weight.shape[1]
+        address, stride, size = row_address(weight, row), weight.strides[0], weight.shape[1]
         ahead = (nodes[m + 1, 2] - row) * stride if is_low and m + 1 < len(nodes) else 0
         if not is_low:
             for j in range(n):
-                to, one = _row_address(low_rows, j), np.float32(1)
+                to, one = row_address(low_rows, j), np.float32(1)
                 scaled_row(weight, low_rows, address + j * stride, to, size, one)
-            address, stride = low_rows.ctypes.data, low_rows.strides[0]
+            address, stride = row_address(low_rows, 0), low_rows.strides[0]
         node = start, stop, n, offset if is_saved else -1, level > 0
         of_rows = address, stride, size
-        bias_address = bias.ctypes.data + (row * 4 if has_bias else 0)
-        visits = child[level], log_prob[level]
+        of_bias = bias.ctypes.data + (row * 4 if has_bias else 0)
+        of_visits = child[level], log_prob[level], rows, d_hidden
         if is_many(stop - start, n):
-            forward_blocks(
-                node, begin, end, hidden, of_rows, bias_address, *visits, rows, d_hidden, space
-            )
+            forward_blocks(node, begin, end, hidden, of_rows, of_bias, *of_visits, space)
         else:
             _forward_few(
-                node,
-                begin,
-                end,
-                hidden,
-                of_rows,
-                bias_address,
-                *visits,
-                rows,
-                d_hidden,
-                low_errors,
-                ahead,
-            )
+                node, begin, end, hidden, hidden, of_rows, of_bias, of_visits, low_errors,
+                low_stride, ahead,
+            )  # fmt: skip
 
 
 @compiled
-def _forward_few(node, begin, end, hidden, row, bias, child, log_prob, rows, d_hidden, low, ahead):
+def _forward_few(node, begin, end, hidden, weight, row, bias, visits, low, low_stride, ahead):
     """`forward_blocks` for a node of few visits, whose errors are [visits, n].
 
     Args:
-        low: space for errors in bf16, zeros at first.
-        ahead: bytes from the node's rows to those that are needed next.
+        weight: array of the rows' dtype.
+        visits: child, log_prob, rows and d_hidden.
+        low: the rows; or for products of bf16 numbers, memory for the errors in bf16.
+        low_stride: 0; or the numbers of a visit in `low`.
+        ahead: None; or bytes from the node's rows to those that are needed next.
     """
     start, stop, n, offset, is_added = node
-    end = min(stop, end)
+    child, log_prob, rows, d_hidden = visits
+    end, size, low_size = min(stop, end), rows.itemsize, low.itemsize
+    step = TERMS if low_stride == 0 else 2 * TERMS
     for v in range(max(start, begin), end, VISITS):
         num, first = min(VISITS, end - v), offset + (v - start) * n if offset >= 0 else 0
-        place = rows.ctypes.data + first * 4, n * 4
-        starts, strides = (_row_address(hidden, v), row[0]), (hidden.strides[0], row[1])
-        dots(hidden, hidden, row[2], num, n, starts, strides, place)
-        low_place, visits = (low.ctypes.data, low.strides[0]), slice(v, v + num)
-        targets, found = child[visits], log_prob[visits]
+        place = rows.ctypes.data + first * size, n * size
+        starts, strides = (row_address(hidden, v), row[0]), (hidden.strides[0], row[1])
+        dots(hidden, weight, row[2], num, n, starts, strides, place)
+        low_place = place if low_stride == 0 else (low.ctypes.data + 0, low_stride * low_size)
+        targets, found = child[v : v + num], log_prob[v : v + num]
         softmaxes(rows, low, place, low_place, num, n, bias, targets, found, offset >= 0)
-        if n % 2:
-            low[:, n] = 0
+        for i in range(num if low_stride > 0 and n % 2 else 0):
+            low[i * low_stride + n] = 0
         if d_hidden.size > 0:
-            of_errors = (low.strides[0], 2, row[1])
-            to = (_row_address(d_hidden, v), d_hidden.strides[0])
-            distance = ahead if v + VISITS >= end else 0
-            for j in range(0, n, 2 * TERMS):
-                starts = (low.ctypes.data + 2 * j, row[0] + j * row[1])
-                terms, added = min(2 * TERMS, n - j), is_added or j > 0
-                sums(low, hidden, d_hidden, num, terms, starts, of_errors, to, added, distance)
+            strides = low_place[1], low_size, row[1]
+            to = (row_address(d_hidden, v), d_hidden.strides[0])
+            for j in range(0, n, step):
+                starts = (low_place[0] + j * low_size, row[0] + j * row[1])
+                terms, added = min(step, n - j), is_added or j > 0
+                if ahead is None:
+                    sums(low, weight, d_hidden, num, terms, starts, strides, to, added, None)
+                else:
+                    further = ahead if v + VISITS >= end else 0
+                    sums(low, weight, d_hidden, num, terms, starts, strides, to, added, further)
 
 
 @compiled
-def _is_streamed(d_weight):
-    """Whether a gradient is written past the caches: a large one without gaps between its rows."""
-    row_bytes = d_weight.shape[1] * d_weight.itemsize
-    return len(d_weight) * row_bytes > CACHE_BYTES and d_weight.strides[0] == row_bytes
+def _set_unvisited(nodes, begin, end, d_hidden):
+    """Zeros in place of the rows from `begin` to `end` of positions that do not visit the root."""
+    visits_root = len(nodes) > 0 and nodes[0, 5] == 0
+    if d_hidden.size > 0:
+        d_hidden[max(begin, nodes[0, 1] if visits_root else 0) : end] = 0
 
 
 @compiled
-def _buffer(d_weight):
-    """For `streamed_sums`; empty if the gradient is not streamed."""
-    num_bytes = max(STREAMED_BYTES, d_weight.shape[1] * d_weight.itemsize + 2 * LINE_BYTES)
-    return np.empty(num_bytes if _is_streamed(d_weight) else 0, np.uint8)
+def add_levels(position, log_prob, nll):
+    """Set nll [P] to -Σ log_prob [D, P] of the sorted positions."""
+    for i in range(len(position)):
+        total = log_prob[0, i]
+        for level in range(1, len(log_prob)):
+            total += log_prob[level, i]
+        nll[position[i]] = -total
 
 
 @compiled
-def zero_gaps(begin, end, nodes, out):
-    """Zeros in the rows of `out` [R, W] from `begin` to `end` that belong to no node.
+def sort_d_nll(position, d_nll, target, ignore_index, out):
+    """Set `out` to d_nll [P] of the sorted positions, 0 where the target is ignored."""
+    for i in range(len(position)):
+        p = position[i]
+        out[i] = 0 if target[p] == ignore_index else d_nll[p]
 
-    `out` is a gradient without gaps between its rows.
-    """
-    row_bytes, before = out.shape[1] * out.itemsize, 0
-    zeros = np.zeros(STREAMED_BYTES + LINE_BYTES if _is_streamed(out) else 0, np.uint8)
-    for i in range(len(nodes) + 1):
-        first, num = (nodes[i, 2], nodes[i, 3]) if i < len(nodes) else (len(out), 0)
-        start, stop, before = max(before, begin), min(first, end), first + num
-        if len(zeros) == 0:
-            out[start:stop] = 0
-            continue
-        to, num_bytes = out.ctypes.data + start * row_bytes, (stop - start) * row_bytes
-        here = zeros.ctypes.data + (to - zeros.ctypes.data) % LINE_BYTES
-        for j in range(0, num_bytes, STREAMED_BYTES):
-            stream(here, to + j, min(STREAMED_BYTES, num_bytes - j))
+
+@compiled
+def unsort_rows(begin, end, position, source, factor, out):
+    """out[position[i]] = factor[i] · source[i], as far as rows of `out` go; see `sort_rows`."""
+    for i in range(begin, end):
+        to = row_address(out, position[i])
+        scaled_row(source, out, row_address(source, i), to, out.shape[1], factor[i])
 
 
 @compiled
@@ -286,14 +282,11 @@ def backward(begin, end, nodes, error, hidden, d_nll, d_weight, d_bias):
         if num <= 0:
             continue
         streamed = len(buffer) > 0 and stop - start <= step
-        to = (d_weight.ctypes.data + first * d_weight.strides[0], d_weight.strides[0])
+        to = (row_address(d_weight, first), d_weight.strides[0])
         strides = (size, n * size, hidden.strides[0])
         for v in range(start, stop if d_weight.size > 0 else start, step):
             place = offset + (v - start) * n + first - row
-            starts = (
-                error.ctypes.data + place * size,
-                hidden.ctypes.data + v * hidden.strides[0],
-            )
+            starts = (error.ctypes.data + place * size, row_address(hidden, v))
             terms = min(step, stop - v)
             if streamed:
                 streamed_sums(error, hidden, d_weight, num, terms, starts, strides, to[0], buffer)
@@ -308,8 +301,7 @@ def backward_bf16(begin, end, nodes, error, hidden, d_nll, d_weight, d_bias):
 
     `hidden` has bf16 and is not multiplied by d_nll.
     """
-    is_rounded = d_weight.itemsize == 2
-    step = len(hidden) + BLOCK if is_rounded else 2 * TERMS
+    step = len(hidden) + BLOCK if d_weight.itemsize == 2 else 2 * TERMS  # bf16: rounded once
     step -= step % BLOCK
     buffer = _buffer(d_weight)
     most_visits, most_rows = 0, 0
@@ -322,11 +314,11 @@ def backward_bf16(begin, end, nodes, error, hidden, d_nll, d_weight, d_bias):
         if num <= 0:
             continue
         streamed = len(buffer) > 0 and stop - start <= step
-        to = (_row_address(d_weight, first), d_weight.strides[0])
+        to = (row_address(d_weight, first), d_weight.strides[0])
         node, in_blocks = (start, stop, n, offset), is_many(stop - start, n)
         for v in range(start, stop if d_weight.size > 0 else start, step):
             terms = min(step, stop - v)
-            starts = (pairs.ctypes.data, _row_address(hidden, v))
+            starts = (pairs.ctypes.data + 0, row_address(hidden, v))
             if in_blocks:
                 pair_blocks(error, d_nll, pairs, node, first - row, num, v, terms)
                 strides = (2 * (terms + terms % 2), 2, hidden.strides[0])
@@ -359,15 +351,43 @@ def _pair_rows(error, d_nll, pairs, node, first, num, v, terms):
 
 
 @compiled
-def _row_address(rows, i):
-    """The address of a row."""
-    return rows.ctypes.data + i * rows.strides[0]
-
-
-@compiled
 def _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset, n):
     """(6) of the biases of `num` rows from `first` on, whose errors begin at offset + row."""
     for v in range(start, stop if d_bias.size > 0 else start):
         place = error.ctypes.data + error.itemsize * (offset + (v - start) * n + first)
         to = d_bias.ctypes.data + d_bias.itemsize * first
         add_scaled_row(error, d_bias, place, to, num, d_nll[v])
+
+
+@compiled
+def zero_gaps(begin, end, nodes, out):
+    """Zeros in the rows of `out` [R, W] from `begin` to `end` that belong to no node.
+
+    `out` is a gradient without gaps between its rows.
+    """
+    row_bytes, before = out.shape[1] * out.itemsize, 0
+    zeros = np.zeros(STREAMED_BYTES + LINE_BYTES if _is_streamed(out) else 0, np.uint8)
+    for i in range(len(nodes) + 1):
+        first, num = (nodes[i, 2], nodes[i, 3]) if i < len(nodes) else (len(out), 0)
+        start, stop, before = max(before, begin), min(first, end), first + num
+        if len(zeros) == 0:
+            out[start:stop] = 0
+            continue
+        to, num_bytes = out.ctypes.data + start * row_bytes, (stop - start) * row_bytes
+        here = zeros.ctypes.data + (to - zeros.ctypes.data) % LINE_BYTES
+        for j in range(0, num_bytes, STREAMED_BYTES):
+            stream(here, to + j, min(STREAMED_BYTES, num_bytes - j))
+
+
+@compiled
+def _is_streamed(d_weight):
+    """Whether a gradient is written past the caches: a large one without gaps between its rows."""
+    row_bytes = d_weight.shape[1] * d_weight.itemsize
+    return len(d_weight) * row_bytes > CACHE_BYTES and d_weight.strides[0] == row_bytes
+
+
+@compiled
+def _buffer(d_weight):
+    """For `streamed_sums`; empty if the gradient is not streamed."""
+    num_bytes = max(STREAMED_BYTES, d_weight.shape[1] * d_weight.itemsize + 2 * LINE_BYTES)
+    return np.empty(num_bytes if _is_streamed(d_weight) else 0, np.uint8)

@@ -26,6 +26,8 @@ _SCALARS = {
     types.float32: ir.FloatType(),
     types.uint16: ir.IntType(16),
 }
+AHEAD_BYTES = 12 << 10
+"""How far rows are read ahead that are read in the order of addresses."""
 _TERMS = {"f32": 8, "f64": 14}
 """Terms of the Taylor series of exp, whose rest is below a rounding up to log(2) / 2."""
 _LEAST_EXP = {"f32": -87.0, "f64": -708.0}
@@ -46,16 +48,14 @@ class _BFloat(ir.Type):
 
 
 class Vectors:
-    """Emits code for vectors of `compute` numbers.
+    """Emits code for vectors of numbers, of which `compute` is numba's or LLVM's type.
 
-    Args:
-        context, builder: of numba's code generation.
-        compute: fp32 or fp64, numba's type; or uint16 for numbers that stay in bf16.
+    They are fp32 or fp64; or uint16 for numbers that stay in bf16.
     """
 
-    def __init__(self, context: Any, builder: Any, compute: Any) -> None:
+    def __init__(self, builder: Any, compute: Any) -> None:
         self.builder = builder
-        self.scalar = _SCALARS[compute]
+        self.scalar = _SCALARS.get(compute, compute)
         self.item_bytes = _size(self.scalar)[0]
         self.lanes = VECTOR_BYTES // self.item_bytes
         self.vector = ir.VectorType(self.scalar, self.lanes)
@@ -89,14 +89,14 @@ class Vectors:
             name = f"llvm.masked.store.v{self.lanes}{short}.p0"
             self._call(name, ir.VoidType(), [value, pointer, ir.IntType(32)(num_bytes), mask])
 
-    def store_numbers(self, numbers: Sequence[Any], pointer: Any, num: Any) -> None:
+    def store_numbers(self, numbers: Sequence[Any], address: Any, num: Any) -> None:
         """The first `num` of some numbers, or all of them, to memory; none of them is rounded."""
         kind = ir.VectorType(self.scalar, len(numbers))
         value = ir.Constant(kind, ir.Undefined)
         for lane, number in enumerate(numbers):
             value = self.builder.insert_element(value, number, ir.IntType(32)(lane))
         name = f"llvm.masked.store.v{kind.count}{_size(self.scalar)[1]}.p0"
-        pointer = self.builder.bitcast(pointer, kind.as_pointer())
+        pointer = self.builder.inttoptr(address, kind.as_pointer())
         align, mask = ir.IntType(32)(self.item_bytes), self.mask(num, kind.count)
         self._call(name, ir.VoidType(), [value, pointer, align, mask])
 
@@ -363,6 +363,13 @@ class Vectors:
     def _call(self, name: str, result: Any, arguments: list[Any]) -> Any:
         function = self._function(name, result, [value.type for value in arguments])
         return self.builder.call(function, arguments)
+
+
+def addresses(builder: Any, first: Any, stride: Any, num: int, last: Any) -> list[Any]:
+    """Addresses of `num` rows; beyond row number `last`, its address again."""
+    inside = [builder.icmp_signed("<", INT(i), last) for i in range(num)]
+    rows = [builder.select(is_inside, INT(i), last) for i, is_inside in enumerate(inside)]
+    return [builder.add(first, builder.mul(row, stride)) for row in rows]
 
 
 def _stored(dtype: Any) -> Any:

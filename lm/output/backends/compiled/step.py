@@ -1,0 +1,147 @@
+"""A training step of the compiled backend: its forward and its backward.
+
+Row-wise gradients are formed when they are used, see `factors`.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lm.output.backends.base import Gradients, Needs, Problem
+from lm.output.backends.compiled import loops
+from lm.output.backends.compiled.arrays import Array, as_array, own
+from lm.output.backends.compiled.division import bounds_of, divide
+from lm.output.backends.compiled.factors import Factors
+from lm.output.backends.compiled.gradient_memory import zeros_except
+from lm.output.backends.compiled.saved import Saved, multiplies_bf16, new_saved, new_sorted
+from lm.output.backends.visits import check_words
+from lm.output.rowwise.blocks import Factored
+from lm.output.rowwise.row_gradient import RowGradient
+
+LEAST_ZEROS = 1 << 18
+"""Numbers from which on threads divide the rows that are set to zero."""
+
+
+def forward(problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
+    """The nll [P], and the fields of `Saved`."""
+    log_prob, saved = target_log_prob(problem, needs)
+    nll = log_prob.new_empty(problem.num_positions)
+    loops.add_levels(own(saved.position), own(log_prob), own(nll))
+    return nll, list(saved)
+
+
+def target_log_prob(problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
+    """The log q [D, P] of every visit's target, by sorted position, 0 for none; what is saved."""
+    saved, weight = new_saved(problem, needs), problem.weight
+    target, visits = problem.target.contiguous(), tuple(map(own, saved[:3]))
+    arrays = tuple(map(own, problem.tree[:7]))
+    if not loops.route(own(target), problem.ignore_index, arrays, *visits):
+        check_words("target", target, problem.vocab_size, problem.ignore_index)
+    log_prob = saved.error.new_zeros(saved.node.shape)
+    is_bf16, ones = multiplies_bf16(problem), log_prob[0, :0]
+    hidden = saved.hidden
+    if len(hidden) == 0:
+        hidden = new_sorted(problem, torch.bfloat16 if is_bf16 else log_prob.dtype)
+    nodes = _nodes(saved, problem)
+    widest = int(nodes[:, 3].max(initial=0))
+    bias = ones.new_zeros(widest) if problem.bias is None else problem.bias.to(ones.dtype)
+    bias = bias.contiguous()  # which the loops read by address
+    divide(
+        bounds_of(nodes, len(hidden), by_rows=False),
+        loops.forward_bf16 if is_bf16 else loops.forward,
+        nodes,
+        (own(saved.position), as_array(problem.hidden.contiguous()), own(ones)),
+        own(hidden),
+        *map(as_array, (weight, bias)),
+        *map(own, (saved.child, log_prob, saved.error, saved.d_hidden_unscaled)),
+        widest,
+    )
+    return log_prob, saved
+
+
+def backward(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
+    """The gradients that are needed, given d_nll [P]."""
+    weight, bias, position = problem.weight, problem.bias, saved.position
+    given = map(own, (position, d_nll.contiguous(), problem.target.contiguous()))
+    d_nll = d_nll.new_empty(d_nll.shape)
+    loops.sort_d_nll(*given, problem.ignore_index, own(d_nll))
+    nodes = _nodes(saved, problem)
+    d_hidden = None
+    if needs.hidden:
+        d_hidden = problem.hidden.new_empty(problem.hidden.shape)
+        rows = map(own, (position, saved.d_hidden_unscaled, d_nll))
+        bounds = bounds_of(nodes, len(d_hidden), by_rows=False)
+        divide(bounds, loops.unsort_rows, *rows, as_array(d_hidden))
+    if needs.row_wise:
+        return Gradients(d_hidden, *_row_gradients(nodes, problem, saved, needs, d_nll))
+    d_weight, d_bias = weight.new_empty(0, weight.shape[1]), d_nll.new_empty(0)
+    if needs.weight:
+        d_weight = zeros_except(int(nodes[:, 3].sum()), weight, partial(_zero_gaps, nodes))
+    if bias is not None and needs.bias:
+        d_bias = d_nll.new_zeros(bias.shape)
+    if needs.weight or needs.bias:
+        _form(problem, saved, d_nll, nodes, d_weight, d_bias)
+    return Gradients(
+        d_hidden,
+        d_weight if needs.weight else None,
+        d_bias.to(bias.dtype) if bias is not None and needs.bias else None,
+    )
+
+
+def _row_gradients(
+    nodes: Array, problem: Problem, saved: Saved, needs: Needs, d_nll: Tensor
+) -> tuple[RowGradient | None, RowGradient | None]:
+    """Gradients of weight and bias, if needed, given d_nll [P] of the sorted positions."""
+    weight, bias, d_weight, d_bias = problem.weight, problem.bias, None, None
+    none = d_nll.new_empty(0)
+
+    def form(found: Array, rows: Tensor) -> None:
+        _form(problem, saved, d_nll, found, rows, none)
+
+    def form_bias(found: Array, rows: Tensor) -> None:
+        _form(problem, saved, d_nll, found, none[:, None], rows.view(-1).zero_())
+
+    if needs.weight:
+        hidden = _scaled_hidden(problem, saved.position, d_nll)
+        of_weight = Factors.of(nodes, saved.error, hidden, form, weight.shape)
+        d_weight = RowGradient(weight, [Factored(of_weight, 1)])
+    if bias is not None and needs.bias:
+        shape = len(bias), 1
+        of_bias = Factors.of(nodes, saved.error, d_nll[:, None], form_bias, shape)
+        d_bias = RowGradient(bias, [Factored(of_bias, 1)])
+    return d_weight, d_bias
+
+
+def _form(
+    problem: Problem, saved: Saved, d_nll: Tensor, nodes: Array, d_weight: Tensor, d_bias: Tensor
+) -> None:
+    """(6) of the rows of some nodes, see `loops.backward`."""
+    is_bf16 = multiplies_bf16(problem)
+    hidden = saved.hidden if is_bf16 else _scaled_hidden(problem, saved.position, d_nll)
+    arrays = (*map(own, (saved.error, hidden, d_nll)), *map(as_array, (d_weight, d_bias)))
+    bounds = bounds_of(nodes, max(len(d_weight), len(d_bias)), by_rows=True)
+    divide(bounds, loops.backward_bf16 if is_bf16 else loops.backward, nodes, *arrays)
+
+
+def _scaled_hidden(problem: Problem, position: Tensor, d_nll: Tensor) -> Tensor:
+    """The hidden vectors of the sorted positions times their d_nll [P]."""
+    hidden = new_sorted(problem, d_nll.dtype)
+    source = as_array(problem.hidden.contiguous())
+    loops.sort_rows(0, len(hidden), own(position), source, own(d_nll), own(hidden))
+    return hidden
+
+
+def _zero_gaps(nodes: Array, out: Tensor) -> None:
+    """See `zeros_except`."""
+    num_zeros = (len(out) - int(nodes[:, 3].sum())) * out.shape[1]
+    num_threads = torch.get_num_threads() if num_zeros >= LEAST_ZEROS else 1
+    bounds = [len(out) * i // num_threads for i in range(num_threads + 1)]
+    divide(bounds, loops.zero_gaps, nodes, own(out))
+
+
+def _nodes(saved: Saved, problem: Problem) -> Array:
+    """See `loops.list_nodes`."""
+    tree = problem.tree
+    nodes: Array = loops.list_nodes(*map(own, (saved.node, tree.first_row, tree.num_children)))
+    return nodes

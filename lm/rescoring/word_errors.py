@@ -1,0 +1,168 @@
+"""Word errors of hypotheses by their references: counts, rates and their intervals."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.compiled import compiled
+from data_prep.errors import UserError
+from lm.rescoring.nbest import Floats, Ints, NBest
+from lm.rescoring.references import References
+
+NUM_SAMPLES = 1000
+"""Samples of utterances for the interval of a word error rate."""
+
+
+class ErrorCounts(NamedTuple):
+    """Word errors of a hypothesis."""
+
+    substitutions: int
+    insertions: int  # words of the hypothesis alone
+    deletions: int  # words of the reference alone
+
+
+def word_errors(reference: Sequence[str], hypothesis: Sequence[str]) -> ErrorCounts:
+    """The fewest word errors between two lists of words; of several ways, the most equal words.
+
+    With row i for the first i words of the reference, K > the number of its words, and
+    D_i0 = i (K + 1), D_0j = j K:
+
+        D_ij = min(D_i-1,j-1 + (K + 1) [r_i ≠ h_j], D_i-1,j + K + 1, D_i,j-1 + K)
+
+    D / K is the number of errors, and the remainder that of substitutions and deletions. The fewer
+    there are, the more words are equal.
+
+    Source: Wagner & Fischer 1974.
+
+    Example:
+        >>> word_errors("a b c d".split(), "a x c d e".split())
+        ErrorCounts(substitutions=1, insertions=1, deletions=0)
+    """
+    number = {word: k for k, word in enumerate(dict.fromkeys([*reference, *hypothesis]))}
+    ids = (
+        np.array([number[word] for word in words], np.int64) for words in (reference, hypothesis)
+    )
+    total, missed = divmod(int(_distance(*ids)), len(reference) + 1)
+    insertions = total - missed
+    deletions = insertions + len(reference) - len(hypothesis)
+    return ErrorCounts(missed - deletions, insertions, deletions)
+
+
+@compiled
+def _distance(reference: NDArray[np.int64], hypothesis: NDArray[np.int64]) -> int:
+    error = len(reference) + 1  # K
+    distance = np.arange(len(hypothesis) + 1) * error
+    for i in range(len(reference)):
+        word, above_left, left = reference[i], distance[0], distance[0] + error + 1
+        distance[0] = left
+        for j in range(len(hypothesis)):
+            above = distance[j + 1]
+            substituted = above_left if word == hypothesis[j] else above_left + error + 1
+            left = min(substituted, above + error + 1, left + error)
+            distance[j + 1] = left
+            above_left = above
+    return int(distance[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordErrors:
+    """Word errors of the hypotheses of a list, and its references."""
+
+    counts: Ints  # [M, 3], substitutions, insertions and deletions
+    references: list[str]  # [U]
+    characters: bool = False  # whether characters are counted, of references without spaces
+
+    @cached_property
+    def errors(self) -> Ints:
+        """Number of errors [M]."""
+        errors: Ints = self.counts.sum(1)
+        return errors
+
+    @property
+    def num_words(self) -> int:
+        """Number of words or characters of the references."""
+        return int(self._lengths.sum())
+
+    @property
+    def _lengths(self) -> Ints:
+        texts = (each.split() for each in self.references)
+        return np.array([len("".join(each) if self.characters else each) for each in texts])
+
+    @classmethod
+    def compare(cls, references: References, nbest: NBest) -> "WordErrors":
+        """Compare each hypothesis with its reference, by characters if these have no spaces.
+
+        Raises:
+            UserError: if an utterance has no reference, or all references are empty.
+        """
+        words, name = references.words, references.name
+        if missing := [id for id in nbest.ids if id not in words]:
+            raise UserError(f"{name}: no reference for utterance {missing[0]} of {nbest.name}")
+        if not any(words[id] for id in nbest.ids):
+            raise UserError(f"{name}: the references have no words")
+        characters = references.has_no_spaces(nbest.ids)
+        ids = np.repeat(nbest.ids, nbest.num_hypotheses).tolist()
+        counts = []
+        for id, text in zip(ids, nbest.texts, strict=True):
+            pair = words[id], text.split()
+            counts.append(word_errors(*(map("".join, pair) if characters else pair)))
+        return cls(
+            counts=np.array(counts),
+            references=[" ".join(words[id]) for id in nbest.ids],
+            characters=characters,
+        )
+
+    def report(self, nbest: NBest, chosen: Ints) -> dict[str, float | int | None]:
+        """Word error rates in percent, of a list of which hypotheses [U] are chosen.
+
+        `substitutions`, `insertions` and `deletions` are numbers of errors of the chosen
+        hypotheses. `wer_before` is the rate of the first hypotheses, `wer_after` that of the
+        chosen ones, `wer_oracle` that of the best ones, and `recovered` the share of the errors
+        between before and oracle that rescoring avoids, None if there are none. `_low` and `_high`
+        are the ends of 95 % intervals, of `wer_after` and of its difference from `wer_before`:
+        percentiles over `NUM_SAMPLES` samples of utterances with replacement. Of characters,
+        `characters` and `cer` are in place of `words` and `wer`.
+
+        Source: intervals: Bisani & Ney 2004.
+        """
+        before = int(self.errors[nbest.first].sum())
+        after = int(self.errors[chosen].sum())
+        oracle = int(np.minimum.reduceat(self.errors, nbest.first).sum())
+        rate = 100 / self.num_words
+        errors = np.stack([self.errors[chosen], self.errors[chosen] - self.errors[nbest.first]])
+        (low, low_change), (high, high_change) = _interval(errors, self._lengths)
+        kinds = dict(zip(ErrorCounts._fields, self.counts[chosen].sum(0).tolist(), strict=True))
+        figures = {
+            "utterances": len(nbest.ids),
+            "hypotheses": len(nbest.texts),
+            "words": self.num_words,
+            **kinds,
+            "wer_before": before * rate,
+            "wer_after": after * rate,
+            "wer_after_low": low,
+            "wer_after_high": high,
+            "wer_change_low": low_change,
+            "wer_change_high": high_change,
+            "wer_oracle": oracle * rate,
+            "recovered": (before - after) / (before - oracle) if before > oracle else None,
+        }
+        if not self.characters:
+            return figures
+        named = {"words": "characters"}
+        return {named.get(name, name.replace("wer", "cer")): figures[name] for name in figures}
+
+
+def _interval(errors: Ints, num_words: Ints) -> Floats:
+    """95 % intervals [2, R] in percent of R error rates, from errors [R, U] and words [U]."""
+    rng, size = np.random.default_rng(1), len(num_words)
+    rates = []
+    for _ in range(NUM_SAMPLES):
+        sample = rng.integers(size, size=size)
+        if total := num_words[sample].sum():
+            rates.append(100 * errors[:, sample].sum(1) / total)
+    interval: Floats = np.percentile(rates, [2.5, 97.5], axis=0)
+    return interval
