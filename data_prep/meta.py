@@ -44,9 +44,16 @@ FORMAT_VERSION = 1
 """The format of `meta.json`."""
 COUNTS = "counts.npy"
 CLASSES = "classes.npy"
+KNOWN = "{}-known.npy"
+"""How many items of each sequence of a split are not predicted."""
 
 TEXT_SETTINGS = ("format", "hub", "hub_config", "text_field", "keep_empty_lines")
 """Settings of `data` that change the text; the others locate files, whose content is hashed."""
+SEQUENCE_SETTINGS = (
+    *("sequences", "predict_eos", "user_field", "item_field", "time_field"),
+    *("split", "valid_from", "test_from"),
+)
+"""Settings of `data` that are recorded of independent sequences only."""
 TOKENIZER_SETTINGS = {
     "words": ("min_count", "lowercase", "split_punctuation"),
     "sentencepiece": ("model_type", "byte_fallback", "character_coverage", "max_sentences"),
@@ -116,7 +123,7 @@ def read_meta(folder: Path) -> Meta | None:
 
 
 def stored_array(folder: Path, meta: Meta, name: str, *, verify: bool = True) -> NDArray[Any]:
-    """Map an array of a prepared folder: a token file, `COUNTS` or `CLASSES`, if it is recorded.
+    """Map an array of a prepared folder, if it is recorded: of a split, `COUNTS` or `CLASSES`.
 
     UserError if it is not as recorded; `verify` is that of `map_array`.
     """
@@ -128,7 +135,11 @@ def stored_array(folder: Path, meta: Meta, name: str, *, verify: bool = True) ->
         assert meta.classes is not None
         below = meta.classes.num_word_classes
         return map_array(folder / name, meta.classes.array, verify=verify, below=below, least=-1)
-    info, below = meta.splits[cast(Split, Path(name).stem)], meta.tokenizer.vocab_size
+    split, _, is_known = Path(name).stem.partition("-")
+    info, below = meta.splits[cast(Split, split)], meta.tokenizer.vocab_size
+    if is_known:
+        assert info.known is not None
+        return map_array(folder / name, info.known, verify=verify)
     return map_array(folder / name, info.array, verify=verify, below=below)
 
 
@@ -158,8 +169,10 @@ def requested_settings(
 ) -> Settings:
     """Collect the settings that affect the prepared files, by section of the configuration."""
     tokenizer_settings = ("kind", "vocab_size", *TOKENIZER_SETTINGS[tokenizer.kind])
+    is_independent = data.sequences == "independent"
+    data_settings = (*TEXT_SETTINGS, *(SEQUENCE_SETTINGS if is_independent else ()))
     settings = {
-        "data": {name: getattr(data, name) for name in TEXT_SETTINGS},
+        "data": {name: getattr(data, name) for name in data_settings},
         "tokenizer": {name: getattr(tokenizer, name) for name in tokenizer_settings},
     }
     return settings if classes is None else settings | {"classes": asdict(classes)}
@@ -186,7 +199,7 @@ def requested_meta(
     described = cache(_described)  # every split of a hub folder has the same files
     inputs = {name: list(map(described, files)) for name, files in paths.items()}
     training = {file.sha256 for file in inputs["train"]}
-    for split in SPLITS[1:] if data.hub is None else ():
+    for split in SPLITS[1:] if data.hub is None and data.split == "files" else ():
         for file in inputs.get(split, []):
             if file.sha256 in training:
                 logger.warning("%s: %s is in the training split as well", split, file.name)

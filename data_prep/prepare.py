@@ -14,6 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from data_prep.corpus.hints import compared, noted
 from data_prep.corpus.lines import read_lines
 from data_prep.corpus.loader import SPLITS
@@ -21,6 +23,7 @@ from data_prep.errors import DataError, UserError
 from data_prep.meta import (
     CLASSES,
     COUNTS,
+    KNOWN,
     META,
     ClassesInfo,
     Meta,
@@ -45,7 +48,7 @@ from data_prep.tokenizer.serialization import (
     save_tokenizer,
 )
 from data_prep.tokenizer.speller import SPELLER, Speller
-from data_prep.tokenizer.token_file import encode_split
+from data_prep.tokenizer.token_file import counted_known, encode_split
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
 from data_prep.tokenizer.vocabulary import WordCounts, count_words, train_sentencepiece
 
@@ -53,6 +56,7 @@ LOCK = ".lock"
 FILES = (
     *(META, TOKENIZER, *MODEL_FILE.values(), SPELLER, COUNTS, CLASSES),
     *map("{}.npy".format, SPLITS),
+    *map(KNOWN.format, SPLITS),
 )
 """Files that a preparation may replace."""
 
@@ -214,7 +218,10 @@ def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Se
     splits = {
         split: info
         for split, info in found.splits.items()
-        if split in requested.inputs and split not in changed and intact(f"{split}.npy")
+        if split in requested.inputs
+        and split not in changed
+        and intact(f"{split}.npy")
+        and (info.known is None or intact(KNOWN.format(split)))
     }
     if found.counts is None or not intact(COUNTS):
         splits.pop("train", None)
@@ -252,7 +259,8 @@ def _is_intact(folder: Path, found: Meta, name: str) -> bool:
 
 def _remove_stale(folder: Path, found: Meta, valid: Meta) -> None:
     """Delete the files that are no longer valid, after `meta.json` has ceased to describe them."""
-    stale = [f"{split}.npy" for split in found.splits.keys() - valid.splits.keys()]
+    lost = found.splits.keys() - valid.splits.keys()
+    stale = [name.format(split) for split in lost for name in ("{}.npy", KNOWN)]
     stale += [CLASSES] if found.classes and not valid.classes else []
     stale += [SPELLER] if found.speller_sha256 and not valid.speller_sha256 else []
     for name in stale:
@@ -318,11 +326,17 @@ class _Stages:
 
     def _encode(self, meta: Meta, split: Split, tokenizer: Tokenizer) -> Meta:
         lines, path = read_lines(self.data, split), self.folder / f"{split}.npy"
-        if split == "train":
+        num_known: list[int] = []
+        if self.data.sequences == "independent":
+            lines = counted_known(lines, split, num_known)
+        elif split == "train":
             others = {s: read_lines(self.data, s) for s in SPLITS[1:] if s in meta.inputs}
             lines = noted(compared(lines, others), "train")
         info, occurrences = encode_split(lines, tokenizer, path, progress=self.progress)
         logger.info("%s: %d lines, %d tokens, %d unknown", split, info.lines, info.tokens, info.oov)
+        if any(num_known):
+            known = write_array(self.folder / KNOWN.format(split), [np.array(num_known)], "int64")
+            info = replace(info, known=known)
         meta = replace(meta, splits={**meta.splits, split: info})
         if split != "train":
             return meta

@@ -18,6 +18,7 @@ from data_prep.errors import DataError
 from data_prep.meta import (
     CLASSES,
     COUNTS,
+    KNOWN,
     META,
     ClassesInfo,
     Meta,
@@ -25,6 +26,7 @@ from data_prep.meta import (
     stored_array,
     verify_stored,
 )
+from data_prep.sequences import Sequences, find_sequences
 from data_prep.storage import copy_atomically
 from data_prep.tokenizer.serialization import MODEL_FILE, TOKENIZER, load_tokenizer
 from data_prep.tokenizer.speller import SPELLER, Speller
@@ -77,6 +79,22 @@ class Prepared:
                 f" (prepared: {', '.join(self.splits)})"
             )
         return self._array(f"{split}.npy")
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether each line is a sequence of its own: `data.sequences: independent`."""
+        return self.meta.settings["data"].get("sequences") == "independent"
+
+    def sequences(self, split: str) -> Sequences:
+        """Return the independent sequences of a split; raises as `tokens`."""
+        tokens, known = self.tokens(split), self.splits[split].known
+        return find_sequences(
+            tokens,
+            eos_id=self.eos_id,
+            unk_id=self.unk_id,
+            num_known=None if known is None else self._array(KNOWN.format(split)),
+            predict_eos=bool(self.meta.settings["data"].get("predict_eos")),
+        )
 
     def counts(self) -> NDArray[np.int64]:
         """Return the occurrences of every id in the training split, int64 [N]."""

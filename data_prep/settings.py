@@ -72,6 +72,36 @@ class DataConfig(Strict):
     """Whether an empty line counts as a sentence of one `<eos>` (the convention of published
     WikiText figures).
     """
+    sequences: Literal["stream", "independent"] = "stream"
+    """stream: all lines of a split are one text. independent: each line is a sequence of its own,
+    such as the items of one user: nothing is carried from one to the next, the first item is
+    predicted from `<eos>`, and the end is not predicted. In a line of validation or test, a tab
+    separates items that are known from those to predict. Items that the training split lacks are
+    left out; those to predict are counted. In training, sequences longer than `train.seq_len` are
+    cut into windows: each item is in one, predicted from the items before it there.
+    """
+    predict_eos: bool = False
+    """independent: whether the end of each sequence is predicted as well."""
+    user_field: str | None = None
+    """independent: column of the user. The files are then tables of events, one in a row, whose
+    items become one sequence for each user. They are kept as they are, text or integers.
+    """
+    item_field: str = "item"
+    """user_field: column of the item."""
+    time_field: str | None = "time"
+    """user_field: column of the time, a number or a date, by which the events of a user are sorted.
+    Equal times keep the order of the files, and so do all events without this column (null).
+    """
+    split: Literal["files", "leave_one_out", "time"] = "files"
+    """user_field: files: each split has files of its own. Otherwise `files.train` has all events.
+    leave_one_out: the last item of a user is test and the one before it validation; users with
+    fewer than three events are in training alone. time: events from `valid_from` on are validation,
+    and from `test_from` on test.
+    """
+    valid_from: str | None = None
+    """split: time: a number or a date (ISO 8601). Default: 80 % of the events are before it."""
+    test_from: str | None = None
+    """split: time: likewise; default: 90 % of the events are before it."""
     prepared_dir: str | None = None
     """Folder that contains the prepared files and nothing else; default `<run_dir>/data`."""
 

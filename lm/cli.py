@@ -24,6 +24,7 @@ from lm.commands import (
     info,
     new,
     prepare,
+    recommend,
     rescore,
     score,
     train,
@@ -33,7 +34,10 @@ from lm.config.reference import describe_usual_keys
 
 _VERBS = {
     module.__name__.rpartition(".")[2]: module
-    for module in (new, prepare, train, evaluate, generate, score, rescore, classes, info, config)
+    for module in (
+        *(new, prepare, train, evaluate, generate, recommend),
+        *(score, rescore, classes, info, config),
+    )
 }
 
 

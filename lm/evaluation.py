@@ -27,11 +27,18 @@ from tqdm import tqdm
 
 from data_prep.corpus.lines import read_lines
 from data_prep.errors import UserError
+from data_prep.sequences import Sequences, find_sequences
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.punctuation import EOS, UNK
-from data_prep.tokenizer.token_file import SplitInfo, counted_literals, log_literals
+from data_prep.tokenizer.token_file import (
+    SplitInfo,
+    counted_known,
+    counted_literals,
+    log_literals,
+)
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.model.language_model import LanguageModel
+from lm.model.reader import read_lines as read_independent
 from lm.model.reader import read_text
 from lm.run import TrainedRun
 
@@ -40,6 +47,9 @@ MAX_WORD_BYTES = 35
 """Above this mean size, what spaces separate are not words: Chinese, Japanese, Thai and others."""
 _COUNTED = ("tokens", "words", "lines", "utf8_bytes", "oov")
 """Figures by which a text is recognized."""
+ITEM = "item"
+"""What a token of independent sequences is."""
+ITEM_RULE = "each line is a sequence of its own, whose first item is predicted from <eos>"
 WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out")
 
 
@@ -145,6 +155,14 @@ class Evaluation:
             "context": self.context,
             "line ends": self.eos_rule,
         }
+        if self.unit == ITEM:
+            rows = {
+                name.replace("tokens", "items"): rows[name]
+                for name in rows
+                if name.split()[0] not in ("words,", "without", "per", "bits")
+            }
+            rows["out of vocabulary"] = f"{self.oov:,}, which are left out"
+            rows["sequences"] = rows.pop("line ends")
         if self.within_class_perplexity == 1:
             del rows["  of classes × within classes"]  # there are none
         return table_of(title, rows)
@@ -160,6 +178,7 @@ def evaluate(
     unk_id: int | None,
     context: int,
     progress: str | None = None,
+    sequences: Sequences | None = None,
 ) -> Evaluation:
     """Predict every token of a text.
 
@@ -171,6 +190,7 @@ def evaluate(
         unk_id: word id of tokens out of vocabulary; None if there are none.
         context: T, the length of the windows of a backbone that carries no state.
         progress: title of a progress bar on stderr, shown in a terminal; None for no bar.
+        sequences: if the text is independent sequences: what is predicted of each, instead.
 
     Returns:
         The figures. Nats are summed in fp64; those of one token have the precision of the model.
@@ -178,7 +198,8 @@ def evaluate(
     Raises:
         ValueError: if there is no token.
     """
-    if len(tokens) == 0:
+    num_tokens = len(tokens) if sequences is None else int(sequences.num_predicted.sum())
+    if num_tokens == 0:
         raise ValueError("no tokens to evaluate")
     was_training = model.training
     model.eval()
@@ -186,9 +207,13 @@ def evaluate(
     oov = 0
     disable = True if progress is None else None
     with tqdm(
-        total=len(tokens), desc=progress, unit="token", unit_scale=True, disable=disable
+        total=num_tokens, desc=progress, unit="token", unit_scale=True, disable=disable
     ) as bar:
-        for hidden, targets, _ in read_text(model, tokens, eos_id, context):
+        if sequences is None:
+            chunks = read_text(model, tokens, eos_id, context)
+        else:
+            chunks = read_independent(model, sequences.lines(), eos_id, sequences.num_known)
+        for hidden, targets, _ in chunks:
             by_level = model.output.nll_by_level(hidden, targets).double()
             each = by_level.sum(0)
             nll += float(each.sum())
@@ -206,20 +231,27 @@ def evaluate(
             f"each token is predicted from {fewest} to {context} tokens before it, and from fewer"
             " at the start of the text"
         )
+    if sequences is not None:
+        predicted_from = "each item is predicted from the items before it in its sequence"
+        if (field := model.backbone.receptive_field) is not None:
+            predicted_from += f", at most {field}"
+        oov = int(sequences.num_left_out.sum())
     return Evaluation(
-        tokens=len(tokens),
+        tokens=num_tokens,
         words=counts.words,
         lines=counts.lines,
         utf8_bytes=counts.utf8_bytes,
         oov=oov,
         nll_nats=nll,
-        perplexity=perplexity(nll, len(tokens)),
-        perplexity_excluding_oov=perplexity(nll - oov_nll, len(tokens) - oov),
+        perplexity=perplexity(nll, num_tokens),
+        perplexity_excluding_oov=perplexity(nll - oov_nll, num_tokens - oov * (sequences is None)),
         word_perplexity=perplexity(nll, counts.words + counts.lines),
         bits_per_byte=None if oov else nll / math.log(2) / counts.utf8_bytes,
-        class_perplexity=perplexity(class_nll, len(tokens)),
-        within_class_perplexity=perplexity(nll - class_nll, len(tokens)),
+        class_perplexity=perplexity(class_nll, num_tokens),
+        within_class_perplexity=perplexity(nll - class_nll, num_tokens),
         context=predicted_from,
+        eos_rule=EOS_RULE if sequences is None else ITEM_RULE,
+        unit="token" if sequences is None else ITEM,
     )
 
 
@@ -234,6 +266,8 @@ def perplexity_rule(unit: str, spelled: bool = False) -> str:
     """What *the* perplexity counts, in words; `unit` is what a token is."""
     if unit == "piece":
         return "per piece and line end"
+    if unit == ITEM:
+        return "per item"
     return f"per {unit} and line end, unknown words {'spelled' if spelled else 'counted as <unk>'}"
 
 
@@ -276,6 +310,7 @@ def evaluate_split(
         unk_id=description.unk_id,
         context=description.context,
         progress=f"evaluate {split}" if progress else None,
+        sequences=prepared.sequences(split) if prepared.is_independent else None,
     )
     return _described(result, run, run.config.tokenizer)
 
@@ -295,6 +330,21 @@ def evaluate_text(
     text = list(counted_literals(lines, literals))
     tokens, counts = encode_text(run, text)
     log_literals("text", literals)
+    sequences = None
+    if run.is_independent:
+        if open_vocabulary:
+            raise UserError("an open vocabulary requires a text: items have no spelling")
+        num_known: list[int] = []
+        kept = [line for line in text if run.keeps_empty_lines or line.strip()]
+        for _ in counted_known(kept, "text", num_known):
+            pass
+        sequences = find_sequences(
+            tokens,
+            eos_id=run.description.eos_id,
+            unk_id=run.description.unk_id,
+            num_known=np.array(num_known),
+            predict_eos=run.config.data.predict_eos,
+        )
     result = evaluate(
         run.model,
         tokens,
@@ -303,6 +353,7 @@ def evaluate_text(
         unk_id=run.description.unk_id,
         context=run.description.context,
         progress="evaluate" if progress else None,
+        sequences=sequences,
     )
     if open_vocabulary:
         result = _spelled(result, run, text)
@@ -372,6 +423,8 @@ def _described(
     result: Evaluation, run: TrainedRun, tokenizer: Tokenizer | TokenizerConfig
 ) -> Evaluation:
     """The figures of a run's model, with what they count in words."""
+    if result.unit == ITEM:
+        return result
     is_lossy = tokenizer.kind == "words" and (tokenizer.lowercase or tokenizer.split_punctuation)
     return replace(
         result,

@@ -25,8 +25,9 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from lm.evaluation import Evaluation, evaluate_text
 from lm.generation import Sample, Sampling, generate_text, search_text
+from lm.generation.items import Catalogue
 from lm.generation.text import checked_text, encode_prompt, unknown_words
 from lm.model.reader import read_prefix
 from lm.run import TrainedRun
@@ -197,18 +199,47 @@ class LoadedModel:
         return log_prob
 
     @torch.no_grad()
-    def topk(self, prefix: Prefix = "", k: int = 10) -> list[tuple[str, float]]:
+    def topk(
+        self,
+        prefix: Prefix | Sequence[str] = "",
+        k: int = 10,
+        *,
+        exclude: Literal["nothing", "seen"] | Sequence[Word] = "nothing",
+    ) -> list[tuple[str, float]]:
         """The k most probable next tokens but `<unk>`, with their log-probabilities, best first.
 
         They are exact; a tree computes only the classes that may hold one of them. `id` has the
         token id of each.
 
+        A model of independent sequences has items as tokens. A list of text is then the items of a
+        user, of which those that are not in the catalogue are left out, and `<eos>` is no item.
+
+        Args:
+            prefix: what comes before.
+            k: number of tokens.
+            exclude: tokens or items that are left out; `seen`: those of `prefix`, which then must
+                not be a state. The log-probabilities of the others are as they are.
+
         Raises:
-            ValueError: if k is not within 1 … N - 1.
+            ValueError: if k is not within 1 … N less the tokens left out.
         """
-        hidden, excluded = self._state(prefix).hidden, self._excluded(False)
-        log_prob, word = self.model.output.topk(hidden, k, excluded=excluded)
-        return list(zip(map(self.tokenizer.token, word.tolist()), log_prob.tolist(), strict=True))
+        special, excluded = self._excluded(False), list[int]()
+        if self._catalogue is not None:
+            special = self._catalogue.special
+        if not isinstance(prefix, str | bytes | State):
+            prefix = self._item_ids(_listed("tokens or items", prefix))
+        if exclude == "seen":
+            if isinstance(prefix, State):
+                raise ValueError("exclude: a state does not have the tokens that it has read")
+            excluded = self.encode(prefix) if isinstance(prefix, str) else list(prefix)
+        elif not isinstance(exclude, str):
+            excluded = self._item_ids(_listed("tokens or items", exclude))
+        elif exclude != "nothing":
+            raise ValueError(f"exclude must be nothing, seen or a list, got {exclude!r}")
+        hidden = self._state(prefix).hidden
+        log_prob, word = self.model.output.topk(hidden, k, excluded=[*special, *excluded])
+        names = self.tokenizer.token if self._catalogue is None else self._catalogue.item
+        return list(zip(map(names, word.tolist()), log_prob.tolist(), strict=True))
 
     def candidate_log_prob(self, prefix: Prefix, words: Sequence[Word]) -> Tensor:
         """Log-probabilities [K] of some next words, at the cost of their paths in the tree.
@@ -328,6 +359,21 @@ class LoadedModel:
             length_penalty=length_penalty,
             excluded=self._excluded(allow_unk),
         )
+
+    @cached_property
+    def _catalogue(self) -> Catalogue | None:
+        """The items of a model of independent sequences."""
+        return Catalogue(self._run) if self._run.is_independent else None
+
+    def _item_ids(self, words: Sequence[Word]) -> list[int]:
+        """Token ids of words or items; items that are not in the catalogue are left out."""
+        if self._catalogue is None:
+            return self._ids(self.id(word) if isinstance(word, str) else word for word in words)
+        return [
+            id
+            for word in words
+            for id in (self._catalogue.ids([word]) if isinstance(word, str) else self._ids([word]))
+        ]
 
     def _excluded(self, allow_unk: bool) -> tuple[int, ...]:
         return () if allow_unk else (self.tokenizer.unk_id,)

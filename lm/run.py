@@ -268,6 +268,11 @@ class TrainedRun:
         """The configuration that the model was trained with."""
         return load_run_config(self.folder)
 
+    @property
+    def is_independent(self) -> bool:
+        """Whether it has `data.sequences: independent`; not without a configuration."""
+        return self.has_config and self.config.data.sequences == "independent"
+
     @cached_property
     def keeps_empty_lines(self) -> bool:
         """Whether an empty line of a text is a line, as in the corpus: `data.keep_empty_lines`.

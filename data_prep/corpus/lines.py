@@ -43,7 +43,11 @@ def read_lines(data: DataConfig, split: str) -> Iterator[str]:
         ['the cat', 'sat']
     """
     lines: Iterator[str]
-    if data.hub is None:
+    if data.user_field is not None:
+        from data_prep.corpus.events import event_lines  # imports pyarrow
+
+        lines = event_lines(data, split)
+    elif data.hub is None:
         files = input_files(data, split)
         texts = (TextFile(each, data.format, data.text_field) for each in files)
         lines = chain.from_iterable(each.lines() for each in texts)

@@ -33,6 +33,8 @@ def splits(data: DataConfig) -> list[str]:
         raise DataError(
             "data.files.train is not set: expected the files of the training split, or data.hub"
         )
+    if data.split != "files":
+        return [*SPLITS]
     return [split for split in SPLITS if getattr(data.files, split)]
 
 
@@ -45,7 +47,7 @@ def input_files(data: DataConfig, split: str) -> list[Path]:
     if data.hub is not None:
         folder = hub_folder(data)
         return [] if folder is None else _visible_files(folder, folder.rglob("*"))
-    given = getattr(data.files, split)
+    given = getattr(data.files, split if data.split == "files" else "train")
     if not given:
         raise DataError(
             f"data.files.{split} is not set: expected a file, a glob, a folder or a list"

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from data_prep.errors import UserError
 from data_prep.settings import NonNegative, Positive, Strict
 from data_prep.storage import ArrayInfo, write_array
+from data_prep.tokenizer.punctuation import EOS
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer, line_batches
 
 logger = logging.getLogger("data_prep")
@@ -28,6 +30,7 @@ class SplitInfo(Strict):
     utf8_bytes: Positive  # size of the text with one newline after each line
     oov: NonNegative  # tokens that are `<unk>`, literal in the text or not in the vocabulary
     sha256: str  # checksum of the tokens, without the header of the file
+    known: ArrayInfo | None = None  # int64 [lines], items that are not predicted; None: 0
 
     @property
     def array(self) -> ArrayInfo:
@@ -47,6 +50,24 @@ def counted_literals(lines: Iterable[str], counts: dict[str, int]) -> Iterator[s
     for line in lines:
         for word in counts:
             counts[word] += line.count(word)
+        yield line
+
+
+def counted_known(lines: Iterable[str], split: str, counts: list[int]) -> Iterator[str]:
+    """Pass sequences of items on; appends the number of those before a tab, which are known.
+
+    Raises:
+        UserError: a line has several tabs, or one in the training split; or an item is `<eos>`.
+    """
+    for number, line in enumerate(lines, 1):
+        known, tab, rest = line.partition("\t")
+        if tab and (split == "train" or "\t" in rest):
+            allowed = "none in the training split" if split == "train" else "at most one"
+            problem = f"expected {allowed}: it separates known items from those to predict"
+            raise UserError(f"{split}, line {number}: a tab, {problem}; spaces separate items")
+        if EOS in line.split():
+            raise UserError(f"{split}, line {number}: {EOS} is no item: it ends each sequence")
+        counts.append(len(known.split()) if tab else 0)
         yield line
 
 
@@ -77,5 +98,5 @@ def encode_split(
         array = write_array(path, encoded(bar), dtype)
     log_literals(path.stem, literals)
     oov, sha256 = int(occurrences[tokenizer.unk_id]), array.sha256
-    info = SplitInfo(dtype=dtype, tokens=array.length, oov=oov, sha256=sha256, **totals)
-    return info, occurrences
+    counted: dict[str, Any] = {"tokens": array.length, "oov": oov, **totals}
+    return SplitInfo(dtype=dtype, sha256=sha256, **counted), occurrences

@@ -70,6 +70,13 @@ ARPA: Options = {
     "--mixture": NUMBER
     | {"help": "share of RUN in the mixture (default: tuned on the validation split)"},
 }
+EXCLUDE: Options = {
+    "--exclude": {
+        "choices": ("nothing", "seen"),
+        "default": "nothing",
+        "help": "seen: leave out the items that a user has had (default: nothing)",
+    }
+}
 JSON: Options = {"--json": SWITCH | {"help": "print one JSON object"}}
 NO_PROGRESS: Options = {
     "--no-progress": SWITCH | {"help": "hide progress bars (which only a terminal shows)"}

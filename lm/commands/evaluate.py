@@ -10,6 +10,8 @@ from data_prep.errors import UserError
 from lm.commands.arguments import (
     ARPA,
     COMPUTING,
+    COUNT,
+    EXCLUDE,
     JSON,
     NO_PROGRESS,
     OPEN_VOCABULARY,
@@ -40,9 +42,15 @@ _COMPARE: Options = {
         " --open-vocabulary in bits per byte, and 95 %% intervals",
     },
 }
-OPTIONS = (
-    RUN | _TEXT | OPEN_VOCABULARY | ARPA | _BY_FREQUENCY | _COMPARE | COMPUTING | NO_PROGRESS | JSON
-)
+_RANKING: Options = {
+    "--ranking": SWITCH
+    | {"help": "sequences of items: how high the next items rank in the whole catalogue, instead"},
+    "--k": COUNT | {"nargs": "+", "help": "with --ranking: numbers of first items (default: 10)"},
+    "--exclude": EXCLUDE["--exclude"]
+    | {"default": None, "help": "with --ranking: " + EXCLUDE["--exclude"]["help"]},
+}
+_WHAT = RUN | _TEXT | OPEN_VOCABULARY | ARPA | _BY_FREQUENCY | _COMPARE | _RANKING
+OPTIONS = _WHAT | COMPUTING | NO_PROGRESS | JSON
 EXCLUSIVE = tuple(_TEXT)
 _log = logging.getLogger(__name__)
 
@@ -51,7 +59,6 @@ def run(options: argparse.Namespace) -> None:
     """Print the figures, and write those of a split to `evaluate-<split>[-open].json`."""
     _check(options)
     from data_prep.corpus.lines import read_lines, read_text
-    from data_prep.storage import write_json_atomically
     from lm.evaluation import as_json, encode_text, evaluate_split, evaluate_text
     from lm.rescoring.unknown import noted_words
     from lm.scoring.comparison import TextLosses, check_comparable, compare
@@ -60,6 +67,10 @@ def run(options: argparse.Namespace) -> None:
 
     is_open = options.open_vocabulary
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
+    if options.ranking:
+        _rank(options, run)
+        return
+    _check_text(options, run)
     others = [TrainedRun(Path(each), options.device) for each in options.compare]
     lines = None
     if options.text is not None:
@@ -98,15 +109,52 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps(values | further) if options.json else "\n".join(tables))
     if options.text is None:
         suffix = "-open" if options.open_vocabulary else ""
-        path = run.folder / f"evaluate-{options.split}{suffix}.json"
-        try:
-            write_json_atomically(path, values)
-        except UserError as error:
-            _log.warning("the figures are printed only: %s", error)
+        _write(run.folder / f"evaluate-{options.split}{suffix}.json", values)
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    """Write figures to the folder of the run, if it can be written."""
+    from data_prep.storage import write_json_atomically
+
+    try:
+        write_json_atomically(path, values)
+    except UserError as error:
+        _log.warning("the figures are printed only: %s", error)
+
+
+def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
+    """Print how high the next items rank, and write it to `evaluate-<split>-ranking.json`."""
+    from lm.evaluation import as_json
+    from lm.scoring.ranking import evaluate_ranking
+
+    report = evaluate_ranking(
+        run,
+        options.split,
+        options.k or [10],
+        options.exclude or "nothing",
+        progress=not options.no_progress,
+    )
+    values = as_json(report)
+    print(json.dumps(values) if options.json else report.table(options.split))
+    _write(run.folder / f"evaluate-{options.split}-ranking.json", values)
+
+
+def _check_text(options: argparse.Namespace, run: TrainedRun) -> None:
+    """Raises UserError if the run is on independent sequences, and an option is not."""
+    needs_text = ("open_vocabulary", "arpa", "by_frequency", "compare")
+    given = [name for name in needs_text if getattr(options, name)]
+    if given and run.is_independent:
+        option = f"--{given[0].replace('_', '-')}"
+        raise UserError(f"{option} requires a text, but {run.folder} has independent sequences")
 
 
 def _check(options: argparse.Namespace) -> None:
     """Raises UserError if options exclude each other."""
+    if not options.ranking and (options.k or options.exclude):
+        raise UserError("--k and --exclude require --ranking")
+    others = (options.text, options.open_vocabulary, options.arpa, options.by_frequency)
+    if options.ranking and (any(others) or options.compare):
+        raise UserError("--ranking is of a split, and excludes other figures")
     if options.mixture is not None and options.arpa is None:
         raise UserError("--mixture requires --arpa")
     if options.arpa and options.open_vocabulary:

@@ -57,8 +57,36 @@ def first_problem(config: Config) -> str | None:
         ),
     }
     problems |= _tree_problems(config) | _class_problems(config)
-    problems |= _run_problems(config)
+    problems |= _run_problems(config) | _sequence_problems(config)
     return next((problem for problem, applies in problems.items() if applies), None)
+
+
+def _sequence_problems(config: Config) -> dict[str, bool]:
+    data, tokenizer = config.data, config.tokenizer
+    independent, by_user = data.sequences == "independent", data.user_field is not None
+    others = data.files.valid is not None or data.files.test is not None
+    has_limits = data.valid_from is not None or data.test_from is not None
+    is_plain = tokenizer.kind == "words" and not tokenizer.split_punctuation
+    return {
+        "data.sequences: independent requires tokenizer.kind: words and"
+        " tokenizer.split_punctuation: false": independent and not is_plain,
+        "data.user_field and data.predict_eos require data.sequences: independent": (
+            (by_user or data.predict_eos) and not independent
+        ),
+        f"data.user_field requires data.format: parquet, json or csv, and no data.hub, got"
+        f" {data.format}": by_user and (data.format == "text" or data.hub is not None),
+        f"data.split: {data.split} requires data.user_field, and no data.files.valid or"
+        " data.files.test": data.split != "files" and (others or not by_user),
+        f"data.split: time requires data.time_field, got {data.time_field}": (
+            data.split == "time" and data.time_field is None
+        ),
+        f"data.valid_from and data.test_from require data.split: time, got {data.split}": (
+            has_limits and data.split != "time"
+        ),
+        f"data.predict_eos requires data.split: files, got {data.split}": (
+            data.predict_eos and data.split != "files"
+        ),
+    }
 
 
 def _tree_problems(config: Config) -> dict[str, bool]:

@@ -50,7 +50,7 @@ class OutputLayer(Protocol):
     def sample(self, *arguments: Any, **options: Any) -> Tensor:
         """Draw a word for each position, [...] int64."""
 
-    def topk(self, hidden: Tensor, k: int, *, excluded: Sequence[int] = ()) -> TopK:
+    def topk(self, hidden: Tensor, k: int, *, excluded: Sequence[int] | Tensor = ()) -> TopK:
         """The k most probable words of each position that are not excluded, [..., k]."""
 
 

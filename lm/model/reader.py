@@ -90,9 +90,14 @@ def _windows(num_tokens: int, context: int) -> Iterator[tuple[Ints, int]]:
 
 @torch.no_grad()
 def read_lines(
-    model: LanguageModel, lines: Sequence[Sequence[int] | NDArray[Any]], eos_id: int
+    model: LanguageModel,
+    lines: Sequence[Sequence[int] | NDArray[Any]],
+    eos_id: int,
+    num_known: Ints | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Ints]]:
     """Read independent lines of at least one id, each from `<eos>`, in batches of similar length.
+
+    The first num_known [L] tokens of each are not predicted; None: all are.
 
     Yields:
         Hidden vectors [P, H], targets [P] int64, and the index [P] of the line of each. The tokens
@@ -104,7 +109,11 @@ def read_lines(
         for column, index in enumerate(batch):
             ids[1 : lengths[column] + 1, column] = lines[index]
         tokens = torch.from_numpy(ids).to(model.device)
-        is_token = torch.from_numpy(np.arange(lengths.max())[:, None] < lengths).to(model.device)
+        place = np.arange(lengths.max())[:, None]
+        is_predicted = place < lengths
+        if num_known is not None:
+            is_predicted &= place >= num_known[batch]
+        is_token = torch.from_numpy(is_predicted).to(model.device)
         state = None if len(is_token) <= BATCH_TOKENS else model.init_state(len(batch))
         begin = 0
         for hidden, _ in read(model, tokens[:-1], state, BATCH_TOKENS):

@@ -226,10 +226,11 @@ class HierarchicalSoftmax(nn.Module):
         """
         return self.topk(hidden, 1).word.squeeze(-1)
 
-    def topk(self, hidden: Tensor, k: int, *, excluded: Sequence[int] = ()) -> TopK:
+    def topk(self, hidden: Tensor, k: int, *, excluded: Sequence[int] | Tensor = ()) -> TopK:
         """The k (1 … N) most probable words of each position, exact for the full distribution.
 
-        Words in `excluded` are left out; the log-probabilities of the others are as they are.
+        Words in `excluded` are left out; the log-probabilities of the others are as they are. A
+        tensor [..., L] int64 of two dimensions or more has those of each position, and -1.
 
         A class is evaluated only while it is at least as probable as the k-th best word found: few
         classes for a peaked distribution, nearly all for a flat one such as an untrained layer's.

@@ -24,6 +24,7 @@ class Batch(NamedTuple):
     inputs: Tensor  # [T, B] int64
     targets: Tensor  # [T, B] int64, one step ahead of `inputs`
     continues: bool  # whether each column continues the same column of the previous batch
+    num_ignored: int | None = None  # targets that are padding, -100; None: there never are any
 
 
 class Batches:
@@ -54,24 +55,16 @@ class Batches:
     def __init__(
         self, config: Config, prepared: Prepared, rank: int = 0, world_size: int = 1
     ) -> None:
-        train, tokens = config.train, prepared.tokens("train")
-        batch_size, seq_len, num_tokens = train.batch_size, train.seq_len, len(tokens)
+        train = config.train
         self.is_stream = config.model.backbone == "lstm"
-        shortest = batch_size * (1 if self.is_stream else seq_len + 1)
-        if num_tokens < shortest:
-            raise UserError(
-                f"the training split has {num_tokens} tokens; train.batch_size = {batch_size} and"
-                f" train.seq_len = {seq_len} require at least {shortest}"
-            )
-        if batch_size % world_size:
-            raise UserError(
-                f"train.batch_size = {batch_size} must be a multiple of {world_size} devices"
-            )
         self.seed, self.rank, self.world_size = config.seed, rank, world_size
-        self.batch_size, self.seq_len, self.eos_id = batch_size, seq_len, prepared.eos_id
-        self._stream_len = num_tokens // batch_size
-        windows_per_epoch = (num_tokens - 1) // seq_len // batch_size
-        self.per_epoch = -(-self._stream_len // seq_len) if self.is_stream else windows_per_epoch
+        self.batch_size, self.seq_len = train.batch_size, train.seq_len
+        self.eos_id = prepared.eos_id
+        self.per_epoch = self._lay_out(prepared)
+        if self.batch_size % world_size:
+            raise UserError(
+                f"train.batch_size = {self.batch_size} must be a multiple of {world_size} devices"
+            )
         every = train.val_every_steps
         self.between_validations = every * train.accumulate if every else self.per_epoch
         limits = [] if train.max_steps is None else [train.max_steps]
@@ -83,9 +76,22 @@ class Batches:
                 f" train.accumulate = {train.accumulate}"
             )
         self.num_steps: int | None = min(limits, default=None)
+
+    def _lay_out(self, prepared: Prepared) -> int:
+        """Open the text, and return the number of batches of an epoch."""
+        tokens, batch_size, seq_len = prepared.tokens("train"), self.batch_size, self.seq_len
+        num_tokens, shortest = len(tokens), batch_size * (1 if self.is_stream else seq_len + 1)
+        if num_tokens < shortest:
+            raise UserError(
+                f"the training split has {num_tokens} tokens; train.batch_size = {batch_size} and"
+                f" train.seq_len = {seq_len} require at least {shortest}"
+            )
         self._text = np.asarray(tokens)  # a plain array is indexed faster than a mapped one
+        self._stream_len = num_tokens // batch_size
         self._streams = np.arange(batch_size) * self._stream_len
         self._places = np.arange(-1, seq_len)[:, None]
+        windows_per_epoch = (num_tokens - 1) // seq_len // batch_size
+        return -(-self._stream_len // seq_len) if self.is_stream else windows_per_epoch
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`, counted from the start of the first epoch."""

@@ -86,7 +86,7 @@ class InputBuffers:
             copied.record()
             self._pinned.append((host, copied))
         pairs = zip(self.tokens, batches, strict=True)
-        return [Batch(tokens[0], tokens[1], batch.continues) for tokens, batch in pairs]
+        return [batch._replace(inputs=tokens[0], targets=tokens[1]) for tokens, batch in pairs]
 
 
 class StepGraph:

@@ -18,7 +18,7 @@ from data_prep.errors import UserError
 from data_prep.storage import locked, make_folder
 from lm.config import Config
 from lm.device import keep_freed_memory
-from lm.evaluation import perplexity_rule, token_unit
+from lm.evaluation import ITEM, perplexity_rule, token_unit
 from lm.model.files import DESCRIPTION, read_description
 from lm.run import Run
 from lm.training.batches import Batch, Batches
@@ -37,6 +37,7 @@ from lm.training.run_folder import (
     report_new_length,
     write_run_metadata,
 )
+from lm.training.sequence_batches import SequenceBatches
 from lm.training.shards import clip_gradients
 from lm.training.signals import Interrupted, StopSignals
 from lm.training.state import TrainingState
@@ -75,7 +76,8 @@ def train(
     fabric = build_fabric(run)
     is_main = fabric.is_global_zero
     check_memory(run)
-    batches = Batches(config, run.prepared, fabric.global_rank, fabric.world_size)
+    make_batches = SequenceBatches if run.prepared.is_independent else Batches
+    batches = make_batches(config, run.prepared, fabric.global_rank, fabric.world_size)
     if is_main:
         make_folder(folder)
     busy = f"{folder}: another process trains this run"
@@ -119,7 +121,8 @@ def _report_result(run: Run) -> None:
     split = next(name for name in ("test", "valid", "train") if name in run.prepared.splits)
     figure = "no validation split"
     if description.valid_perplexity is not None:
-        rule = perplexity_rule(token_unit(run.config.tokenizer))
+        is_independent = run.prepared.is_independent
+        rule = perplexity_rule(ITEM if is_independent else token_unit(run.config.tokenizer))
         figure = f"validation perplexity {description.valid_perplexity:.2f}, {rule}"
     _log.info("%s has the model of step %d: %s", folder, description.step, figure)
     _log.info("next: lm evaluate %s --split %s", folder, split)

@@ -72,7 +72,10 @@ class CarriedLoss(nn.Module):
         loss, state = self.model.loss(batch.inputs, batch.targets, carried)
         if self.model.backbone.carries_state and state is not None:
             self.carried = tuple(part.detach() for part in state)
-        self.nll += loss.detach().double() * batch.targets.numel()
+        targets: Tensor | int = batch.targets.numel()
+        if batch.num_ignored is not None:  # a recorded step reads its own number
+            targets = (batch.targets >= 0).sum()
+        self.nll += loss.detach().double() * targets
         return loss / self.num_batches
 
     def undo(self, nll: Tensor, carried: State | None) -> None:
@@ -199,7 +202,7 @@ class TrainingState:
         first, model = self.progress.batches_done, self.model
         batches = [self.batches[first + k] for k in range(self.config.train.accumulate)]
         self.progress.batches_done += len(batches)
-        num_tokens = sum(batch.targets.numel() for batch in batches)
+        num_tokens = sum(batch.targets.numel() - (batch.num_ignored or 0) for batch in batches)
         self.progress.tokens_done += num_tokens * self.batches.world_size
         self.num_tokens += num_tokens
         is_usual = all(batch.targets.shape == self.inputs.shape for batch in batches)
@@ -240,6 +243,7 @@ class TrainingState:
             eos_id=prepared.eos_id,
             unk_id=prepared.unk_id,
             context=self.config.train.seq_len,
+            sequences=prepared.sequences("valid") if prepared.is_independent else None,
         )
         self._check_loss(result.nll_nats / result.tokens)
         return result.perplexity

@@ -51,6 +51,20 @@ data.hub and data.files exclude each other: omit the files, or set data.hub to n
 train.seq_len must be at least 2 for a transformer
 {train: {max_steps: 5, precision: 64-true}, output: {backend: triton}}
 output.backend: triton cannot be combined with train.precision: 64-true
+{data: {sequences: independent}, tokenizer: {split_punctuation: true}}
+data.sequences: independent requires tokenizer.kind: words and tokenizer.split_punctuation: false
+data: {predict_eos: true}
+data.user_field and data.predict_eos require data.sequences: independent
+data: {sequences: independent, user_field: user}
+data.user_field requires data.format: parquet, json or csv, and no data.hub, got text
+data: {sequences: independent, split: time}
+data.split: time requires data.user_field, and no data.files.valid or data.files.test
+data: {sequences: independent, format: csv, user_field: u, split: time, time_field: null}
+data.split: time requires data.time_field, got None
+data: {sequences: independent, valid_from: '3'}
+data.valid_from and data.test_from require data.split: time, got files
+data: {sequences: independent, format: csv, user_field: u, split: time, predict_eos: true}
+data.predict_eos requires data.split: files, got time
 name: a/b
 name must be a plain file name, got 'a/b'
 {word_table: {tied: true}, model: {embedding: 8, hidden: 16}}

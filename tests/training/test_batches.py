@@ -52,7 +52,7 @@ def test_each_target_is_read_from_the_token_before_and_the_first_from_eos(
     batches = make(n, shuffle, batch_size=batch_size)
     first_seen = False
     for number in range(10 * batches.per_epoch):
-        inputs, targets, continues = batches[number]
+        inputs, targets, continues, _ = batches[number]
         assert inputs.tolist() == torch.where(targets == 0, EOS, targets - 1).tolist()
         assert not (continues and shuffle)
         first_seen = first_seen or bool((targets == 0).any())

@@ -138,7 +138,7 @@ def trained_plainly(folder: Path, options: list[str]) -> dict[str, Any]:
             rate = learning_rate(config.optim, step=step, epoch=epoch, **settings)
             group["lr"] = rate * group["scale"]
         for number in numbers:
-            inputs, targets, continues = state.batches[number]
+            inputs, targets, continues, _ = state.batches[number]
             with state.fabric.autocast():
                 loss, new = model.loss(inputs, targets, carried if continues else None)
             carried = None if new is None else tuple(part.detach() for part in new)

@@ -17,6 +17,7 @@ from lm.run import Run
 from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint, save_checkpoint
 from lm.training.devices import build_fabric
+from lm.training.sequence_batches import SequenceBatches
 from lm.training.state import TrainingState
 
 Train = Callable[..., Path]
@@ -60,6 +61,14 @@ RECIPES = {
         *("--word_table.gradients=row_wise", "--word_table.optimizer=adam"),
         "--train.val_every_steps=6",
     ],
+    "independent sequences, lstm": [
+        *("--data.sequences=independent", "--data.prepared_dir=null", "--train.seq_len=3"),
+        *("--train.val_every_steps=6", "--train.checkpoint_every_steps=4"),
+    ],
+    "independent sequences, transformer, their ends predicted": [
+        *("--data.sequences=independent", "--data.prepared_dir=null", "--train.accumulate=2"),
+        *("--data.predict_eos=true", "--model.backbone=transformer", "--train.val_every_steps=6"),
+    ],
     "lstm, two epochs, tied, bf16": [
         *("--train.max_epochs=2", "--train.max_steps=null", "--train.batch_size=16"),
         *("--word_table.tied=true", "--train.precision=bf16-mixed", "--optim.schedule=step"),
@@ -91,7 +100,8 @@ def kill_before_batch(before_call: Callable[..., None]) -> dict[int, int]:
         if number in waiting:
             os.kill(os.getpid(), waiting.pop(number))
 
-    before_call(Batches, "__getitem__", kill)
+    for kind in (Batches, SequenceBatches):
+        before_call(kind, "__getitem__", kill)
     return waiting
 
 

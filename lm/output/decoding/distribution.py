@@ -3,6 +3,7 @@
 The methods of `HierarchicalSoftmax` with the same names document arguments, results and errors.
 """
 
+import math
 from collections.abc import Sequence
 from typing import SupportsIndex
 
@@ -85,12 +86,21 @@ def topk(
     bias: Tensor | None = None,
     *,
     k: int,
-    excluded: Sequence[int] = (),
+    excluded: Sequence[int] | Tensor = (),
 ) -> search.TopK:
     """The k most probable words of each position, log_prob and word [..., k]."""
-    excluded = word_ids("excluded", excluded)
-    expanders = _expanders(hidden, weight, tree, bias, excluded)
-    num_words = tree.vocab_size - len(set(excluded))
+    if isinstance(excluded, Tensor) and excluded.dim() > 1:
+        expanders = _expanders(hidden, weight, tree, bias, ())
+        rows = _rows_of_positions("excluded", excluded, hidden.shape[:-1], tree)
+        _set_penalty(expanders, math.inf, rows)
+        ordered = rows.sort(dim=1).values
+        is_new = ordered.diff(dim=1, prepend=ordered.new_full((len(rows), 1), -1)) > 0
+        num_excluded = int(is_new.sum(dim=1).max()) if is_new.numel() else 0
+    else:
+        excluded = word_ids("excluded", excluded)
+        expanders = _expanders(hidden, weight, tree, bias, excluded)
+        num_excluded = len(set(excluded))
+    num_words = tree.vocab_size - num_excluded
     if not isinstance(k, SupportsIndex) or not 1 <= k <= num_words:
         raise ValueError(f"k must be within 1 … {num_words} words, got {k}")
     with torch.autocast(hidden.device.type, enabled=False):
@@ -116,18 +126,8 @@ def sample(
     if sampling.repetition_penalty > 1:
         if previous is None:
             raise ValueError("repetition_penalty requires the previous words")
-        if previous.shape[:-1] != shape or previous.dtype != torch.int64:
-            found = f"{list(previous.shape)} {previous.dtype}"
-            expected = ", ".join(map(str, [*shape, "L"]))
-            raise ValueError(f"previous must be [{expected}] int64, got {found}")
-        highest = tree.vocab_size - 1
-        if previous.numel() and not -1 <= int(previous.min()) <= int(previous.max()) <= highest:
-            raise ValueError(f"previous must be words 0 … {highest}, or -1")
-        previous = previous.reshape(shape.numel(), previous.shape[-1]).to(device)
-        rows = tree.row_of_word[previous.clamp(min=0)].masked_fill(previous < 0, -1)
-        for each in expanders:
-            block = rows[each.first_position :][: len(each.hidden)]
-            each.penalty = Penalty(sampling.repetition_penalty, block)
+        rows = _rows_of_positions("previous", previous, shape, tree)
+        _set_penalty(expanders, sampling.repetition_penalty, rows)
     if seeds is not None and generator is not None:
         raise ValueError("seeds and generator: expected one of the two")
     if seeds is None:
@@ -146,6 +146,25 @@ def sample(
         ]
     drawn = words[0] if len(words) == 1 else torch.cat([blocks[0][:0], *words])
     return drawn.view(shape)
+
+
+def _rows_of_positions(what: str, words: Tensor, shape: torch.Size, tree: ClassTree) -> Tensor:
+    """The rows [P, L] of words [..., L] of each position, and -1, on the device of the tree."""
+    if words.shape[:-1] != shape or words.dtype != torch.int64:
+        expected = ", ".join(map(str, [*shape, "L"]))
+        found = f"{list(words.shape)} {words.dtype}"
+        raise ValueError(f"{what} must be [{expected}] int64, got {found}")
+    highest = tree.vocab_size - 1
+    if words.numel() and not -1 <= int(words.min()) <= int(words.max()) <= highest:
+        raise ValueError(f"{what} must be words 0 … {highest}, or -1")
+    words = words.reshape(shape.numel(), words.shape[-1]).to(tree.row_of_word.device)
+    return tree.row_of_word[words.clamp(min=0)].masked_fill(words < 0, -1)
+
+
+def _set_penalty(expanders: Sequence[Expander], factor: float, rows: Tensor) -> None:
+    """Give each block of positions its rows of words to penalize; rows [P, L]."""
+    for each in expanders:
+        each.penalty = Penalty(factor, rows[each.first_position :][: len(each.hidden)])
 
 
 def finder(expander: Expander) -> Finder:

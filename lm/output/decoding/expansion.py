@@ -5,6 +5,7 @@ is item ~n = -1 - n. A penalty θ ≥ 1 multiplies the log-probabilities of some
 still, no word below a node is more probable than the node.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -55,8 +56,14 @@ class Children(NamedTuple):
 class Penalty(NamedTuple):
     """Multiplies the log-probabilities of some words."""
 
-    factor: float  # θ ≥ 1
+    factor: float  # θ ≥ 1; ∞: the words are never found, as excluded ones
     row: Tensor  # [P, L] int64, rows of each position's words, which may repeat; -1 is skipped
+
+    def applied(self, log_prob: Tensor) -> Tensor:
+        """Log-probabilities of penalized words, at least `LOWEST`."""
+        if math.isinf(self.factor):
+            return torch.full_like(log_prob, LOWEST)
+        return (self.factor * log_prob).clamp(min=LOWEST)
 
 
 @dataclass
@@ -116,10 +123,8 @@ class Expander:
             finite.append(log_q.isfinite().all(dim=1))
             children = log_prob[visit, None] + log_q
             if self.penalty is not None:
-                factor, row = self.penalty
-                is_penalized = _among(row[position[visit]], rows)
-                penalized = (factor * children).clamp(min=LOWEST)
-                children = torch.where(is_penalized, penalized, children)
+                is_penalized = _among(self.penalty.row[position[visit]], rows)
+                children = torch.where(is_penalized, self.penalty.applied(children), children)
             if self.excluded is not None:
                 children.masked_fill_(_among(self.excluded[None], rows), LOWEST)
             items, only_words = self.tree.item_of_row[rows], rows.start >= self.num_node_rows
@@ -138,7 +143,7 @@ class Expander:
             word = self.tree.item_of_row[self.penalty.row[position]]
             index = (self.penalty.row[position] >= 0).nonzero(as_tuple=True)
             index = (index[0], word[index])
-            log_prob[index] = (self.penalty.factor * log_prob[index]).clamp(min=LOWEST)
+            log_prob[index] = self.penalty.applied(log_prob[index])
         if self.excluded is not None:
             log_prob[:, self.tree.item_of_row[self.excluded]] = LOWEST
         return log_prob

@@ -74,6 +74,42 @@ def test_topk_is_the_start_of_the_sorted_distribution(shape: str, num_words: int
         torch.testing.assert_close(best.log_prob, expected.values[:, :k], rtol=0, atol=1e-12)
 
 
+@all_shapes
+@pytest.mark.parametrize("share", [math.inf, 0.0, 10.0])
+def test_words_excluded_from_each_position_are_left_out_of_the_sorted_distribution(
+    shape: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Searched node by node, and left to a product of all words; also where P of one is 1."""
+    monkeypatch.setattr(search, "MOST_COST", share)
+    if share < math.inf:
+        monkeypatch.setattr(compiled, "FEW", 0 if share else math.inf)
+        monkeypatch.setattr(compiled, "NODE_COST", 1 << 40)
+    layer = random_layer(shape, scale=200.0)
+    log_prob = word_log_prob(*layer)
+    excluded = torch.randint(-1, N, (len(log_prob), 5))
+    excluded[:, 0] = log_prob.argmax(dim=1)
+    excluded[0] = -1
+    assert bool((log_prob.max(dim=1).values == 0).any())
+    for row, words in zip(log_prob, excluded, strict=True):
+        row[words[words >= 0]] = -math.inf
+    expected = log_prob.sort(dim=1, descending=True, stable=True)
+    for k in (1, 4, N - 5):
+        best = topk(*layer, k=k, excluded=excluded)
+        torch.testing.assert_close(best.log_prob, expected.values[:, :k], rtol=1e-12, atol=1e-12)
+        assert torch.equal(best.word, expected.indices[:, :k])
+
+
+def test_words_excluded_from_each_position_must_fit_it() -> None:
+    layer = random_layer("two_level")
+    with pytest.raises(ValueError, match=rf"excluded must be \[{P}, L\] int64, got"):
+        topk(*layer, k=1, excluded=torch.zeros(P + 1, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=f"excluded must be words 0 … {N - 1}, or -1"):
+        topk(*layer, k=1, excluded=torch.full((P, 1), N))
+    twice = torch.tensor([[3, 3, 4, -1]]).expand(P, -1)
+    with pytest.raises(ValueError, match=f"k must be within 1 … {N - 2} words, got {N - 1}"):
+        topk(*layer, k=N - 1, excluded=twice)
+
+
 @pytest.mark.parametrize(
     "tree",
     [

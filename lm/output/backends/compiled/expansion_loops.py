@@ -24,7 +24,7 @@ class Layer(NamedTuple):
     num_node_rows: int  # nodes with later rows have words alone
     excluded: np.ndarray  # [K] rows, sorted
     penalized: np.ndarray  # [P, L] rows, sorted; L = 0 for none
-    factor: float
+    factor: float  # ∞: they are excluded
     lowest: float  # log-probability of excluded words, and the least with a penalty
 
 
@@ -107,6 +107,8 @@ def expand(layer, position, node, above, log_q, bias_of_child):
             if i == 0 or rows[i - 1] != rows[i]:
                 j = rows[i] - row
                 log_q[j] = max(layer.factor * log_q[j], layer.lowest)
+                if math.isinf(layer.factor):  # ∞ · 0 is not a number
+                    log_q[j] = layer.lowest
     for i in range(np.searchsorted(layer.excluded, row), len(layer.excluded)):
         if layer.excluded[i] >= row + n:
             break

@@ -1,0 +1,197 @@
+"""Tables of events, each of a user, an item and a time, as lines: the items of each user in order.
+
+An item is one word of its line. `item_word` writes white space and `%` in it as URLs do, `%20`;
+`word_item` restores it.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
+
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
+from pyarrow import compute, parquet
+
+from data_prep.corpus.formats import one_line, reading
+from data_prep.corpus.lines import records
+from data_prep.corpus.loader import input_files
+from data_prep.errors import UserError
+from data_prep.settings import DataConfig
+
+ROWS = 1 << 16
+"""Rows of a file without columns that are in memory as Python objects."""
+SHARES = {"valid_from": 0.8, "test_from": 0.9}
+"""Default shares of the events before each limit of a split by time."""
+_ESCAPED = re.compile(r"^<(?:unk|eos)>$|[%\s\x00-\x1f\x7f-\xa0\ufeff]")
+"""What is written as in URLs: special words too, which no item is."""
+Ints = NDArray[np.int64]
+
+
+def item_word(item: str | int) -> str:
+    """The word that stands for an item.
+
+    >>> item_word("Heat (1995)"), item_word(12), word_item(item_word("5 % off"))
+    ('Heat%20(1995)', '12', '5 % off')
+    """
+    return _ESCAPED.sub(lambda found: quote(found[0], safe=""), str(item))
+
+
+def word_item(word: str) -> str:
+    """The item that a word stands for, as text."""
+    return unquote(word)
+
+
+class _Events(NamedTuple):
+    """All events, user by user in the order of their first rows, each user's in that of time."""
+
+    words: NDArray[Any]  # [I] str
+    item: Ints  # [n]
+    begin: Ints  # [U], the first event of each user
+    end: Ints  # [U]
+    user: Ints  # [n]
+    time: NDArray[Any]  # [n]
+    is_date: bool  # whether times are microseconds since 1970
+
+
+def event_lines(data: DataConfig, split: str) -> Iterator[str]:
+    """Yield a line for each user with items to predict; before a tab are those that are known.
+
+    Raises:
+        UserError: a file cannot be read or lacks a column, or a value is missing or of another
+            type than text, integer or, of the time, number or date.
+    """
+    events = _read(data, split)
+    begin, end, words = events.begin, events.end, events.words
+    valid = test = end
+    if data.split == "leave_one_out":
+        is_long = end - begin >= 3
+        valid, test = end - 2 * is_long, end - is_long
+    elif data.split == "time":
+        valid, test = (_first_from(events, name, data) for name in ("valid_from", "test_from"))
+    cuts = {
+        "train": (begin, begin, valid),
+        "valid": (begin, valid, test),
+        "test": (begin, test, end),
+    }
+    if data.split == "files":
+        cuts = dict.fromkeys(cuts, (begin, begin, end))
+    for first, cut, last in zip(*(each.tolist() for each in cuts[split]), strict=True):
+        if cut < last:
+            parts = [" ".join(words[events.item[a:b]]) for a, b in ((first, cut), (cut, last))]
+            yield parts[1] if split == "train" or data.split == "files" else "\t".join(parts)
+
+
+def _first_from(events: _Events, name: str, data: DataConfig) -> Ints:
+    """The first event [U] of each user at a time or later."""
+    given, key = getattr(data, name), f"data.{name}"
+    if given is None:
+        limit = np.quantile(events.time, SHARES[name], method="higher")
+    else:
+        limit, is_date = _times(pyarrow.chunked_array([[given]]), key)
+        if is_date != events.is_date:
+            kinds = ["number", "date"]
+            expected, found = kinds[events.is_date], kinds[is_date]
+            raise UserError(f"{key}: expected a {expected}, as data.time_field has, got a {found}")
+    return events.begin + np.bincount(events.user[events.time < limit], minlength=len(events.begin))
+
+
+def _read(data: DataConfig, split: str) -> _Events:
+    """Read and sort the events of the files of a split."""
+    tables = [_table(path, data) for path in input_files(data, split)]
+    with reading(f"data.files.{split}"):
+        table = pyarrow.concat_tables(tables, promote_options="permissive")
+    user, item = (table[name].combine_chunks().dictionary_encode() for name in ("user", "item"))
+    users = user.indices.to_numpy().astype(np.int64)
+    times, is_date = np.zeros(len(users)), False
+    if data.time_field is not None:
+        times, is_date = _times(table["time"], f"data.time_field {data.time_field}")
+    order = np.lexsort((times, users))  # stable
+    num_events = np.bincount(users)
+    end = np.cumsum(num_events)
+    words = np.array([item_word(each) for each in item.dictionary.to_pylist()], object)
+    items = item.indices.to_numpy().astype(np.int64)[order]
+    return _Events(words, items, end - num_events, end, users[order], times[order], is_date)
+
+
+def _table(path: Path, data: DataConfig) -> Any:
+    """The columns user, item and, if there is one, time of a file, without a value missing."""
+    fields = {"user": data.user_field, "item": data.item_field, "time": data.time_field}
+    given = {name: field for name, field in fields.items() if field is not None}
+    with reading(str(path)):
+        columns = _parquet_columns if data.format == "parquet" else _record_columns
+        table = columns(path, data.format, list(dict.fromkeys(given.values())))
+    found = {}
+    for name, field in given.items():
+        key, column = f"{path}: data.{name}_field {field}", table[field]
+        if column.null_count:
+            row = column.is_null().index(True).as_py() + 1
+            raise UserError(f"{key}: row {row} has no value")
+        if pyarrow.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        kind = column.type
+        if name != "time":
+            is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
+            if not (is_text or pyarrow.types.is_integer(kind)):
+                raise UserError(f"{key}: expected text or integers, got {kind}")
+            column = column.cast(pyarrow.large_string())
+            if compute.any(compute.equal(column, "")).as_py():
+                row = compute.index(column, "").as_py() + 1
+                raise UserError(f"{key}: row {row} is empty")
+        found[name] = column
+    return pyarrow.table(found)
+
+
+def _parquet_columns(path: Path, format: str, fields: list[str]) -> Any:
+    with parquet.ParquetFile(path) as file:
+        _check_columns(path, fields, file.schema_arrow.names)
+        return file.read(columns=fields)
+
+
+def _record_columns(path: Path, format: str, fields: list[str]) -> Any:
+    rows, tables = records(path, format), list[Any]()
+    while chunk := list(islice(rows, ROWS)):
+        if not tables:
+            _check_columns(path, fields, chunk[0])
+        columns = [[row.get(field) for row in chunk] for field in fields]
+        tables.append(pyarrow.table(dict(zip(fields, columns, strict=True))))
+    if not tables:
+        raise UserError(f"{path}: the table has no row")
+    return pyarrow.concat_tables(tables, promote_options="permissive")
+
+
+def _check_columns(path: Path, fields: list[str], found: Any) -> None:
+    for field in fields:
+        if field not in found:
+            columns = ", ".join(map(repr, found))
+            keys = "data.user_field, data.item_field and data.time_field name the columns"
+            raise UserError(f"{path} has no column {field!r}, only {columns}: {keys}")
+
+
+def _times(column: Any, key: str) -> tuple[NDArray[Any], bool]:
+    """Times [n] as numbers, and whether they are dates, then microseconds."""
+    kind, microseconds = column.type, pyarrow.timestamp("us")
+    is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
+    if pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind):
+        targets = [kind]
+    elif is_text:
+        zoned = pyarrow.timestamp("us", "UTC")
+        targets = [pyarrow.int64(), pyarrow.float64(), microseconds, zoned]
+    else:
+        targets = [microseconds]
+    for target in targets:
+        try:
+            found = column.cast(target)
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
+            problem = one_line(error)
+            continue
+        is_date = pyarrow.types.is_timestamp(target)
+        values = (found.cast(pyarrow.int64()) if is_date else found).to_numpy()
+        if not np.isfinite(values).all():
+            problem = "a value is not finite"
+            continue
+        return values, is_date
+    raise UserError(f"{key}: expected numbers or dates (ISO 8601): {problem}")

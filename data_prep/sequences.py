@@ -1,0 +1,63 @@
+"""Independent sequences of a split: where each begins, and which of its items are predicted."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+class Sequences(NamedTuple):
+    """S sequences of items of the vocabulary; those that it lacks are left out."""
+
+    tokens: NDArray[Any]  # [n], of which each sequence is a part
+    begin: Ints  # [S]
+    end: Ints  # [S]
+    num_known: Ints  # [S], items at the beginning that are not predicted
+    num_left_out: Ints  # [S], items to predict that are not in the vocabulary
+
+    @property
+    def num_predicted(self) -> Ints:
+        """Items to predict [S] that are in the vocabulary."""
+        return self.end - self.begin - self.num_known
+
+    def lines(self) -> list[NDArray[Any]]:
+        """The tokens of each sequence."""
+        pairs = zip(self.begin.tolist(), self.end.tolist(), strict=True)
+        return [self.tokens[begin:end] for begin, end in pairs]
+
+
+def find_sequences(
+    tokens: NDArray[Any],
+    *,
+    eos_id: int,
+    unk_id: int | None,
+    num_known: Ints | None = None,
+    predict_eos: bool = False,
+) -> Sequences:
+    """Find the sequences of a token file, which has `<eos>` after each.
+
+    Args:
+        tokens: [n] ids.
+        eos_id: id of `<eos>`.
+        unk_id: id of items outside the vocabulary; None if there is none.
+        num_known: [S] items at the beginning of each sequence that are not predicted; None: 0.
+        predict_eos: whether `<eos>` is the last item of each sequence.
+
+    Example:
+        >>> found = find_sequences(np.array([4, 1, 3, 0, 2, 0]), eos_id=0, unk_id=1)
+        >>> [line.tolist() for line in found.lines()], found.num_left_out.tolist()
+        ([[4, 3], [2]], [1, 0])
+    """
+    end = np.flatnonzero(tokens == eos_id)
+    begin = np.append(0, end[:-1] + 1)
+    end = end + predict_eos
+    first = begin + (0 if num_known is None else num_known)
+    is_left_out = np.zeros(0, bool) if unk_id is None else tokens == unk_id
+    if not is_left_out.any():
+        return Sequences(tokens, begin, end, first - begin, np.zeros_like(begin))
+    place = np.append(0, np.cumsum(~is_left_out))  # of each token among those that stay
+    num_left_out = (end - first) - (place[end] - place[first])
+    begin, first, end = place[begin], place[first], place[end]
+    return Sequences(tokens[~is_left_out], begin, end, first - begin, num_left_out)

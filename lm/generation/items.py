@@ -1,0 +1,75 @@
+"""Recommending: the most probable next items of sequences, exact over the whole catalogue."""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from data_prep.corpus.events import item_word, word_item
+from data_prep.tokenizer.tokenizer import Tokenizer
+from lm.model.language_model import LanguageModel
+from lm.model.reader import Ints, read_lines
+from lm.output.decoding.search import TopK
+from lm.run import TrainedRun
+
+
+class Catalogue:
+    """The items of a run on independent sequences, and their token ids.
+
+    Attributes:
+        special: token ids that are no items.
+    """
+
+    def __init__(self, run: TrainedRun) -> None:
+        self._tokenizer: Tokenizer = run.tokenizer
+        self._is_escaped = run.config.data.user_field is not None
+        eos_id, unk_id = run.description.eos_id, run.description.unk_id
+        self.special = (eos_id,) if unk_id is None else (eos_id, unk_id)
+
+    def ids(self, items: Iterable[str | int]) -> list[int]:
+        """The token id of each item; those that are not in the catalogue are left out."""
+        words = [item_word(item) if self._is_escaped else str(item) for item in items]
+        encoded = self._tokenizer.encode_lines(words)
+        return [ids[0] for ids in encoded if len(ids) == 1 and ids[0] not in self.special]
+
+    def item(self, id: int) -> str:
+        """The item with a token id, as text."""
+        word = self._tokenizer.token(id)
+        return word_item(word) if self._is_escaped else word
+
+
+def recommend(
+    model: LanguageModel,
+    histories: Sequence[Sequence[int]],
+    k: int,
+    *,
+    excluded: Sequence[int],
+    exclude: Literal["nothing", "seen"] = "nothing",
+) -> TopK:
+    """The k most probable next items of each of some histories, [L, k].
+
+    Args:
+        model: in evaluation mode.
+        histories: the token ids of L sequences, which may be empty.
+        k: number of items of each, at most those that are not excluded from any.
+        excluded: token ids that are recommended to nobody, the first of which is `<eos>`.
+        exclude: `seen` leaves out the items of its history.
+
+    Raises:
+        ValueError: if k is out of range.
+    """
+    eos_id = excluded[0]
+    num_known: Ints = np.array(list(map(len, histories)), np.int64)
+    lines = [[*history, eos_id] for history in histories]
+    read = [(vectors, index) for vectors, _, index in read_lines(model, lines, eos_id, num_known)]
+    order = np.concatenate([index for _, index in read]).argsort()
+    hidden = torch.cat([vectors for vectors, _ in read])[torch.from_numpy(order).to(model.device)]
+    left_out: Sequence[int] | Tensor = excluded
+    if exclude == "seen":
+        rows = [torch.tensor([*excluded, *history]) for history in histories]
+        left_out = pad_sequence(rows, batch_first=True, padding_value=-1).to(hidden.device)
+    with torch.no_grad():
+        return model.output.topk(hidden, k, excluded=left_out)

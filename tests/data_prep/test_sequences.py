@@ -1,0 +1,76 @@
+"""Independent sequences: what is read and what is predicted, from lines to a prepared folder."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.errors import UserError
+from data_prep.prepare import prepare
+from data_prep.prepared import Prepared
+from data_prep.sequences import find_sequences
+from data_prep.settings import DataConfig, SplitFiles, TokenizerConfig
+
+EOS, UNK = 0, 1
+
+
+@pytest.mark.parametrize("predict_eos", [False, True])
+def test_unknown_items_are_left_out_and_counted_where_they_are_to_be_predicted(
+    predict_eos: bool,
+) -> None:
+    rng = np.random.default_rng(5)
+    lines = [rng.integers(1, 5, size=rng.integers(7)) for _ in range(50)]
+    num_known = np.array([rng.integers(len(line) + 1) for line in lines])
+    tokens = np.concatenate([np.append(line, EOS) for line in lines]).astype(np.uint16)
+    found = find_sequences(
+        tokens, eos_id=EOS, unk_id=UNK, num_known=num_known, predict_eos=predict_eos
+    )
+    end = [EOS] * predict_eos
+    for i, (line, known, read) in enumerate(zip(lines, num_known, found.lines(), strict=True)):
+        assert read.tolist() == [*line[line != UNK].tolist(), *end]
+        assert found.num_known[i] == (line[:known] != UNK).sum()
+        assert found.num_left_out[i] == (line[known:] == UNK).sum()
+        assert found.num_predicted[i] == (line[known:] != UNK).sum() + predict_eos
+
+
+def prepared(folder: Path, **lines: str) -> Prepared:
+    for split, text in lines.items():
+        (folder / f"{split}.txt").write_text(text)
+    files = SplitFiles(**{split: f"{split}.txt" for split in lines})
+    data = DataConfig(dir=str(folder), files=files, sequences="independent")
+    return prepare(data, TokenizerConfig(), None, folder / "data", progress=False)
+
+
+def test_a_tab_separates_the_items_that_are_known(tmp_path: Path) -> None:
+    found = prepared(tmp_path, train="a b c\nb b\n", valid="a new b\tc\nc a\n\tb new\n")
+    tokenizer = found.tokenizer()
+    valid = found.sequences("valid")
+    words = [" ".join(map(tokenizer.token, line)) for line in valid.lines()]
+    assert words == ["a b c", "c a", "b"]
+    assert valid.num_known.tolist() == [2, 0, 0]
+    assert valid.num_left_out.tolist() == [0, 0, 1]
+    assert found.sequences("train").num_known.tolist() == [0, 0]
+
+
+def test_a_damaged_record_of_known_items_is_made_again(tmp_path: Path) -> None:
+    texts = {"train": "a b c\n", "valid": "a\tb c\n"}
+    path = prepared(tmp_path, **texts).folder / "valid-known.npy"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"\1")
+    assert prepared(tmp_path, **texts).sequences("valid").num_known.tolist() == [1]
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("texts", "problem"),
+    [
+        ({"train": "a b\na\tb\n"}, "train, line 2: a tab, expected none in the training split"),
+        ({"train": "a b\n", "valid": "a\tb\ta\n"}, "valid, line 1: a tab, expected at most one"),
+        ({"train": "a <eos> b\n"}, "train, line 1: <eos> is no item"),
+    ],
+)
+def test_other_tabs_and_ends_are_refused(
+    texts: dict[str, str], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        prepared(tmp_path, **texts)

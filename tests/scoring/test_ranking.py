@@ -1,0 +1,278 @@
+"""Ranking: the figures by brute force, what is excluded, and popularity."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lm
+from data_prep.corpus.lines import read_lines
+from data_prep.errors import UserError
+from data_prep.sequences import Sequences, find_sequences
+from lm.cli import main
+from lm.config import ModelConfig, OutputConfig, WordTable
+from lm.evaluation import as_json, evaluate, evaluate_split, evaluate_text
+from lm.model import reader
+from lm.model.build import build_model
+from lm.model.language_model import LanguageModel
+from lm.output import ClassTree
+from lm.run import TrainedRun
+from lm.scoring import ranking
+from lm.scoring.ranking import RankingReport, evaluate_ranking
+
+N, EOS, UNK = 23, 0, 1
+KS = (1, 3, 10)
+BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
+ITEMS = """\
+name: items
+data: {{dir: {folder}, files: {{train: events.csv}}, format: csv, sequences: independent,
+  user_field: user, split: leave_one_out}}
+model: {{hidden: 12, layers: 1, heads: 2}}
+optim: {{lr: 0.01}}
+train: {{max_steps: 30, batch_size: 4, seq_len: 8, threads: 1}}
+"""
+
+
+def make(backbone: str) -> LanguageModel:
+    config = ModelConfig(backbone=backbone, hidden=8, heads=2, layers=1)  # type: ignore[arg-type]
+    tree = ClassTree.two_level(torch.arange(N) % 4)
+    return build_model(config, OutputConfig(), WordTable(), tree, 6).double().eval()
+
+
+def some_sequences(order: np.ndarray | None = None) -> Sequences:
+    rng = np.random.default_rng(4)
+    lines = [rng.integers(1, N, size=rng.integers(1, 15)) for _ in range(30)]
+    known = np.array([rng.integers(len(line) + 1) for line in lines])
+    order = np.arange(len(lines)) if order is None else order
+    tokens = np.concatenate([np.append(lines[i], EOS) for i in order])
+    return find_sequences(tokens, eos_id=EOS, unk_id=UNK, num_known=known[order])
+
+
+@torch.no_grad()
+def distributions(model: LanguageModel, line: list[int]) -> np.ndarray:
+    """P of the next word after each item of a sequence, and before the first."""
+    hidden, _ = model(torch.tensor([EOS, *line])[:, None], model.init_state(1))
+    return model.output.log_prob(hidden[:, 0]).exp().numpy()
+
+
+def by_hand(model: LanguageModel, sequences: Sequences, exclude: str) -> dict[str, Any]:
+    """Figures by the definitions, one prediction after another."""
+    ranks, expected, recommended = [], [], set()
+    for line, known in zip(sequences.lines(), sequences.num_known, strict=True):
+        probs = distributions(model, line.tolist())
+        for place in range(known, len(line)):
+            p = probs[place].copy()
+            p[[EOS, UNK]] = 0
+            if exclude == "seen":
+                p[line[:place]] = 0
+            p /= p.sum()
+            order = np.argsort(-p, kind="stable")
+            target = line[place]
+            ranks.append(1 + order.tolist().index(target) if p[target] > 0 else math.inf)
+            expected.append([p[order[:k]].sum() for k in KS])
+            recommended |= {(k, int(word)) for k in KS for word in order[:k] if p[word] > 0}
+    rank, total = np.array(ranks), len(ranks) + int(sequences.num_left_out.sum())
+    ranked = np.isfinite(rank)
+    return {
+        "mrr": (1 / rank).sum() / total,
+        "hit_rate": [(rank <= k).sum() / total for k in KS],
+        "ndcg": [(1 / np.log2(1 + rank[rank <= k])).sum() / total for k in KS],
+        "expected_hit_rate": np.array(expected)[ranked].mean(0).tolist(),
+        "observed_hit_rate": [(rank[ranked] <= k).mean() for k in KS],
+        "coverage": [sum(each == k for each, _ in recommended) / (N - 2) for k in KS],
+    }
+
+
+def measured(model: LanguageModel, sequences: Sequences, exclude: str) -> ranking.Ranked:
+    (found,) = ranking._predict(
+        model,
+        sequences,
+        [model.output.log_prob],
+        special=[EOS, UNK],
+        ks=KS,
+        exclude=exclude,  # type: ignore[arg-type]
+    )
+    return ranking._figures(found, sequences, KS, np.zeros(N, np.int64), N - 2)
+
+
+@BACKBONES
+@pytest.mark.parametrize("exclude", ["nothing", "seen"])
+def test_figures_equal_those_by_the_definitions(
+    backbone: str, exclude: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sequences = make(backbone), some_sequences()
+    truth = by_hand(model, sequences, exclude)
+    for block, at_once in ((1, 4), (100 * N, 2048)):  # a sequence is read in one or more chunks
+        monkeypatch.setattr(ranking, "BLOCK_ELEMENTS", block)
+        monkeypatch.setattr(reader, "BATCH_TOKENS", at_once)
+        found = measured(model, sequences, exclude)
+        assert found.mrr == pytest.approx(truth["mrr"])
+        for name in truth.keys() - {"mrr"}:
+            values = [getattr(each, name) for each in found.at]
+            assert values == pytest.approx(truth[name]), name
+    assert sequences.num_left_out.sum() > 0
+
+
+@BACKBONES
+def test_users_do_not_affect_each_other(backbone: str) -> None:
+    model, order = make(backbone), np.random.default_rng(1).permutation(30)
+    sequences, permuted = some_sequences(), some_sequences(order)
+    figures = []
+    for each in (sequences, permuted):
+        (found,) = ranking._predict(
+            model, each, [model.output.log_prob], special=[EOS, UNK], ks=KS, exclude="seen"
+        )
+        ranks: list[list[float]] = [[] for _ in each.begin]
+        for user, rank in zip(found.sequence, found.rank, strict=True):
+            ranks[user].append(rank)
+        figures.append(ranks)
+    assert figures[1] == [figures[0][i] for i in order]
+
+
+@BACKBONES
+def test_perplexity_is_that_of_the_items_to_predict(backbone: str) -> None:
+    model, sequences = make(backbone), some_sequences()
+    counts: Any = type("Counts", (), {"words": 1, "lines": 1, "utf8_bytes": 1})
+    found = evaluate(
+        model, sequences.tokens, counts, eos_id=EOS, unk_id=UNK, context=6, sequences=sequences
+    )
+    nll = [
+        -math.log(distributions(model, line.tolist())[place, line[place]])
+        for line, known in zip(sequences.lines(), sequences.num_known, strict=True)
+        for place in range(known, len(line))
+    ]
+    assert found.tokens == len(nll)
+    assert found.oov == sequences.num_left_out.sum() > 0
+    assert found.perplexity == pytest.approx(math.exp(np.mean(nll)))
+    assert found.unit == "item"
+
+
+def test_intervals_are_those_of_means_over_users() -> None:
+    rng = np.random.default_rng(3)
+    sums, sizes = rng.random(2_000), np.ones(2_000, np.int64)
+    low, high = ranking._interval(np.append(sums, 0), np.append(sizes, 0))  # one without a target
+    error = 1.96 * sums.std() / math.sqrt(len(sums))
+    assert low == pytest.approx(sums.mean() - error, abs=0.15 * error)
+    assert high == pytest.approx(sums.mean() + error, abs=0.15 * error)
+
+
+def test_groups_of_popularity_have_equal_shares_of_the_events() -> None:
+    counts = np.array([900, 5, 30, 10, 10, 10, 10, 6, 6, 8])
+    assert ranking._popularity_groups(counts, [0, 1]).tolist() == [-1, -1, 0, 1, 1, 1, 2, 2, 2, 2]
+
+
+@pytest.fixture(scope="module")
+def items_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on users who go through 20 items, from a place of their own on."""
+    folder = tmp_path_factory.mktemp("items")
+    rows = ["user,item,time"]
+    rng = np.random.default_rng(7)
+    for user in range(60):
+        start = rng.integers(20)
+        for time in range(rng.integers(1, 9)):
+            rows.append(f"u{user},item {(start + time) % 20},{time}")
+    rows += ["u60,item 3,1", "u60,item 4,2", "u60,never seen before,3"]
+    (folder / "events.csv").write_text("\n".join(rows))
+    config = folder / "items.yaml"
+    config.write_text(ITEMS.format(folder=folder))
+    assert main(["train", str(config), f"--run_dir={folder / 'run'}", "--no-progress"]) == 0
+    return folder / "run"
+
+
+def test_report_of_a_run(items_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["evaluate", str(items_run), "--ranking", "--k", "5", "1", "--exclude=seen"]
+    capsys.readouterr()
+    assert main([*command, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert json.loads((items_run / "evaluate-test-ranking.json").read_text()) == values
+    assert main(command) == 0
+    table = capsys.readouterr().out
+    run = TrainedRun(items_run, "cpu")
+    report = evaluate_ranking(run, "test", [1, 5], "seen", progress=False)
+    assert isinstance(report, RankingReport)
+    assert as_json(report) == values
+    assert (values["items"], values["unknown_targets"]) == (20, 1)
+    sequences = run.prepared.sequences("test")
+    assert values["predictions"] == values["users"] == len(sequences.begin)
+    assert f"HR@5        {values['model']['at'][1]['hit_rate']:8.4f}" in table
+    # Popularity: the most frequent items of training that the user has not had.
+    counts, hits = run.prepared.counts().copy(), 0
+    counts[[run.prepared.eos_id, run.prepared.unk_id]] = -1
+    for line, num_predicted in zip(sequences.lines(), sequences.num_predicted, strict=True):
+        left = counts.copy()
+        left[line[: len(line) - num_predicted]] = -1
+        best = np.argsort(-left, kind="stable")[:5].tolist()
+        hits += num_predicted == 1 and int(line[-1]) in best
+    assert values["popularity"]["at"][1]["hit_rate"] == hits / len(sequences.begin)
+
+
+@pytest.mark.parametrize("exclude", ["nothing", "seen"])
+def test_recommended_items_are_the_most_probable_ones(
+    exclude: str, items_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    users = [["item 3", "item 4", "unheard of"], [], ["item 19"] * 3, ["item 7"]]
+    path = tmp_path / "users.txt"
+    path.write_text("\n".join([*map(json.dumps, users), "unheard of"]) + "\n")
+    command = ["recommend", str(items_run), f"--history={path}", "--k=4", f"--exclude={exclude}"]
+    capsys.readouterr()
+    assert main([*command, "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (found.pop(), lines.pop()) == (found[1], lines[1])
+    model = lm.load(items_run, device="cpu")
+    for items, values, line in zip(users, found, lines, strict=True):
+        known = [item.replace(" ", "%20") for item in items if item != "unheard of"]
+        ids = list(map(model.id, known))
+        probs = model.log_prob(ids).exp()
+        probs[[model.eos_id, model.unk_id, *(ids if exclude == "seen" else ())]] = 0
+        best = probs.sort(descending=True, stable=True)
+        names = [model.word(id).replace("%20", " ") for id in best.indices[:4].tolist()]
+        assert values["items"] == names
+        assert values["probabilities"] == pytest.approx(best.values[:4].tolist(), rel=1e-4)
+        assert line.startswith(f"{names[0]} ({best.values[0]:.4f})\t{names[1]} (")
+        same = model.topk(items, 4, exclude=exclude)
+        assert [item for item, _ in same] == names
+        assert [log_prob for _, log_prob in same] == pytest.approx(
+            best.values[:4].log().tolist(), rel=1e-4
+        )
+    without = model.topk(model.start(), 3, exclude=[names[0], "unheard of"])
+    assert len(without) == 3
+    assert names[0] not in dict(without)
+    path.with_name("retired.txt").write_text(f"{names[0]}\nunheard of\n")
+    assert main([*command, f"--retired={path.with_name('retired.txt')}", "--json"]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-2])["items"]
+    assert last[:3] == names[1:]
+    with pytest.raises(ValueError, match="a state does not have the tokens"):
+        model.topk(model.start(), exclude="seen")
+
+
+def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path, tmp_path: Path) -> None:
+    run = TrainedRun(items_run, "cpu")
+    lines = list(read_lines(run.config.data, "test"))
+    assert lines[0].count("\t") == 1
+    assert evaluate_text(run, lines, progress=False) == evaluate_split(run, "test", progress=False)
+    with pytest.raises(UserError, match="an open vocabulary requires a text"):
+        evaluate_text(run, lines, open_vocabulary=True)
+
+
+def test_options_that_do_not_fit_are_refused(
+    items_run: Path, lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    assert "requires data.sequences: independent" in complaint("evaluate", lstm_run, "--ranking")
+    assert "requires data.sequences: independent" in complaint("recommend", lstm_run, "--history=-")
+    assert complaint("evaluate", items_run, "--k=5") == "--k and --exclude require --ranking"
+    assert "has independent sequences" in complaint("evaluate", items_run, "--by-frequency")
+    assert complaint("evaluate", items_run, "--ranking", "--k=21").startswith("--k 21: the cat")
+    history = tmp_path / "users.txt"
+    recommend = ("recommend", items_run, f"--history={history}")
+    for content, problem in (("[1", "is not JSON"), ("[1.5]", "expected items that are text")):
+        history.write_text(content)
+        assert problem in complaint(*recommend)
+    history.write_text('["item 1"]')
+    assert complaint(*recommend, "--k=20", "--exclude=seen").startswith("--k 20: k must be within")
