@@ -9,8 +9,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lm.loaded import LoadedModel, State, Step
+    from lm.loaded import LoadedModel
     from lm.scoring import LineScore
+    from lm.states import State, Step
 
 __all__ = ["LineScore", "LoadedModel", "State", "Step", "load"]
 __version__ = "0.2.0"

@@ -2,11 +2,7 @@
 
 Every token of a text is predicted once, the first one from `<eos>`. All figures are sums over
 tokens divided by counts and do not depend on a batch size. `lm.model.reader.read_text` determines
-the context of a token.
-
-*The* perplexity is that per token, `<eos>` included, where an unknown word is the token `<unk>`;
-the name of any other one says what it is. Bits per byte are known only if the tokens determine
-every byte of the text.
+the context of a token, `lm.figures` has the figures.
 
 With an open vocabulary, each unknown word w has P(`<unk>`) P(w | `<unk>`) by the model's speller,
 so that tokens and spellings determine every word: models of words then compare with models of
@@ -14,10 +10,9 @@ pieces. White space is not spelled. Bits per byte are known if all words of a li
 single spaces, without others at its ends, and no line has the word `<eos>`.
 """
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,135 +32,21 @@ from data_prep.tokenizer.token_file import (
     log_literals,
 )
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
+from lm.figures import (
+    _COUNTED,
+    EOS_RULE,
+    ITEM,
+    ITEM_RULE,
+    WITHOUT_EMPTY_LINES,
+    Evaluation,
+    TextCounts,
+    perplexity,
+    token_unit,
+)
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines as read_independent
 from lm.model.reader import read_text
 from lm.run import TrainedRun
-
-EOS_RULE = "one <eos> after every line, empty lines too; the first token is predicted from <eos>"
-MAX_WORD_BYTES = 35
-"""Above this mean size, what spaces separate are not words: Chinese, Japanese, Thai and others."""
-_COUNTED = ("tokens", "words", "lines", "utf8_bytes", "oov")
-"""Figures by which a text is recognized."""
-ITEM = "item"
-"""What a token of independent sequences is."""
-ITEM_RULE = "each line is a sequence of its own, whose first item is predicted from <eos>"
-WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out")
-
-
-def as_json(figures: Any) -> dict[str, Any]:
-    """The fields of a dataclass for JSON, which has no infinity and no NaN: these are None."""
-    text = json.dumps(asdict(figures))
-    found: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
-    return found
-
-
-def table_of(title: str, rows: Mapping[str, str]) -> str:
-    """Figures with their names as lines of text below a title."""
-    width = max(map(len, rows))
-    return "\n".join([title, *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextCounts:
-    """What is counted in the original text, before it is cut into tokens."""
-
-    words: int  # separated by whitespace
-    lines: int  # each with one `<eos>`
-    utf8_bytes: int  # line ends included
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """How well a model predicts a text.
-
-    Attributes:
-        tokens: predicted, including an `<eos>` for each line.
-        words: of the original text, without `<eos>`.
-        lines: of the original text, each with one `<eos>`.
-        utf8_bytes: of the original text, line ends included.
-        oov: tokens that are `<unk>`.
-        nll_nats: negative log-likelihood of all tokens.
-        perplexity: exp(nll / tokens).
-        perplexity_excluding_oov: over the tokens that are not `<unk>`, which remain context.
-        word_perplexity: exp(nll / (words + lines)): comparable between tokenizers.
-        bits_per_byte: nll / ln 2 / utf8_bytes; None if tokens do not spell the text, in which words
-            are separated by single spaces (which other spaces there are, is not counted).
-        class_perplexity: of the choice at the root of the tree.
-        within_class_perplexity: of the choices below: `perplexity` / `class_perplexity`.
-        context: how many tokens each token is predicted from, as a sentence.
-        eos_rule: what is counted at line ends.
-        unit: what a token is: `word`, `piece`, …
-        spelling_nats: of unknown words given `<unk>`, a part of `nll_nats` and of what is derived
-            from it, but not of the two class figures; None: they are one word `<unk>`.
-    """
-
-    tokens: int
-    words: int
-    lines: int
-    utf8_bytes: int
-    oov: int
-    nll_nats: float
-    perplexity: float
-    perplexity_excluding_oov: float
-    word_perplexity: float
-    bits_per_byte: float | None
-    class_perplexity: float
-    within_class_perplexity: float
-    context: str
-    eos_rule: str = EOS_RULE
-    unit: str = "token"
-    spelling_nats: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures for JSON, see `as_json`."""
-        return as_json(self)
-
-    def table(self, title: str) -> str:
-        """The figures as lines of text below a title."""
-        classes = f"{self.class_perplexity:.2f} × {self.within_class_perplexity:.2f}"
-        classes += ", unknown words as <unk>" * (self.spelling_nats is not None)
-        per_word = f"{self.word_perplexity:.2f}, of {self.words:,} words + {self.lines:,} line ends"
-        if self.utf8_bytes > MAX_WORD_BYTES * self.words:
-            size = round(self.utf8_bytes / max(1, self.words))
-            per_word = f"not printed: the text has a space every {size:,} bytes, so no words"
-        spelled, oov = self.spelling_nats is not None, f"{self.oov:,}"
-        if self.spelling_nats is not None:
-            oov += f", spelled in {self.spelling_nats:.1f} nats"
-        bits = "not known: unknown words are not spelled, as by --open-vocabulary"
-        if self.bits_per_byte is not None:
-            bits = f"{self.bits_per_byte:.4f}"
-        elif self.unit == token_unit(TokenizerConfig(split_punctuation=True)):
-            bits = "not known: marks are separated (tokenizer.split_punctuation: true)"
-        elif spelled:
-            bits = "not known: a line has other spaces than single ones between words"
-            bits += ", or case is lost (tokenizer.lowercase)"
-        elif not self.oov:
-            bits = "not known: case or spaces are lost, a SentencePiece model keeps them"
-        rows = {
-            "tokens predicted": f"{self.tokens:,}",
-            "words, without <eos>": f"{self.words:,}",
-            "out of vocabulary": oov,
-            "negative log-likelihood": f"{self.nll_nats:.1f} nats",
-            "perplexity": f"{self.perplexity:.2f}, {perplexity_rule(self.unit, spelled)}",
-            "  without <unk> tokens": f"{self.perplexity_excluding_oov:.2f}",
-            "  of classes × within classes": classes,
-            "  per word": per_word,
-            "bits per byte": bits,
-            "context": self.context,
-            "line ends": self.eos_rule,
-        }
-        if self.unit == ITEM:
-            rows = {
-                name.replace("tokens", "items"): rows[name]
-                for name in rows
-                if name.split()[0] not in ("words,", "without", "per", "bits")
-            }
-            rows["out of vocabulary"] = f"{self.oov:,}, which are left out"
-            rows["sequences"] = rows.pop("line ends")
-        if self.within_class_perplexity == 1:
-            del rows["  of classes × within classes"]  # there are none
-        return table_of(title, rows)
 
 
 @torch.no_grad()
@@ -224,17 +105,7 @@ def evaluate(
                 oov_nll += float(each[is_oov].sum())
             bar.update(targets.numel())
     model.train(was_training)
-    predicted_from = "each token is predicted from all tokens before it"
-    if not model.backbone.carries_state:
-        fewest = context - max(1, context // 2) + 1
-        predicted_from = (
-            f"each token is predicted from {fewest} to {context} tokens before it, and from fewer"
-            " at the start of the text"
-        )
     if sequences is not None:
-        predicted_from = "each item is predicted from the items before it in its sequence"
-        if (field := model.backbone.receptive_field) is not None:
-            predicted_from += f", at most {field}"
         oov = int(sequences.num_left_out.sum())
     return Evaluation(
         tokens=num_tokens,
@@ -249,33 +120,25 @@ def evaluate(
         bits_per_byte=None if oov else nll / math.log(2) / counts.utf8_bytes,
         class_perplexity=perplexity(class_nll, num_tokens),
         within_class_perplexity=perplexity(nll - class_nll, num_tokens),
-        context=predicted_from,
+        context=_context_in_words(model, context, sequences),
         eos_rule=EOS_RULE if sequences is None else ITEM_RULE,
         unit="token" if sequences is None else ITEM,
     )
 
 
-def token_unit(tokenizer: Tokenizer | TokenizerConfig) -> str:
-    """What a token is: `word`, `word or punctuation mark`, or `piece`."""
-    if tokenizer.kind == "sentencepiece":
-        return "piece"
-    return "word or punctuation mark" if tokenizer.split_punctuation else "word"
-
-
-def perplexity_rule(unit: str, spelled: bool = False) -> str:
-    """What *the* perplexity counts, in words; `unit` is what a token is."""
-    if unit == "piece":
-        return "per piece and line end"
-    if unit == ITEM:
-        return "per item"
-    return f"per {unit} and line end, unknown words {'spelled' if spelled else 'counted as <unk>'}"
-
-
-def perplexity(nll: float, count: int) -> float:
-    """exp(nll / count); infinity if it exceeds a float, NaN if nothing is counted."""
-    if count == 0:
-        return math.nan
-    return math.exp(nll / count) if nll / count < 700 else math.inf
+def _context_in_words(model: LanguageModel, context: int, sequences: Sequences | None) -> str:
+    """What each token is predicted from."""
+    if sequences is not None:
+        field = model.backbone.receptive_field
+        limit = "" if field is None else f", at most {field}"
+        return f"each item is predicted from the items before it in its sequence{limit}"
+    if model.backbone.carries_state:
+        return "each token is predicted from all tokens before it"
+    fewest = context - max(1, context // 2) + 1
+    return (
+        f"each token is predicted from {fewest} to {context} tokens before it, and from fewer at"
+        " the start of the text"
+    )
 
 
 def evaluate_split(

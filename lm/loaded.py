@@ -20,56 +20,28 @@ and in `evaluate` and `perplexity`. The token id of `<unk>` has P(`<unk>`), and 
 """
 
 import math
-import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
 from operator import index
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lm.evaluation import Evaluation, evaluate_text
+from lm.evaluation import evaluate_text
+from lm.figures import Evaluation
 from lm.generation import Sample, Sampling, generate_text, search_text
 from lm.generation.items import Catalogue
 from lm.generation.text import checked_text, encode_prompt, unknown_words
 from lm.model.reader import read_prefix
 from lm.run import TrainedRun
 from lm.scoring import LineScore, Scorer
+from lm.states import Prefix, State, Step, listed, warn_of
 
 Word = str | int
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class State:
-    """A model after some words. It never changes: a fork is a second reference to it.
-
-    An LSTM's state has (2 layers + 1) H numbers. A Transformer's holds the keys and values of up to
-    context - 1 tokens, 2 layers · context · H numbers (4 layers of H = 256, context 128, fp32: 1
-    MB), and a step writes a new copy of them. The states of one call of `step_many` share
-    memory, which is released with the last of them.
-    """
-
-    num_tokens: int  # read since the start
-    num_unknown: int  # how many of them are `<unk>`
-    hidden: Tensor = field(repr=False)  # [H], from which the next word is predicted
-    backbone: tuple[Tensor, ...] = field(repr=False)  # the state of the backbone, of one sequence
-    model_sha256: str = field(repr=False)  # other models do not accept the state
-
-
-Prefix = str | Sequence[int] | State
-"""What comes before a word: text, whose lines are separated by `<eos>`; token ids; or a state."""
-
-
-class Step(NamedTuple):
-    """A word and what follows from it."""
-
-    log_prob: float  # log-probability of the word in nats
-    state: State  # the state after the word
 
 
 class LoadedModel:
@@ -227,13 +199,13 @@ class LoadedModel:
         if self._catalogue is not None:
             special = self._catalogue.special
         if not isinstance(prefix, str | bytes | State):
-            prefix = self._item_ids(_listed("tokens or items", prefix))
+            prefix = self._item_ids(listed("tokens or items", prefix))
         if exclude == "seen":
             if isinstance(prefix, State):
                 raise ValueError("exclude: a state does not have the tokens that it has read")
             excluded = self.encode(prefix) if isinstance(prefix, str) else list(prefix)
         elif not isinstance(exclude, str):
-            excluded = self._item_ids(_listed("tokens or items", exclude))
+            excluded = self._item_ids(listed("tokens or items", exclude))
         elif exclude != "nothing":
             raise ValueError(f"exclude must be nothing, seen or a list, got {exclude!r}")
         hidden = self._state(prefix).hidden
@@ -260,7 +232,7 @@ class LoadedModel:
             states: S states of this model.
             words: K words, the same for every state; each of them may be several tokens.
         """
-        words = _listed("words", words)
+        words = listed("words", words)
         (tokens, of_unknown), states = self._tokens_of_all(words), self._all(states)
         if not states:
             return torch.zeros(0, len(words), device=self.model.device)
@@ -280,7 +252,7 @@ class LoadedModel:
         Each is one line, whose line end may be left out.
         """
         lines = []
-        for sentence in _listed("sentences", sentences):
+        for sentence in listed("sentences", sentences):
             lines.append(checked_text(sentence).removesuffix("\n"))
             if "\n" in lines[-1]:
                 raise ValueError(f"expected sentences of one line each, got {sentence[:40]!r}")
@@ -389,11 +361,11 @@ class LoadedModel:
 
     def _all(self, states: Iterable[State]) -> list[State]:
         """States, if they are of this model."""
-        return [self._own(state) for state in _listed("states", states)]
+        return [self._own(state) for state in listed("states", states)]
 
     def _tokens_of_all(self, words: Sequence[Word]) -> tuple[list[list[int]], list[float]]:
         """The token ids of each word, at least one, and Σ log P(word | `<unk>`) of unknown ones."""
-        words = _listed("words", words)
+        words = listed("words", words)
         tokens = [self._ids(self.encode(w) if isinstance(w, str) else [w]) for w in words]
         for word, word_tokens in zip(words, tokens, strict=True):
             if not word_tokens:
@@ -411,14 +383,7 @@ class LoadedModel:
 
     def _warn_of(self, word: Word) -> None:
         if self._warns:
-            call, level = sys._getframe(), 1  # the level of the caller of this package
-            while call.f_back and call.f_globals.get("__name__", "").startswith(("lm.", "torch.")):
-                call, level = call.f_back, level + 1
-            warnings.warn(
-                f"{word!r} is given the probability of all unknown words together, which may exceed"
-                " that of a known one: see open_vocabulary and vocabulary_size of lm.load",
-                stacklevel=level,
-            )
+            warn_of(word)
         self._warns = False
 
     def _ids(self, tokens: Iterable[int]) -> list[int]:
@@ -433,10 +398,3 @@ class LoadedModel:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
         return ids
-
-
-def _listed(what: str, values: object) -> list[Any]:
-    """The items of a list or another iterable; a text or a state is one item, and no list."""
-    if isinstance(values, str | bytes | State) or not isinstance(values, Iterable):
-        raise ValueError(f"expected a list of {what}, got {values!r:.60}")
-    return list(values)

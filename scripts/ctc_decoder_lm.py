@@ -18,7 +18,8 @@ and `LMState`.
 from collections.abc import Sequence
 from typing import Any
 
-from lm.loaded import LoadedModel, State
+from lm.loaded import LoadedModel
+from lm.states import State
 
 
 def decoder_lm(base: Any, state_class: Any) -> Any:

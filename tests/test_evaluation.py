@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from lm.cli import main
 from lm.config import ModelConfig, OutputConfig, WordTable
-from lm.evaluation import Evaluation, TextCounts, evaluate, evaluate_text
+from lm.evaluation import evaluate, evaluate_text
+from lm.figures import Evaluation, TextCounts
 from lm.model import reader
 from lm.model.build import build_model
 from lm.model.language_model import LanguageModel

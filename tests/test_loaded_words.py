@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import lm
-from lm.evaluation import Evaluation
+from lm.figures import Evaluation
 from lm.loaded import LoadedModel
 
 

@@ -217,7 +217,7 @@ def test_a_recipe_that_cannot_be_written_leaves_no_files(
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
     message = complaint("new", "my.yaml", "--text=my.txt")
-    assert message == "my.yaml cannot be written: No space left on device"
+    assert message.endswith("cannot be written: No space left on device")
     assert list(Path().iterdir()) == [Path("my.txt")]
 
 

@@ -59,7 +59,8 @@ def run(options: argparse.Namespace) -> None:
     """Print the figures, and write those of a split to `evaluate-<split>[-open].json`."""
     _check(options)
     from data_prep.corpus.lines import read_lines, read_text
-    from lm.evaluation import as_json, encode_text, evaluate_split, evaluate_text
+    from lm.evaluation import encode_text, evaluate_split, evaluate_text
+    from lm.figures import as_json
     from lm.rescoring.unknown import noted_words
     from lm.scoring.comparison import TextLosses, check_comparable, compare
     from lm.scoring.frequency import frequency_report
@@ -124,7 +125,7 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
 def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
     """Print how high the next items rank, and write it to `evaluate-<split>-ranking.json`."""
-    from lm.evaluation import as_json
+    from lm.figures import as_json
     from lm.scoring.ranking import evaluate_ranking
 
     report = evaluate_ranking(

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     from data_prep.corpus.lines import read_text
     from data_prep.tokenizer.token_file import counted_literals, log_literals
     from lm.device import return_freed_memory
-    from lm.evaluation import perplexity_rule, token_unit
+    from lm.figures import perplexity_rule, token_unit
     from lm.rescoring.unknown import noted_words
     from lm.scoring import Scorer
     from lm.scoring.layouts import Layout

@@ -11,7 +11,8 @@ input vectors and on the last layer's output is the language model's.
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,10 +70,17 @@ def _lstm(
     """The output of the last of some layers without dropout, and all layers' ends."""
     num_layers, trains = len(weights) // len(WEIGHTS), torch.is_grad_enabled()
     options = (True, num_layers, 0.0, trains, False, False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
+    with _no_warning_of_pieces():
         output, h, c = torch.lstm(inputs, state, weights, *options)
     return output, h, c
+
+
+@contextmanager
+def _no_warning_of_pieces() -> Iterator[None]:
+    """Expect weights in pieces, which cuDNN copies into one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
+        yield
 
 
 class Dropout(nn.Module):
@@ -187,9 +195,10 @@ class LSTM(nn.Module):
             self.noise = torch._cudnn_init_dropout_state(p, True, seed, **options)
         shape = (_CUDNN_LSTM, self.hidden_size, 0, num_layers)
         options = (False, p, True, False, (), self.noise)  # in training, for both directions not
-        output, h, c, *_ = torch._cudnn_rnn(
-            inputs, weights, len(WEIGHTS), None, h, c, *shape, *options
-        )
+        with _no_warning_of_pieces():
+            output, h, c, *_ = torch._cudnn_rnn(
+                inputs, weights, len(WEIGHTS), None, h, c, *shape, *options
+            )
         return output, h, c
 
     def _weights(self, layer: nn.Module, scale: float) -> list[Tensor]:

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
-from lm.evaluation import determines_bytes, encode_text, perplexity, spelling_nats, table_of
+from lm.evaluation import determines_bytes, encode_text, spelling_nats
+from lm.figures import perplexity, table_of
 from lm.run import TrainedRun
 from lm.scoring.frequency import FrequencyBin, frequency_report
 from lm.scoring.mixture import token_log_probs

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.prepared import Prepared
-from lm.evaluation import perplexity
+from lm.figures import perplexity
 
 LAST_RANKS = (10, 100, 1_000, 10_000, 100_000, 1_000_000)
 """Last ranks of bins; a further bin has the rest."""

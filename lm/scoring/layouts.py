@@ -25,7 +25,7 @@ import numpy as np
 
 from data_prep.errors import UserError
 from data_prep.tokenizer.punctuation import EOS
-from lm.evaluation import perplexity
+from lm.figures import perplexity
 from lm.scoring.scorer import LineScore, Scorer
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
-from lm.evaluation import perplexity, table_of
+from lm.figures import perplexity, table_of
 from lm.model.reader import read_text
 from lm.run import TrainedRun
 from lm.scoring.arpa import Floats

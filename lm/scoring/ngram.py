@@ -23,7 +23,7 @@ import numpy as np
 from data_prep.errors import UserError
 from data_prep.tokenizer.punctuation import EOS, UNK
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
-from lm.evaluation import token_unit
+from lm.figures import token_unit
 from lm.scoring.arpa import NATS_PER_LOG10, TOLERANCE, Floats, Ints, NGrams, read_arpa, warn_of_sum
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from data_prep.errors import UserError
 from data_prep.storage import locked, make_folder
 from lm.config import Config
 from lm.device import keep_freed_memory
-from lm.evaluation import ITEM, perplexity_rule, token_unit
+from lm.figures import ITEM, perplexity_rule, token_unit
 from lm.model.files import DESCRIPTION, read_description
 from lm.run import Run
 from lm.training.batches import Batch, Batches

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.errors import NotFiniteError, UserError
-from lm.evaluation import as_json, evaluate_split, perplexity
+from lm.evaluation import evaluate_split
+from lm.figures import as_json, perplexity
 from lm.run import Run as TrainingRun
 from lm.run import TrainedRun
 from lm.scoring.comparison import sums_of_lines

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from lm.cli import main
-from lm.evaluation import as_json, evaluate_text
+from lm.evaluation import evaluate_text
+from lm.figures import as_json
 from lm.run import TrainedRun
 from lm.scoring import comparison
 from lm.scoring.comparison import Comparison, bootstrap_interval, sums_of_lines

@@ -16,7 +16,8 @@ from data_prep.errors import UserError
 from data_prep.sequences import Sequences, find_sequences
 from lm.cli import main
 from lm.config import ModelConfig, OutputConfig, WordTable
-from lm.evaluation import as_json, evaluate, evaluate_split, evaluate_text
+from lm.evaluation import evaluate, evaluate_split, evaluate_text
+from lm.figures import as_json
 from lm.model import reader
 from lm.model.build import build_model
 from lm.model.language_model import LanguageModel

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from lm.config import ModelConfig, OutputConfig, WordTable
-from lm.evaluation import TextCounts, evaluate
+from lm.evaluation import evaluate
+from lm.figures import TextCounts
 from lm.model.build import build_model
 from lm.model.files import Description, load_model, save_model
 from lm.output import ClassTree, HierarchicalSoftmax

@@ -64,10 +64,6 @@ BF16 = ["--train.precision=bf16-mixed"]
 ON_GPU = RECIPES | {
     "lstm, bf16": [*RECIPES["lstm"], *BF16],
     "transformer, bf16": [*RECIPES["transformer"], *BF16],
-    # cuDNN's LSTM in half precision does not always repeat its results
-    "row-wise adagrad, bf16": [
-        *(*RECIPES["row-wise adagrad, bf16"], "--model.backbone=transformer"),
-    ],
 }
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

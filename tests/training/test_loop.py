@@ -105,7 +105,7 @@ def test_the_model_gets_the_counts_and_the_kind_of_gradient_of_the_configuration
 ) -> None:
     models, gradients = list[LanguageModel](), list[Any]()
     before_call(LanguageModel, "loss", lambda model, *_: models.append(model))
-    clipped = (torch.nn.utils, "clip_grad_norm_")
+    clipped = (torch.nn.utils, "clip_grads_with_norm_")
     before_call(*clipped, lambda *_: gradients.append(models[-1].table[0].grad))
     options = ["--model.count_word_dropout=3", "--optim.optimizer=sgd", "--train.max_steps=1"]
     train(tmp_path / "row_wise", *options, "--word_table.gradients=row_wise")

@@ -105,18 +105,20 @@ def difference(
     """How a backend differs from the reference, or why it does not compile; None if they agree.
 
     Allowed is twice the error of the reference in the same dtypes, both measured from fp64, and 8
-    roundings of the largest value.
+    roundings of the largest value. Random numbers that are drawn do not count: training that a new
+    process continues verifies again.
     """
-    problem, d_nll = tiny_problem(kind)
-    truth = _results(ReferenceBackend(), *_moved(problem, d_nll, "cpu", torch.float64))
-    on_device = _moved(problem, d_nll, device)
-    baseline = _results(ReferenceBackend(), *on_device)
-    try:
-        actual = _results(backend, *on_device)
-    except torch.OutOfMemoryError:
-        raise
-    except failures as failure:
-        return f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        problem, d_nll = tiny_problem(kind)
+        truth = _results(ReferenceBackend(), *_moved(problem, d_nll, "cpu", torch.float64))
+        on_device = _moved(problem, d_nll, device)
+        baseline = _results(ReferenceBackend(), *on_device)
+        try:
+            actual = _results(backend, *on_device)
+        except torch.OutOfMemoryError:
+            raise
+        except failures as failure:
+            return f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
     rounds = kind.hidden == torch.float32 and kind.tf32
     rounding = 2.0**-10 if rounds else torch.finfo(kind.hidden).eps
     found = []

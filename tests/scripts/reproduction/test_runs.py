@@ -13,7 +13,7 @@ import yaml
 
 from data_prep.errors import UserError
 from lm.config import load_config
-from lm.evaluation import Evaluation
+from lm.figures import Evaluation
 from scripts.reproduction.__main__ import main
 from scripts.reproduction.runs import RESULTS, TOP, append_log, read_logs, read_tables
 

@@ -1,0 +1,56 @@
+"""States of a loaded model and steps between them; checks and warnings of its methods."""
+
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class State:
+    """A model after some words. It never changes: a fork is a second reference to it.
+
+    An LSTM's state has (2 layers + 1) H numbers. A Transformer's holds the keys and values of up to
+    context - 1 tokens, 2 layers · context · H numbers (4 layers of H = 256, context 128, fp32: 1
+    MB), and a step writes a new copy of them. The states of one call of `step_many` share
+    memory, which is released with the last of them.
+    """
+
+    num_tokens: int  # read since the start
+    num_unknown: int  # how many of them are `<unk>`
+    hidden: Tensor = field(repr=False)  # [H], from which the next word is predicted
+    backbone: tuple[Tensor, ...] = field(repr=False)  # the state of the backbone, of one sequence
+    model_sha256: str = field(repr=False)  # other models do not accept the state
+
+
+Prefix = str | Sequence[int] | State
+"""What comes before a word: text, whose lines are separated by `<eos>`; token ids; or a state."""
+
+
+class Step(NamedTuple):
+    """A word and what follows from it."""
+
+    log_prob: float  # log-probability of the word in nats
+    state: State  # the state after the word
+
+
+def listed(what: str, values: object) -> list[Any]:
+    """The items of a list or another iterable; a text or a state is one item, and no list."""
+    if isinstance(values, str | bytes | State) or not isinstance(values, Iterable):
+        raise ValueError(f"expected a list of {what}, got {values!r:.60}")
+    return list(values)
+
+
+def warn_of(word: str | int) -> None:
+    """Warn the caller of this package of the probability that an unknown word is given."""
+    call, level = sys._getframe(), 1
+    while call.f_back and call.f_globals.get("__name__", "").startswith(("lm.", "torch.")):
+        call, level = call.f_back, level + 1
+    warnings.warn(
+        f"{word!r} is given the probability of all unknown words together, which may exceed that of"
+        " a known one: see open_vocabulary and vocabulary_size of lm.load",
+        stacklevel=level,
+    )
