@@ -61,15 +61,13 @@ VOCABULARIES = {
 }
 """Title of a column → template of its cells."""
 GPU_COLUMNS = {
-    "h200_graph": "ours, H200",
-    "kernels": "ours, H100",
+    "graph": "ours, CUDA graph",
     "full": "full softmax, torch",
     "cce": "cut-cross-entropy",
     "liger": "Liger",
     "published": "full softmax, fastest published",
-    "h200_floor": "floor, H200",
-    "floor": "floor, H100",
-    "h200_eager": "ours, H200, eager",
+    "floor": "floor",
+    "random": "ours, eager",
     "adaptive": "adaptive softmax",
     "grouped": "`grouped_mm`",
 }
@@ -182,17 +180,13 @@ def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
 
 
 def gpu_layer(results: Path) -> str:
-    """Milliseconds of the output layer on GPUs, with floors and the fastest published rate."""
+    """Milliseconds of the output layer on a GPU, with its floor and the fastest published rate."""
     rows = read_log(results, "h100", {"what": "layer"})
-    h100 = next(row for row in rows if "bytes_per_second" in row)
-    for row in read_log(results, "h200", {"what": "layer"}):
-        rows.append(row)
-        if row["method"] == "h200_graph":
-            size = {name: row[name] for name in ("vocab_size", "hidden", "positions")}
-            published = 6 * math.prod(size.values()) / PUBLISHED_FLOPS
-            times = {"published": published, "h200_floor": _floor(row, row)}
-            times["floor"] = _floor(row, h100)
-            rows += [size | {"method": k, "seconds_median": v} for k, v in times.items()]
+    for row in [row for row in rows if row["method"] == "graph"]:
+        size = {name: row[name] for name in ("vocab_size", "hidden", "positions")}
+        published = 6 * math.prod(size.values()) / PUBLISHED_FLOPS
+        times = {"published": published, "floor": row["seconds_median"] / row["ratio_to_floor"]}
+        rows += [size | {"method": k, "seconds_median": v} for k, v in times.items()]
     return pivot(
         rows,
         corner="N × H",
@@ -201,12 +195,6 @@ def gpu_layer(results: Path) -> str:
         column_titles=GPU_COLUMNS,
         cell="{seconds_median:,.2f/1e-3}",
     )
-
-
-def _floor(work: Row, device: Row) -> float:
-    """Seconds that a device needs at least for the work of a row, by its rates in another one."""
-    parts = ("bytes", "flops")
-    return float(max(work[f"floor_{part}"] / device[f"{part}_per_second"] for part in parts))
 
 
 def vocabularies(results: Path) -> list[Row]:
