@@ -12,6 +12,7 @@ import pickle
 import re
 import shutil
 import struct
+import warnings
 import zipfile
 from functools import partial
 from operator import itemgetter
@@ -132,8 +133,10 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
         raise _damaged(path) from error
     try:
-        checkpoint: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (*_DAMAGE, RuntimeError) as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Detected pickle protocol")
+            checkpoint: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (*_DAMAGE, RuntimeError, UserWarning) as error:
         if "allocate memory" in str(error):
             raise
         raise _damaged(path) from error
