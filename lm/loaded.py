@@ -184,7 +184,8 @@ class LoadedModel:
         token id of each.
 
         A model of independent sequences has items as tokens. A list of text is then the items of a
-        user, of which those that are not in the catalogue are left out, and `<eos>` is no item.
+        user, of which those that are not in the catalogue are left out with a warning, and `<eos>`
+        is no item. Text is not divided into items.
 
         Args:
             prefix: what comes before.
@@ -193,11 +194,14 @@ class LoadedModel:
                 not be a state. The log-probabilities of the others are as they are.
 
         Raises:
-            ValueError: if k is not within 1 … N less the tokens left out.
+            ValueError: if k is not within 1 … N less the tokens left out, or if text is given to a
+                model of independent sequences.
         """
         special, excluded = self._excluded(False), list[int]()
         if self._catalogue is not None:
             special = self._catalogue.special
+            if isinstance(prefix, str) and prefix:
+                raise ValueError(f"expected a list of items, got {prefix!r}")
         if not isinstance(prefix, str | bytes | State):
             prefix = self._item_ids(listed("tokens or items", prefix))
         if exclude == "seen":
@@ -341,11 +345,7 @@ class LoadedModel:
         """Token ids of words or items; items that are not in the catalogue are left out."""
         if self._catalogue is None:
             return self._ids(self.id(word) if isinstance(word, str) else word for word in words)
-        return [
-            id
-            for word in words
-            for id in (self._catalogue.ids([word]) if isinstance(word, str) else self._ids([word]))
-        ]
+        return self._ids(self._catalogue.ids(words))
 
     def _excluded(self, allow_unk: bool) -> tuple[int, ...]:
         return () if allow_unk else (self.tokenizer.unk_id,)

@@ -45,12 +45,16 @@ def listed(what: str, values: object) -> list[Any]:
 
 
 def warn_of(word: str | int) -> None:
-    """Warn the caller of this package of the probability that an unknown word is given."""
+    """Warn of the probability that an unknown word is given."""
+    warn_caller(
+        f"{word!r} is given the probability of all unknown words together, which may exceed that of"
+        " a known one: see open_vocabulary and vocabulary_size of lm.load"
+    )
+
+
+def warn_caller(text: str) -> None:
+    """Warn where this package was called from."""
     call, level = sys._getframe(), 1
     while call.f_back and call.f_globals.get("__name__", "").startswith(("lm.", "torch.")):
         call, level = call.f_back, level + 1
-    warnings.warn(
-        f"{word!r} is given the probability of all unknown words together, which may exceed that of"
-        " a known one: see open_vocabulary and vocabulary_size of lm.load",
-        stacklevel=level,
-    )
+    warnings.warn(text, stacklevel=level)

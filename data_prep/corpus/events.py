@@ -19,7 +19,7 @@ from pyarrow import compute, parquet
 from data_prep.corpus.formats import one_line, reading
 from data_prep.corpus.lines import records
 from data_prep.corpus.loader import input_files
-from data_prep.errors import UserError
+from data_prep.errors import DataError, UserError
 from data_prep.settings import DataConfig
 
 ROWS = 1 << 16
@@ -124,12 +124,17 @@ def _table(path: Path, data: DataConfig) -> Any:
     with reading(str(path)):
         columns = _parquet_columns if data.format == "parquet" else _record_columns
         table = columns(path, data.format, list(dict.fromkeys(given.values())))
+    empty = {name: table[field] for name, field in given.items() if table[field].null_count}
+    if empty:
+        counts = ", ".join(
+            f"data.{name}_field {given[name]}: {column.null_count}, the first in row"
+            f" {column.is_null().index(True).as_py() + 1}"
+            for name, column in empty.items()
+        )
+        raise DataError(f"{path}: rows without a value ({counts}; row 1 is the first): remove them")
     found = {}
     for name, field in given.items():
         key, column = f"{path}: data.{name}_field {field}", table[field]
-        if column.null_count:
-            row = column.is_null().index(True).as_py() + 1
-            raise UserError(f"{key}: row {row} has no value")
         if pyarrow.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
         kind = column.type

@@ -3,12 +3,12 @@
 import argparse
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 from data_prep.errors import UserError
-from lm.commands.arguments import COMPUTING, COUNT, EXCLUDE, FILE, JSON, RUN, Options
+from lm.commands.arguments import COMPUTING, COUNT, EXCLUDE, FILE, RUN, SWITCH, Options
 from lm.run import TrainedRun
 
 HELP = "most probable next items of sequences of items"
@@ -26,7 +26,7 @@ OPTIONS: Options = (
     | EXCLUDE
     | {"--retired": FILE | {"help": "items that nobody is recommended, one in each line"}}
     | COMPUTING
-    | JSON
+    | {"--json": SWITCH | {"help": "print one JSON object for each user"}}
 )
 AT_ONCE = 1024
 """Users that are computed together."""
@@ -42,29 +42,64 @@ def run(options: argparse.Namespace) -> None:
     if not run.is_independent:
         raise UserError(f"{run.folder}: recommending requires data.sequences: independent")
     catalogue = Catalogue(run)
-    retired = [] if options.retired is None else catalogue.ids(read_text(options.retired))
+    retired = list[int]()
+    if options.retired is not None:
+        retired, unknown = catalogue.find(list(read_text(options.retired)))
+        if unknown:
+            text = "%s: %d items are not in the catalogue, the first is %r"
+            _log.warning(text, options.retired, len(unknown), unknown[0])
     excluded = [*catalogue.special, *retired]
     users = (
         _items(line, f"{options.history}, line {number}")
         for number, line in enumerate(read_text(options.history), 1)
     )
+    lost = _Lost(options.history)
     for chunk in _chunks(users):
-        histories = [catalogue.ids(items) for items in chunk]
-        if num_unknown := sum(map(len, chunk)) - sum(map(len, histories)):
-            _log.warning("%d items are not in the catalogue and are left out", num_unknown)
+        found = [catalogue.find(items) for items in chunk]
+        histories = [ids for ids, _ in found]
+        for ids, unknown in found:
+            lost.add(ids, unknown)
         try:
             log_prob, word = recommend(
                 run.model, histories, options.k, excluded=excluded, exclude=options.exclude
             )
         except ValueError as error:
             raise UserError(f"--k {options.k}: {error}") from error
-        for ids, probs in zip(word.tolist(), log_prob.exp().tolist(), strict=True):
+        rows = zip(word.tolist(), log_prob.exp().tolist(), found, strict=True)
+        for ids, probs, (_, unknown) in rows:
             items = list(map(catalogue.item, ids))
             if options.json:
-                print(json.dumps({"items": items, "probabilities": probs}, ensure_ascii=False))
+                row = {"items": items, "probabilities": probs, "unknown": unknown}
+                print(json.dumps(row, ensure_ascii=False))
             else:
                 pairs = zip(items, probs, strict=True)
                 print("\t".join(f"{item} ({prob:.4f})" for item, prob in pairs))
+    lost.report()
+
+
+class _Lost:
+    """Counts items that are not in the catalogue, over the lines of a file."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._line, self._items, self._users = name, 0, 0, 0
+        self._first = ""
+
+    def add(self, known: Sequence[int], unknown: Sequence[object]) -> None:
+        """Count those of the next line."""
+        self._line += 1
+        if unknown and not self._items:
+            self._first = f"the first is {unknown[0]!r} in line {self._line}"
+        self._items += len(unknown)
+        self._users += bool(unknown and not known)
+
+    def report(self) -> None:
+        """Warn if there are any."""
+        if self._items:
+            text = (
+                "%s: %d items are not in the catalogue and are left out, %s; nothing is left of %d"
+            )
+            text += " users. Items with white space are given as JSON lists"
+            _log.warning(text, self._name, self._items, self._first, self._users)
 
 
 def _items(line: str, name: str) -> list[Any]:

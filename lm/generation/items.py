@@ -1,6 +1,6 @@
 """Recommending: the most probable next items of sequences, exact over the whole catalogue."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ from lm.model.language_model import LanguageModel
 from lm.model.reader import Ints, read_lines
 from lm.output.decoding.search import TopK
 from lm.run import TrainedRun
+from lm.states import warn_caller
 
 
 class Catalogue:
@@ -29,11 +30,20 @@ class Catalogue:
         eos_id, unk_id = run.description.eos_id, run.description.unk_id
         self.special = (eos_id,) if unk_id is None else (eos_id, unk_id)
 
-    def ids(self, items: Iterable[str | int]) -> list[int]:
-        """The token id of each item; those that are not in the catalogue are left out."""
+    def find(self, items: Sequence[str | int]) -> tuple[list[int], list[str | int]]:
+        """The token ids of the items that are in the catalogue, and the items that are not."""
         words = [item_word(item) if self._is_escaped else str(item) for item in items]
-        encoded = self._tokenizer.encode_lines(words)
-        return [ids[0] for ids in encoded if len(ids) == 1 and ids[0] not in self.special]
+        encoded = list(self._tokenizer.encode_lines(words))
+        known = [len(ids) == 1 and ids[0] not in self.special for ids in encoded]
+        ids = [ids[0] for ids, is_known in zip(encoded, known, strict=True) if is_known]
+        return ids, [item for item, is_known in zip(items, known, strict=True) if not is_known]
+
+    def ids(self, items: Sequence[str | int]) -> list[int]:
+        """The token ids of items, given as text or as these; warns of those it leaves out."""
+        found = {item: self.find([item])[0] for item in items if isinstance(item, str)}
+        if unknown := [item for item, ids in found.items() if not ids]:
+            warn_caller(f"not in the catalogue and left out: {unknown}")
+        return [id for item in items for id in (found[item] if isinstance(item, str) else [item])]
 
     def item(self, id: int) -> str:
         """The item with a token id, as text."""

@@ -120,6 +120,7 @@ class RankingReport:
         for mine, theirs in zip(self.model.at, self.popularity.at, strict=True):
             add(f"HR@{mine.k}", mine.hit_rate, mine.hit_rate_interval, theirs.hit_rate)
             add("  expected", mine.expected_hit_rate, None, theirs.expected_hit_rate)
+            add("  observed", mine.observed_hit_rate, None, theirs.observed_hit_rate)
             add(f"NDCG@{mine.k}", mine.ndcg, mine.ndcg_interval, theirs.ndcg)
             add("  coverage", mine.coverage, None, theirs.coverage)
         add("MRR", self.model.mrr, self.model.mrr_interval, self.popularity.mrr)

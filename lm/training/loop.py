@@ -125,7 +125,8 @@ def _report_result(run: Run) -> None:
         rule = perplexity_rule(ITEM if is_independent else token_unit(run.config.tokenizer))
         figure = f"validation perplexity {description.valid_perplexity:.2f}, {rule}"
     _log.info("%s has the model of step %d: %s", folder, description.step, figure)
-    _log.info("next: lm evaluate %s --split %s", folder, split)
+    ranking = " --ranking --exclude seen" * (run.config.data.sequences == "independent")
+    _log.info("next: lm evaluate %s --split %s%s", folder, split, ranking)
 
 
 def _is_complete(config: Config, batches: Batches, saved: dict[str, Any]) -> bool:

@@ -201,6 +201,7 @@ def test_report_of_a_run(items_run: Path, capsys: pytest.CaptureFixture[str]) ->
     sequences = run.prepared.sequences("test")
     assert values["predictions"] == values["users"] == len(sequences.begin)
     assert f"HR@5        {values['model']['at'][1]['hit_rate']:8.4f}" in table
+    assert f"  observed  {values['model']['at'][1]['observed_hit_rate']:8.4f}" in table
     # Popularity: the most frequent items of training that the user has not had.
     counts, hits = run.prepared.counts().copy(), 0
     counts[[run.prepared.eos_id, run.prepared.unk_id]] = -1
@@ -225,7 +226,8 @@ def test_recommended_items_are_the_most_probable_ones(
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert (found.pop(), lines.pop()) == (found[1], lines[1])
+    assert found.pop() == found[1] | {"unknown": ["unheard", "of"]}
+    assert lines.pop() == lines[1]
     model = lm.load(items_run, device="cpu")
     for items, values, line in zip(users, found, lines, strict=True):
         known = [item.replace(" ", "%20") for item in items if item != "unheard of"]
@@ -237,12 +239,15 @@ def test_recommended_items_are_the_most_probable_ones(
         assert values["items"] == names
         assert values["probabilities"] == pytest.approx(best.values[:4].tolist(), rel=1e-4)
         assert line.startswith(f"{names[0]} ({best.values[0]:.4f})\t{names[1]} (")
-        same = model.topk(items, 4, exclude=exclude)
+        assert values["unknown"] == [item for item in items if item == "unheard of"]
+        same = model.topk(ids, 4, exclude=exclude)
         assert [item for item, _ in same] == names
         assert [log_prob for _, log_prob in same] == pytest.approx(
             best.values[:4].log().tolist(), rel=1e-4
         )
-    without = model.topk(model.start(), 3, exclude=[names[0], "unheard of"])
+    with pytest.warns(UserWarning, match=r"left out: \['unheard of'\]") as warned:
+        without = model.topk(model.start(), 3, exclude=[names[0], "unheard of"])
+    assert {Path(each.filename) for each in warned} == {Path(__file__)}
     assert len(without) == 3
     assert names[0] not in dict(without)
     path.with_name("retired.txt").write_text(f"{names[0]}\nunheard of\n")
@@ -251,6 +256,24 @@ def test_recommended_items_are_the_most_probable_ones(
     assert last[:3] == names[1:]
     with pytest.raises(ValueError, match="a state does not have the tokens"):
         model.topk(model.start(), exclude="seen")
+    with pytest.raises(ValueError, match="expected a list of items, got 'item 19'"):
+        model.topk("item 19", 2)
+
+
+def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
+    items_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    history, retired = tmp_path / "users.txt", tmp_path / "retired.txt"
+    history.write_text('["item 3"]\nitem 3\n["item 4", "Nope"]\n')
+    retired.write_text("item 3\nitme 4\n")
+    files = [f"--history={history}", f"--retired={retired}"]
+    assert main(["recommend", str(items_run), *files]) == 0
+    lost = "are not in the catalogue"
+    assert f"{retired}: 1 items {lost}, the first is 'itme 4'" in caplog.text
+    assert (
+        f"{history}: 3 items {lost} and are left out, the first is 'item' in line 2; nothing is"
+        " left of 1 users" in caplog.text
+    )
 
 
 def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path, tmp_path: Path) -> None:

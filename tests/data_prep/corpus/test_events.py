@@ -132,7 +132,11 @@ def test_items_are_kept_as_they_are(tmp_path: Path) -> None:
     ("rows", "problem"),
     [
         ([("u", 1.5, 1)], "data.item_field what: expected text or integers, got double"),
-        ([("u", 1, 1), ("u", None, 2)], "data.item_field what: row 2 has no value"),
+        (
+            [("u", 1, 1), (None, None, 2), ("u", None, 3)],
+            "rows without a value (data.user_field who: 1, the first in row 2,"
+            " data.item_field what: 2, the first in row 2; row 1 is the first): remove them",
+        ),
         ([("", 1, 1)], "data.user_field who: row 1 is empty"),
         ([("u", 1, "soon")], "data.time_field when: expected numbers or dates (ISO 8601)"),
         ([("u", 1, float("inf"))], "data.time_field when: expected numbers or dates (ISO 8601)"),
