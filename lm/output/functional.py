@@ -88,8 +88,7 @@ def hierarchical_cross_entropy(
 def reduced(nll: Tensor, target: Tensor, reduction: Reduction, ignore_index: int) -> Tensor:
     """The mean, the sum or all of nll [...], which is 0 where the target is ignored.
 
-    The mean is over the targets that are not ignored; 0 if there is none. Each nll is divided, so
-    that no sum is large.
+    The mean is over the targets that are not ignored; 0 if there is none.
 
     Raises:
         ValueError: if there is no such reduction.
@@ -99,5 +98,5 @@ def reduced(nll: Tensor, target: Tensor, reduction: Reduction, ignore_index: int
     if reduction == "sum":
         return nll.sum()
     if reduction == "mean":
-        return (nll / (target != ignore_index).sum().clamp(min=1)).sum()
+        return nll.sum().div(target.ne(ignore_index).sum().clamp_min(1))
     raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")

@@ -73,7 +73,11 @@ def occupancy(registers: int, shared: int, warps: int, capability: int) -> int:
 
 
 def report(
-    sizes: list[int], dtypes: list[str], capabilities: list[int], kernels: list[str] | None = None
+    sizes: list[int],
+    dtypes: list[str],
+    capabilities: list[int],
+    kernels: list[str] | None = None,
+    num_words: int = 100_000,
 ) -> Iterator[dict[str, Any]]:
     """One row for each kernel, dtype, size and architecture; of all kernels if none are named.
 
@@ -86,7 +90,7 @@ def report(
         torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
         kinds = [DTYPES.get(name, torch.float32) for name in dtype.split("*")]
         problem = make_problem(
-            100_000, size, 16_384, kinds[0], weight_dtype=kinds[-1], columns=columns, bias=True
+            num_words, size, 16_384, kinds[0], weight_dtype=kinds[-1], columns=columns, bias=True
         )
         for launch in launches(problem, capability, row_wise=(False, True)):
             name = launch.kernel.__name__
@@ -160,6 +164,7 @@ def main() -> None:
     add("--dtypes", nargs="+", default=KINDS, help=kinds)
     add("--sm", type=int, nargs="+", default=[80, 90, 100])
     add("--kernels", nargs="+", metavar="NAME", help="such as _forward; default: all")
+    add("--words", type=int, default=100_000, help="decide the tile shapes; default: %(default)s")
     options = parser.parse_args()
     if options.triton:  # in a process for each version, with the option that comes last
         command = [sys.executable, "-m", "scripts.kernels.compilation_matrix"]
@@ -177,7 +182,7 @@ def main() -> None:
             print(f"sm_{sm}: left out, the backend {sentence}")
         else:
             supported.append(sm)
-    for found in report(options.sizes, options.dtypes, supported, options.kernels):
+    for found in report(options.sizes, options.dtypes, supported, options.kernels, options.words):
         table.add(found)
     num_bad = sum(not found["good"] for found in table.rows)
     num_hazards = sum(found["hazards"] for found in table.rows)

@@ -121,7 +121,8 @@ def _forward(a: _Arguments) -> Work:
         visits, width = np.minimum(stop[flat] - flat % a.P, most), a.width[node]
         num_blocks = -(-width // a.tile.c)
         loaded += float((num_blocks * visits).sum()) * a.vector_bytes
-        loaded += float(width.sum()) * a.row_bytes * a.sectors(a.tile.h, halves=a.tile.warps > 4)
+        halves = a.tile.c * a.tile.h <= 1024 * a.tile.warps
+        loaded += float(width.sum()) * a.row_bytes * a.sectors(a.tile.h, halves=halves)
         rows += float(a.width[np.unique(node)].sum())
         saved += float((visits * (a.slots[node] * a.item + num_blocks * SINGLE)).sum())
     memory = rows * a.row_bytes + (a.node >= 0).any(0).sum() * a.vector_bytes

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
-from lm.output.tracing import ONCE, differentiable_once, is_recorded, not_compiled
+from lm.output.tracing import ONCE, differentiable_once, not_compiled
 from lm.output.tree.arrays import TreeArrays
 
 Op = Callable[..., Any]
@@ -34,9 +34,11 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    duals = (forward_ad.unpack_dual(t) for t in tensors if t is not None)  # type: ignore[no-untyped-call]
     transformed = torch._C._functorch.maybe_current_level() is not None
-    if transformed or any(dual.tangent is not None for dual in duals):
+    if not transformed and forward_ad._current_level >= 0:
+        duals = (forward_ad.unpack_dual(t) for t in tensors if t is not None)  # type: ignore[no-untyped-call]
+        transformed = any(dual.tangent is not None for dual in duals)
+    if transformed:
         raise RuntimeError(
             "the loss of a tree does not support forward-mode differentiation or the transforms of"
             " torch.func (grad, vmap, …): use backward() or torch.autograd.grad"
@@ -145,7 +147,9 @@ row_wise_nll: Callable[..., Tensor] = not_compiled(_EagerNll.apply)
 
 def eager(*tensors: Tensor | None) -> bool:
     """Whether PyTorch itself executes the operations of these tensors as they are called."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or is_recorded():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if torch._C._len_torch_dispatch_stack():
         return False
     present = [tensor for tensor in tensors if tensor is not None]
     return all(type(each) in (Tensor, Parameter) and not each.is_meta for each in present)

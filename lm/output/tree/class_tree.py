@@ -25,7 +25,7 @@ from lm.output.tracing import constant_when_compiled
 from lm.output.tree import shapes
 from lm.output.tree.arrays import TreeArrays, is_tree, tree_arrays
 
-Stamp = tuple[list[tuple[int, int]], list[int]]
+Stamp = tuple[object, list[int]]
 _SAVED = ("num_children", "row_of_node", "row_of_word")
 
 
@@ -323,9 +323,10 @@ class ClassTree(nn.Module):
 
     def _current_stamp(self) -> Stamp:
         """The memory of the buffers and the numbers of writes: equal as long as nothing changes."""
-        buffers = self.num_children, self.row_of_node, self.row_of_word
-        memory = [(x.data_ptr(), x.is_cuda or _num_writes(x)) for x in buffers]
-        return memory, [_num_writes(array) for array in self._arrays]
+        buffers = [x for x in self._buffers.values() if x is not None]
+        written = [0 if x.is_inference() else x._version for x in (*buffers, *self._arrays)]
+        num_writes = 0 if buffers[0].is_cuda else written[:3]
+        return ([x.data_ptr() for x in buffers], num_writes), written[3:]
 
     @cached_property
     def item_of_row(self) -> Tensor:
@@ -370,7 +371,3 @@ class ClassTree(nn.Module):
         """The (node, row) pairs on a word's path, from the root down."""
         rows = self.rows_on_path(self.row_of_word.new_tensor(word)).tolist()
         return [(int(self.node_of_row[row]), row) for row in reversed(rows) if row >= 0]
-
-
-def _num_writes(array: Tensor) -> int:
-    return 0 if array.is_inference() else array._version

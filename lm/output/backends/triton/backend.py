@@ -25,7 +25,7 @@ from lm.output.backends.triton.plan import (
     plan_for,
 )
 from lm.output.backends.triton.routing import ALL_VALID, MERGE, MOST_RUNS, PLAN, Routing
-from lm.output.backends.triton.tile_shapes import Tile, tf32, triton_version
+from lm.output.backends.triton.tile_shapes import tf32, triton_version
 from lm.output.backends.verify import Failures, Kind, verified
 from lm.output.backends.visits import check_words
 from lm.output.tracing import constant_when_compiled
@@ -57,11 +57,9 @@ be wrong.
 
 
 @constant_when_compiled
-def _lacks_fences() -> bool:
-    """Whether the installed version is older, and not accepted; torch 2.11 cannot trace this."""
-    version = triton_version()
-    assert version is not None
-    return version < OLDEST_WITH_FENCES and os.environ.get(TIMING_ONLY) != "1"
+def _accepted() -> bool:
+    """Whether older versions are; torch 2.11 cannot trace this."""
+    return os.environ.get(TIMING_ONLY) == "1"
 
 
 def failures() -> Failures:
@@ -83,16 +81,16 @@ class TritonBackend:
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""
-        hidden, weight = problem.hidden, problem.weight
+        hidden, weight, sm = problem.hidden, problem.weight, capability(device)
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if device.type != "cuda" and not interpreted:
             return f"requires a CUDA device, got {device}"
-        if capability(device) < 80:
-            return f"requires compute capability 8.0, got {capability(device) / 10}"
+        if sm < 80:
+            return f"requires compute capability 8.0, got {sm / 10}"
         version = triton_version()
         if version is None:
             return "requires the package triton"
-        if capability(device) >= 90 and not interpreted and _lacks_fences():
+        if sm >= 90 and version < OLDEST_WITH_FENCES and not (interpreted or _accepted()):
             return (
                 f"requires Triton {'.'.join(map(str, OLDEST_WITH_FENCES))} on devices of compute"
                 f" capability 9.0 and above, got {'.'.join(map(str, version))}: its matrix products"
@@ -253,7 +251,7 @@ def _route(plan: Plan, problem: Problem, memory: Memory, nll: Tensor) -> None:
     """Launch the kernels that write the routing, and 0 for positions without visits."""
     positions, target, tree, routing = plan.num_positions, problem.target, problem.tree, memory[0]
     num_runs, run_size = plan.runs
-    is_sorted, tile = num_runs <= MOST_RUNS, Tile(run_size, 0, 0, 8, 1)
+    is_sorted, tile = num_runs <= MOST_RUNS, plan.sort_tile
     node_of_row, local_row = problem.shard or (tree.node_of_row, None)
     keys = target.new_empty(num_runs * run_size)
     launch(

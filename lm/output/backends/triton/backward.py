@@ -97,11 +97,11 @@ def _factors(
     )
     errors = Errors(torch.empty_like(memory.exp_logits), scale)
     factors = Factors(problem, memory, plan, errors, partial)
-    tile = tiles.errors._replace(c=tiles.forward.c)
+    tile = plan.errors_tile
     launch(
         "_errors", -(-num_positions // tile.v), tile,
         d_nll=d_nll, saved=Saved(*memory[3:]), d_nll_stride=d_nll.stride(0), TILE=tile,
-        **factors.shared(),
+        **factors.shared,
     )  # fmt: skip
     num_h = -(-padded // tiles.heavy.h)
     chunk_tiles = most.chunk_tiles if needs.weight or needs.bias else 0
@@ -110,6 +110,6 @@ def _factors(
     launch(
         "_heavy", row_programs + hidden_tiles * num_h, tiles.heavy,
         inputs=Inputs(memory.sorted_hidden, problem.weight), partial=partial, d_hidden=d_hidden,
-        row_programs=row_programs, META=plan.meta(tiles.heavy), **factors.shared(),
+        row_programs=row_programs, META=plan.meta(tiles.heavy), **factors.shared,
     )  # fmt: skip
     return factors

@@ -212,24 +212,19 @@ def _heavy_hidden(
 ):  # fmt: skip
     """(5) over heavy nodes: final for positions that visit no light node, partial for others.
 
-    The left and the right half of the columns are added up side by side and stored one after the
-    other, which takes fewer registers. Every other tile walks its nodes backwards: a node with
-    visits in two tiles is then the last of both, or the first.
+    Every other tile walks its nodes backwards: a node with visits in two tiles is then the last of
+    both, or the first.
     """
     BLOCK_V: tl.constexpr = META.tile.v
     BLOCK_H: tl.constexpr = META.tile.h
     STEP: tl.constexpr = META.tile.step
-    PRECISION: tl.constexpr = META.precision
     D, H, hidden_stride = strides.D, strides.h_units * META.align, _padded(strides, META)
     num_slots, weight_stride = strides.path_slots * 16, strides.weight_units * META.weight_align
     position, node, light_level = visits_of.position, visits_of.node, visits_of.light_level
-    scale = errors_of.scale
     tile_row, child = tl.arange(0, BLOCK_V), tl.arange(0, STEP)
     v = begin + tile_row
-    left = h0 + tl.arange(0, BLOCK_H // 2)
-    right = left + BLOCK_H // 2
-    total_left = tl.zeros([BLOCK_V, BLOCK_H // 2], ACC)
-    total_right = tl.zeros([BLOCK_V, BLOCK_H // 2], ACC)
+    h = h0 + tl.arange(0, BLOCK_H)
+    total = tl.zeros([BLOCK_V, BLOCK_H], ACC)
     for d in range(0, D):
         num_heavy = tl.load(light_level + v, mask=v < P, other=0)
         nodes = tl.load(node + d * P + v, mask=d < num_heavy, other=-1)
@@ -243,28 +238,18 @@ def _heavy_hidden(
                 error = _load_errors(
                     errors_of.errors, begin, tile_row, nodes == n, slot, c, width, num_slots
                 )  # fmt: skip
-                rows = (inputs.weight, first + c0, child, c < width, weight_stride)
-                total_left = _add_rows(total_left, error, rows, left, ACC, PRECISION)
-                total_right = _add_rows(total_right, error, rows, right, ACC, PRECISION)
+                w = _block(
+                    inputs.weight, first + c0, child, c < width, h, h < weight_stride, weight_stride
+                ).to(error.dtype)  # fmt: skip
+                total = tl.dot(error, w, total, input_precision=META.precision, out_dtype=ACC)
             nodes = tl.where(nodes == n, -1, nodes)
             s = _next(nodes, v, begin, BLOCK_V)
     # loaded again: what is kept during the loops, and 64-bit rows, fill registers
     light = (v < P) & (tl.load(light_level + v, mask=v < P, other=D) < D)
-    _store_block(partial_hidden, begin, light, left, hidden_stride, hidden_stride, total_left)
-    _store_block(partial_hidden, begin, light, right, hidden_stride, hidden_stride, total_right)
+    _store_block(partial_hidden, begin, light, h, hidden_stride, hidden_stride, total)
     heavy = (v < P) & (tl.load(light_level + v, mask=v < P, other=0) == D)
     p = tl.load(position + v, mask=heavy, other=0)
-    _store_rows(d_hidden, p, heavy, left, H, H, _scaled(total_left, scale))
-    p = tl.load(position + v, mask=heavy, other=0)
-    _store_rows(d_hidden, p, heavy, right, H, H, _scaled(total_right, scale))
-
-
-@triton.jit
-def _add_rows(total, error, rows, h, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """Σ_c e'_c w_c, for some columns of the rows."""
-    weight, first, child, inside, stride = rows
-    w = _block(weight, first, child, inside, h, h < stride, stride).to(error.dtype)
-    return tl.dot(error, w, total, input_precision=PRECISION, out_dtype=ACC)
+    _store_rows(d_hidden, p, heavy, h, H, H, _scaled(total, errors_of.scale))
 
 
 @triton.jit

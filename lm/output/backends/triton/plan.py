@@ -5,7 +5,7 @@ nothing and computes nothing twice. Groups of arguments of kernels are NamedTupl
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from lm.output.backends.triton.routing import (
 from lm.output.backends.triton.tile_shapes import Tile, Tiles, tf32, tiles
 from lm.output.tree.arrays import TreeArrays
 
-FILLING_TILES = 2048
+FILLING_TILES = 8192
 """Programs from which on more of them would not make the forward faster."""
 MAX_SPLITS = 16
 """Most programs that share a tile in the forward."""
@@ -117,11 +117,31 @@ class Plan:
     dtype: torch.dtype  # that sums are formed in
     precision: str
     align: tuple[int, int]  # see `alignment`
+    metas: dict[Tile, Meta] = field(default_factory=dict)  # made so far
 
     def meta(self, tile: Tile) -> Meta:
         """The constants of a kernel."""
-        of = self.tiles
-        return Meta(tile, of.light, of.forward.v, of.heavy.c, self.precision, *self.align)
+        found = self.metas.get(tile)
+        if found is None:
+            of = self.tiles
+            found = Meta(tile, of.light, of.forward.v, of.heavy.c, self.precision, *self.align)
+            self.metas[tile] = found
+        return found
+
+    @cached_property
+    def sort_tile(self) -> Tile:
+        """The tile of `_sort`."""
+        return Tile(self.runs[1], 0, 0, 8, 1)
+
+    @cached_property
+    def errors_tile(self) -> Tile:
+        """The tile of `_errors`."""
+        return self.tiles.errors._replace(c=self.tiles.forward.c)
+
+    @cached_property
+    def rows_tile(self) -> Tile:
+        """The tile of heavy nodes in `_rows`."""
+        return self.tiles.heavy._replace(warps=self.tiles.light.warps)
 
     @cached_property
     def acc(self) -> Any:
@@ -214,7 +234,8 @@ def tiles_for(problem: Problem) -> Tiles:
         return shape
     dtypes, device = (problem.hidden.dtype, problem.weight.dtype), problem.hidden.device
     tensor_cores = dtypes[0] == torch.float32 and tf32()
-    return tiles(dtypes, capability(device), alignment(problem), tensor_cores=tensor_cores)
+    align, width = alignment(problem), problem.max_path_columns // problem.depth
+    return tiles(dtypes, capability(device), align, width, tensor_cores=tensor_cores)
 
 
 def alignment(problem: Problem) -> tuple[int, int]:
@@ -234,8 +255,8 @@ def path_slots(problem: Problem) -> int:
 def _num_splits(problem: Problem, shape: Tiles) -> Any:
     """Programs that share a tile of a problem in the forward.
 
-    As many as fill a device, each with two blocks of children of a node of average width or more.
-    Of those timed on an H100 for 33k to 10M words this is the best choice.
+    As many as fill a device, each with up to two blocks of children of a node of average width. Of
+    those timed on an H100 for 33k to 10M words this is the best choice, or level with it.
     """
     given = instruments().num_splits
     if given is not None:
@@ -243,5 +264,5 @@ def _num_splits(problem: Problem, shape: Tiles) -> Any:
     tile, depth = shape.forward, problem.depth
     visits, num_nodes = depth * problem.num_positions, problem.tree.num_children.numel()
     num_tiles = at_most(visits, num_nodes) + visits // tile.v
-    most = at_most(-(-problem.max_path_columns // (depth * tile.c)) // 2, MAX_SPLITS)
+    most = at_most(-(-problem.max_path_columns // (2 * depth * tile.c)), MAX_SPLITS)
     return at_least(at_most(most, -(-FILLING_TILES // at_least(num_tiles, 1))), 1)

@@ -22,7 +22,7 @@ MERGE, PLAN = Tile(32, 32, 0, 8, 1, step=2), Tile(128, 16, 128, 4, 1, step=3)
 """Tiles of `_merge` and `_plan`, whose docstrings say of what."""
 HEADER, NUM_LISTS, ALL_VALID = 32, 8, 8
 """Numbers before the positions: the first are `Routing.num_entries`, then `Routing.all_valid`."""
-FILLING_PROGRAMS = 256
+FILLING_PROGRAMS = 64
 """Programs from which on more of them would not make d_weight faster."""
 MAX_CHUNKS, LEAST_CHUNKS, CHUNKED_COLUMNS = 12, 4, 1 << 16
 """Programs among which the visits of a node with all visits are shared; fewer than the least number

@@ -1,6 +1,7 @@
 """Gradients of rows: the launch that writes them, and the factors that optimizers use instead."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +110,7 @@ class Factors:
             partial=self.partial._replace(partial_hidden=None),
         )
 
+    @cached_property
     def shared(self) -> dict[str, Any]:
         """The arguments that the kernels of the backward have in common."""
         return {
@@ -132,7 +134,7 @@ class Factors:
         launch(
             "_update", min(num_items, UPDATE_PROGRAMS), tile,
             rule=rule, inputs=Inputs(None if of_bias else self.memory.sorted_hidden, None),
-            partial=self.partial, num_shares=num_shares, META=self.plan.meta(tile), **self.shared(),
+            partial=self.partial, num_shares=num_shares, META=self.plan.meta(tile), **self.shared,
         )  # fmt: skip
 
     def _new(self, *shape: int) -> Tensor:
@@ -146,7 +148,7 @@ def write_rows(factors: Factors, outputs: Outputs) -> None:
     of_rows = outputs.d_weight is not None or outputs.d_bias is not None
     row_tiles, split_tiles = (most.row_tiles, most.split_tiles) if of_rows else (0, 0)
     num_rows = weight.shape[0] if of_rows and outputs.written_row is None else 0
-    tile = plan.tiles.heavy._replace(warps=light.warps)
+    tile = plan.rows_tile
     row_programs = min(row_tiles * -(-columns // tile.h), ROW_PROGRAMS)
     num_programs = (most.light_groups + split_tiles) * -(-columns // light.h)
     num_programs += row_programs + min(-(-num_rows // tile.c), _ZEROING_PROGRAMS)
@@ -155,7 +157,7 @@ def write_rows(factors: Factors, outputs: Outputs) -> None:
         inputs=Inputs(factors.memory.sorted_hidden, weight), partial=factors.partial,
         outputs=outputs, visited=factors.memory.visited, node_of_row=tree.node_of_row, R=num_rows,
         row_programs=row_programs, max_groups=most.light_groups, max_split_tiles=split_tiles,
-        META=plan.meta(tile), **factors.shared(),
+        META=plan.meta(tile), **factors.shared,
     )  # fmt: skip
 
 

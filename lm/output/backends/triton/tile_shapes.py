@@ -19,8 +19,8 @@ MAX_REGISTERS = 255
 """Registers of a thread; without it the assembler spills to fit more programs on a processor."""
 
 SPILLS_LESS = (3, 9, 0)
-"""The first version of Triton that needs no registers beyond a thread's in half precision on sm_90:
-for wide tiles of d_hidden, where 2 divides its columns and 4 does not, and for 128 of norms.
+"""The first version of Triton that needs at most 128 registers of a thread for norms in half
+precision on sm_90.
 """
 
 
@@ -42,7 +42,7 @@ class Tiles(NamedTuple):
 
     forward: Tile
     errors: Tile  # its `c` is that of the forward
-    heavy: Tile  # `v` x `h` of d_hidden, in two halves, and `c` x `h` of d_weight
+    heavy: Tile  # `v` x `h` of d_hidden, `step` children at a time, and `c` x `h` of d_weight
     light: Tile  # its `v` is the most visits of a light node, its warps those of rows of heavy ones
     chunk: int = 512  # least number of visits per program where several share the rows of a node
     norm: Tile = Tile(16, 64, 64, 4, 3, 16)  # of `_update`, whose `step` visits are few
@@ -52,11 +52,15 @@ class Tiles(NamedTuple):
 
 
 _HALF_ERRORS, _SINGLE_ERRORS = Tile(16, 128, 0, 4, 1), Tile(16, 64, 0, 4, 1)
+NARROW, WIDE = 256, 2048
+"""Children of a node, on average. In half precision on sm_90, up to the first number tiles of fewer
+children are the fastest, and between them more loads in flight for light nodes.
+"""
 _NARROW_FORWARD = Tile(128, 64, 64, 8, 3)
-_FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 64, 64, 8, 3, 64)
+_FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 128, 64, 4, 3, 64)
 """Forward and heavy tiles for half precision on sm_90, where 8 does not divide the columns of the
-weight, or 2 those of d_hidden: addresses of so few columns at a time take registers. Rows in fp32,
-which pass through registers, also need such heavy tiles.
+weight, or 2 those of d_hidden, 4 in fp16: addresses of so few columns at a time take registers.
+Rows in fp32, which pass through registers, also need such heavy tiles.
 """
 _SINGLE_UPDATE, _EXACT_UPDATE = Tile(16, 32, 32, 4, 3, 16), Tile(16, 32, 32, 4, 1, 16)
 _TILES = {
@@ -67,7 +71,7 @@ _TILES = {
     # The best on an H100 for 33k to 10M words, or level with it: several programs of 4 warps on a
     # processor hide each other's waits.
     ("half", 90): Tiles(
-        Tile(64, 128, 64, 4, 4, flatten=True), _HALF_ERRORS, Tile(128, 64, 128, 8, 3, 64),
+        Tile(64, 128, 64, 4, 4, flatten=True), _HALF_ERRORS, Tile(128, 128, 128, 4, 4, 32),
         Tile(64, 64, 64, 4, 3), norm=Tile(16, 64, 64, 4, 3, 16, registers=128),
         update=Tile(16, 16, 64, 1, 3, 16, registers=224),
     ),
@@ -100,26 +104,28 @@ def tiles(
     dtypes: tuple[torch.dtype, torch.dtype],
     capability: int,
     align: tuple[int, int],
+    width: int,
     *,
     tensor_cores: bool,
 ) -> Tiles:
     """The tile shapes for the dtypes of hidden vectors and rows.
 
-    `align` are powers of two that divide H and the columns of the weight. The architecture is given
-    as compute capability x 10: 80, 90, 100.
+    `align` are powers of two that divide H and the columns of the weight; `width` is how many
+    children a node has on average. The architecture is given as compute capability x 10: 80, 90,
+    100.
     """
     (dtype, rows), (hidden_align, weight_align) = dtypes, align
     kind = "half" if dtype.itemsize == 2 else "single" if tensor_cores else "exact"
     fitting = [sm for of, sm in _TILES if of == kind and sm <= max(capability, 80)]
     found = _TILES[kind, max(fitting)]
-    spills = (triton_version() or SPILLS_LESS) < SPILLS_LESS
-    least = 4 if spills else 2
-    if spills and found.norm.registers < 168:
+    if (triton_version() or SPILLS_LESS) < SPILLS_LESS and found.norm.registers < 168:
         found = found._replace(norm=found.norm._replace(registers=168))
-    if kind == "half" and 90 <= capability < 100 and (hidden_align < least or rows.itemsize > 2):
-        found = found._replace(heavy=_FEW_HEAVY)
+    if kind == "half" and 90 <= capability < 100:
+        found = _for_width(found, width)
+        if hidden_align < (4 if dtype == torch.float16 else 2) or rows.itemsize > 2:
+            found = found._replace(heavy=_FEW_HEAVY)
     if kind == "half" and 90 <= capability < 100 and rows.itemsize > 2:  # twice the bytes
-        light = found.light._replace(h=32) if hidden_align == 1 else found.light
+        light = found.light._replace(h=32 if hidden_align == 1 else 64, stages=3)
         found = found._replace(forward=found.forward._replace(stages=3), light=light)
     if kind == "half" and capability >= 100 and hidden_align <= 2 and rows.itemsize > 2:
         found = found._replace(heavy=found.heavy._replace(step=32))  # addresses take registers
@@ -137,6 +143,14 @@ def tiles(
     return found
 
 
+def _for_width(found: Tiles, width: int) -> Tiles:
+    """The tiles for half precision on sm_90, for nodes of a width."""
+    if width <= NARROW:
+        forward = Tile(128, 64, 64, 4, 4, flatten=True)
+        return found._replace(forward=forward, heavy=found.heavy._replace(c=64))
+    return found._replace(light=found.light._replace(stages=5)) if width <= WIDE else found
+
+
 def tf32() -> bool:
     """Whether products of fp32 numbers may round them to tf32, as those of torch on CUDA.
 
@@ -149,9 +163,11 @@ def tf32() -> bool:
 @constant_when_compiled
 def triton_version() -> tuple[int, int, int] | None:
     """Version of the installed Triton, without a suffix; None if there is none."""
-    if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
-        return None
-    return _parsed(importlib.import_module("triton").__version__)
+    if "triton" not in sys.modules:
+        if importlib.util.find_spec("triton") is None:
+            return None
+        importlib.import_module("triton")
+    return _parsed(sys.modules["triton"].__version__)
 
 
 @cache

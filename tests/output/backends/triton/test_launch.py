@@ -66,7 +66,7 @@ def test_instruments_nest_and_are_undone(launches: list[Launch]) -> None:
         forward()
     forward()
     forwards = [launch for launch in launches if launch.kernel.__name__ == "_forward"]
-    default = tiles((torch.float32, torch.float32), 90, (16, 16), tensor_cores=False).forward
+    default = tiles((torch.float32, torch.float32), 90, (16, 16), 8, tensor_cores=False).forward
     assert [launch.tile for launch in forwards] == [narrow.forward, wide.forward, default]
     assert [launch.arguments["num_splits"] for launch in forwards] == [3, 1, 1]
 
@@ -99,7 +99,7 @@ def test_tf32_may_be_allowed_for_one_backend_of_torch(launches: list[Launch]) ->
             hierarchical_cross_entropy(hidden, weight, target, tree, backend="triton")
             assert launches[-1].arguments["META"].precision == precision
             expected = tiles(
-                (torch.float32, torch.float32), 90, (16, 16), tensor_cores=precision == "tf32"
+                (torch.float32, torch.float32), 90, (16, 16), 8, tensor_cores=precision == "tf32"
             )
             assert launches[-1].tile == expected.forward
     finally:
