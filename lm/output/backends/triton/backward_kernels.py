@@ -144,10 +144,11 @@ def _heavy_rows(
             visits, (sorted_hidden, hidden_stride), h, ACC, META.precision, STEP
         )  # fmt: skip
         _store_block(matrix, first, c < width, h, columns, columns, _scaled(total, scale))
-    if biases is not None:  # noqa: SIM102 - the compiler decides the first alone
-        if h0 == 0:
-            bias = _bias_sums(visits, ACC, STEP)
-            _store_biases(biases, first + tl.arange(0, BLOCK_C), c < width, bias, scale)
+    if biases is not None:  # the programs of a block's columns share its children
+        for i in range(h0 // META.tile.h, BLOCK_C // 16, tl.cdiv(columns, META.tile.h)):
+            part = i * 16 + tl.arange(0, 16)
+            bias = _bias_sums((begin, end, slot, c0 + part, width, errors, num_slots), ACC, 256)
+            _store_biases(biases, first + part, c0 + part < width, bias, scale)
 
 
 @triton.jit
@@ -170,11 +171,11 @@ def _bias_sums(visits, ACC: tl.constexpr, STEP: tl.constexpr):
     """Σ e', likewise."""
     begin, end, slot, c, width, errors, num_slots = visits
     row = tl.arange(0, STEP)
-    total = tl.zeros([c.shape[0]], ACC)
+    total = tl.zeros([STEP, c.shape[0]], ACC)
     for v0 in range(begin, end, STEP):
         error = _load_errors(errors, v0, row, v0 + row < end, slot, c, width, num_slots)
-        total += tl.sum(error.to(ACC), axis=0)
-    return total
+        total += error.to(ACC)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit

@@ -54,10 +54,10 @@ class Tiles(NamedTuple):
 _HALF_ERRORS, _SINGLE_ERRORS = Tile(16, 128, 0, 4, 1), Tile(16, 64, 0, 4, 1)
 NARROW, WIDE = 256, 2048
 """Children of a node, on average. In half precision on sm_90, up to the first number tiles of fewer
-children are the fastest, and between them more loads in flight for light nodes.
+children are the fastest in the forward, and between them more loads in flight for light nodes.
 """
 _NARROW_FORWARD = Tile(128, 64, 64, 8, 3)
-_FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 128, 64, 4, 3, 64)
+_FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 128, 64, 4, 4, 32)
 """Forward and heavy tiles for half precision on sm_90, where 8 does not divide the columns of the
 weight, or 2 those of d_hidden, 4 in fp16: addresses of so few columns at a time take registers.
 Rows in fp32, which pass through registers, also need such heavy tiles.
@@ -125,7 +125,7 @@ def tiles(
         if hidden_align < (4 if dtype == torch.float16 else 2) or rows.itemsize > 2:
             found = found._replace(heavy=_FEW_HEAVY)
     if kind == "half" and 90 <= capability < 100 and rows.itemsize > 2:  # twice the bytes
-        light = found.light._replace(h=32 if hidden_align == 1 else 64, stages=3)
+        light = found.light._replace(c=32 if hidden_align <= 2 else 64, stages=3)
         found = found._replace(forward=found.forward._replace(stages=3), light=light)
     if kind == "half" and capability >= 100 and hidden_align <= 2 and rows.itemsize > 2:
         found = found._replace(heavy=found.heavy._replace(step=32))  # addresses take registers
@@ -146,8 +146,7 @@ def tiles(
 def _for_width(found: Tiles, width: int) -> Tiles:
     """The tiles for half precision on sm_90, for nodes of a width."""
     if width <= NARROW:
-        forward = Tile(128, 64, 64, 4, 4, flatten=True)
-        return found._replace(forward=forward, heavy=found.heavy._replace(c=64))
+        return found._replace(forward=Tile(128, 64, 64, 4, 4, flatten=True))
     return found._replace(light=found.light._replace(stages=5)) if width <= WIDE else found
 
 
