@@ -27,8 +27,8 @@ LARGEST = ["random", "graph", "cce", "adaptive", "grouped"]
 
 
 BENCHMARKS = {
-    "benchmark-33k": ("33278:650", 42, METHODS),
     "benchmark-268k": ("267735:1024", 48, METHODS),
+    "benchmark-33k": ("33278:650", 42, METHODS),
     "benchmark-800k": ("800000:1024", 42, METHODS),
     "benchmark-10m": ("10000000:300", 30, LARGEST),
 }
@@ -113,7 +113,7 @@ def preflight(work: Path, *, dry: bool = False, timing_only: bool = False) -> St
     """The step before all others."""
     options = ["--dry-run"] * dry + ["--timing-only"] * timing_only
     options += ["--json", str(work / "preflight.json")]
-    return Step("preflight", [module("kernels.gpu_check.preflight", *options)], 18, 90)
+    return Step("preflight", [module("kernels.gpu_check.preflight", *options)], 22, 90)
 
 
 def names(*, dry: bool) -> list[str]:
@@ -149,16 +149,16 @@ def _gpu_steps(work: Path, capability: int, chosen: Collection[str] | None) -> l
     benchmarks = [_benchmark(work, name) for name in BENCHMARKS]
     sizes = [rows for name, (rows, *_) in BENCHMARKS.items() if chosen is None or name in chosen]
     command = module("kernels.compilation", "--sm", str(capability), "--rows")
-    compilation = Step("compile", [[*command, *(sizes or ["33278:650"])]], 11, 90)
+    compilation = Step("compile", [[*command, *(sizes or ["33278:650"])]], 14, 90)
     found = [_tests(), whole[0], *benchmarks[:2], *whole[1:], *benchmarks[2:], _sanitizer()]
     return [compilation, *found]
 
 
 def _tests() -> Step:
-    num_parts = max(1, min(12, (os.cpu_count() or 1) - 2))
+    num_parts = max(1, min(14, (os.cpu_count() or 1) - 2))
     tests = [*PYTEST, "-m", "gpu", *GPU_TESTS, "--shard"]
     parts = [[*tests, f"{i}/{num_parts}"] for i in range(num_parts)]
-    return Step("tests", parts, 105, 170, parallel=True)
+    return Step("tests", parts, 115, 190, parallel=True)
 
 
 def _sanitizer() -> Step:
@@ -202,7 +202,7 @@ def _whole_programs(work: Path, extent: Extent) -> list[Step]:
         logged(work, "decode", "decode", "--device", extent.device, *extent.decode),
     ]
     return [
-        Step("training", [corpus, *training], 65, 150),
+        Step("training", [corpus, *training], 80, 160),
         Step("row-wise", tables, 65, 150),
         Step("commands", [corpus, *commands], 65, 150),
     ]
