@@ -40,15 +40,6 @@ def test_the_check_fails_where_nothing_fits_and_in_ci_where_it_cannot_look(
     assert printed in "".join(capsys.readouterr())
 
 
-def test_what_uv_says_without_an_index_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("uv")
-    monkeypatch.setenv("UV_NO_CACHE", "1")
-    monkeypatch.setenv("UV_OFFLINE", "1")
-    why = installation.resolve(("3.12", "constraints.txt"))
-    assert why is not None
-    assert any(words in why for words in installation.UNREACHABLE)
-
-
 def test_the_readme_installs_the_torch_of_the_constraints() -> None:
     (named,) = re.findall(
         r"pip install .*(torch==\S+)", (installation.TOP / "README.md").read_text()
