@@ -205,22 +205,6 @@ def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words_in_the_t
         assert "within classes" not in full.table("text")
 
 
-def test_bits_per_byte_are_printed_only_if_every_byte_is_paid_for(
-    lstm_run: Path, tmp_path: Path, tiny: Path, printed: Printed
-) -> None:
-    def row(run: Path, text: str) -> str:
-        (tmp_path / "text").write_text(text)
-        table = printed("evaluate", run, "--text", tmp_path / "text")
-        (found,) = re.findall(r"bits per byte +(.*)", table)
-        return str(found)
-
-    assert float(row(lstm_run, "the cat\n")) > 0
-    assert row(lstm_run, "the zebra\n").startswith("not known: unknown words are not spelled")
-    options = ["--tokenizer.lowercase=true", "--train.max_steps=1", "--no-progress"]
-    assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
-    assert row(tmp_path / "run", "the cat\n").startswith("not known: case or spaces are lost")
-
-
 def test_figures_that_cannot_be_written_are_printed(
     lstm_run: Path, tmp_path: Path, evaluated: Evaluated, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -95,12 +95,6 @@ def test_greedy_generation_reproduces_the_text(song_run: Path, printed: Printed)
     assert text == "\n".join([*SONG, *SONG, SONG[0]]) + "\n"
 
 
-def test_prompt_of_several_lines_is_continued(song_run: Path, printed: Printed) -> None:
-    prompt = f"{SONG[1]}\nhis dog"
-    text = printed(song_run, "--temperature=0", "--tokens=4", "--prompt", prompt)
-    assert text == f"{SONG[1]}\n{SONG[2]}\n"
-
-
 def test_long_prompts_are_read_in_chunks(
     run: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,14 +256,11 @@ def test_unknown_words_are_drawn_on_request_only(run: Path, printed: Printed) ->
     [
         (["--length-penalty=1"], "--length-penalty requires --beams"),
         (["--beams=2", "--samples=3"], "--samples 3 requires as many --beams"),
-        (["--beams=2", "--length-penalty=99"], "length_penalty must be within ±10, got 99.0"),
         (["--prompt=a", "--prompts=b"], "not allowed with argument --prompt"),
-        (["--tokens=1.5"], "argument --tokens: must be an integer, got '1.5'"),
         (["--seed=18446744073709551616"], "seed must be within -2^63 … 2^64 - 1, got 1844"),
         (["--samples=1000000000"], "the texts need 6,400 GB of memory"),
         (["--beams=1000000000"], "the beams need "),
         (["--stop="], "a stop string must not be empty"),
-        (["--temperature=nan"], "generate: temperature must be "),
         (["--top-p=0"], "generate: top_p must be "),
         *(
             (["--beams=2", f"{option}=1"], f"{option} cannot be combined with --beams")
@@ -282,14 +273,6 @@ def test_wrong_options_are_one_line(
     lstm_run: Path, complaint: Callable[..., str], options: list[str], message: str
 ) -> None:
     assert message in complaint("generate", lstm_run, *options)
-
-
-def test_seeds_of_64_bits_are_taken(lstm_run: Path, printed: Printed) -> None:
-    texts = [
-        printed(lstm_run, "--tokens=9", f"--seed={seed}") for seed in (2**64 - 1, -1, -(2**63), 0)
-    ]
-    assert texts[0] == texts[1]  # modulo 2^64
-    assert len(set(texts)) == 3
 
 
 def test_a_file_is_no_run_and_a_file_without_prompts_is_an_error(

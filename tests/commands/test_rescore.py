@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,25 +200,6 @@ def test_mistakes_are_single_lines(
     tuning = ["--tune", dev, reference]
     errors = complaint("rescore", lstm_run, dev, "--references", reference, *tuning)
     assert errors.startswith(f"utterance dev0 is in {dev} and in {dev}: weights must be tuned on")
-
-
-def test_error_rates_and_weights_are_reported_next_to_the_chosen_texts(
-    lstm_run: Path,
-    lists: Path,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options = ["--references", str(lists / "test.ref"), "--tune"]
-    options += [str(lists / "dev.nbest"), str(lists / "dev.ref")]
-    assert main(["rescore", str(lstm_run), str(lists / "test.nbest"), *options]) == 0
-    rule, weights, unknown, development, report = caplog.messages
-    assert rule.startswith(f"{lstm_run}: no word of the lists is unknown")
-    assert weights.startswith("weights: lm_weight ")
-    assert re.fullmatch(f"unknown to {lstm_run}: vocabulary_size [\\d,]+, types 0, .*", unknown)
-    for line, name in ((development, "development"), (report, "report")):
-        assert re.match(rf"{name}: utterances \d+, .*wer_before .*wer_after .*wer_oracle ", line)
-    references = (lists / "test.ref").read_text().splitlines()
-    assert len(capsys.readouterr().out.splitlines()) == len(references)
 
 
 UNKNOWN = """\

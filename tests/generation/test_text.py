@@ -10,7 +10,6 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from data_prep.errors import UserError
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.generation import Sampling, generate_text, text
 from lm.generation.text import Continuation, encode_prompt, level_probs, unknown_words
@@ -178,10 +177,3 @@ def test_wrong_arguments_raise(prompt: Any, options: dict[str, Any], message: st
     options = {"num_tokens": 3} | options
     with pytest.raises(ValueError, match=f"^{message}$"):
         list(generate_text(random_model("full"), TOKENIZER, [prompt], **options))
-
-
-def test_texts_must_fit_into_the_memory_that_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "available_bytes", lambda device: 2_000_000_000)
-    message = r"^the texts need 3 GB of memory, 2 GB are available: fewer samples, beams or tokens"
-    with pytest.raises(UserError, match=message):
-        drawn(3_000_000)

@@ -1,7 +1,6 @@
 """Loss by frequency rank: the bins of the definition, their sum, their table."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -34,16 +33,3 @@ def test_tokens_are_divided_by_the_rank_of_their_word_and_of_the_word_before(
             assert 0 < each["tokens"] == inside.sum()
             assert each["nll_nats"] == pytest.approx(nll[inside].sum())
         assert sum(each["nll_nats"] for each in bins) == pytest.approx(values["nll_nats"], rel=1e-5)
-
-
-def test_the_table_has_every_bin(lstm_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(lstm_run), "--by-frequency"]) == 0
-    rows = capsys.readouterr().out.split("rank of the ")[1:]
-    for title, text in zip(("predicted", "previous"), rows, strict=True):
-        assert text.startswith(f"{title} word")
-        _, *lines = text.strip().splitlines()
-        cells = [line.split() for line in lines]
-        assert sum(float(row[3]) for row in cells) == pytest.approx(100, abs=0.05)
-        assert sum(float(row[6]) for row in cells) == pytest.approx(100, abs=0.05)
-        for row in cells:
-            assert math.exp(float(row[4])) == pytest.approx(float(row[5]), rel=1e-3)

@@ -1,9 +1,6 @@
 """What is logged: `metrics.csv`, the curves and wandb."""
 
 import math
-import re
-import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -16,11 +13,9 @@ from lightning.fabric import Fabric
 from matplotlib.axes import Axes
 
 from data_prep.errors import UserError
-from lm.cli import main
 from lm.config import Config, TrainConfig, validate
 from lm.model.language_model import LanguageModel
 from lm.training import state
-from lm.training.batches import Batches
 from lm.training.clock import Clock, Progress
 from lm.training.loggers import MetricsFile, ProgressBar, check_wandb, wandb_mode
 from lm.training.metrics import Metrics, draw_curves, read_metrics
@@ -107,34 +102,6 @@ def test_the_training_perplexity_is_that_of_the_tokens_since_the_previous_line(
         assert line.train_perplexity == pytest.approx(math.exp(mean), rel=1e-9)
 
 
-def test_tokens_per_second_count_the_time_before_an_interruption(
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    before_call: BeforeCall,
-) -> None:
-    monkeypatch.setattr("lm.training.clock.time.perf_counter", iter(range(1000)).__next__)
-    options = ["--train.checkpoint_every_steps=4", "--train.val_every_steps=100"]
-    options += ["--log.every_steps=6", "--train.max_steps=12"]
-    main([*arguments, *options])
-    whole = read_metrics(tmp_path / "run" / "metrics.csv")
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    (tmp_path / "run" / "config.yaml").unlink()
-    fatal = [5]
-
-    def die_once(_: Batches, number: int) -> None:
-        if number in fatal:
-            raise KeyError(fatal.pop())
-
-    before_call(Batches, "__getitem__", die_once)
-    with pytest.raises(KeyError):
-        main([*arguments, *options])
-    assert main([*arguments, *options, "--resume", "auto"]) == 0
-    again = read_metrics(tmp_path / "run" / "metrics.csv")
-    assert [line.step for line in again] == [line.step for line in whole] == [6, 12]
-    assert again[0].tokens_per_second == pytest.approx(again[0].tokens / again[0].seconds, abs=1)
-
-
 def a_clock(num_steps: int) -> Clock:
     fabric, batches = Fabric(accelerator="cpu", devices=1), SimpleNamespace(num_steps=num_steps)
     return Clock(fabric, Progress(), TrainConfig(), cast(Any, batches), None)
@@ -151,22 +118,6 @@ def figures(step: int, valid: float | None) -> Metrics:
         seconds=1.0,
         tokens_per_second=13061.0,
     )
-
-
-def test_a_terminal_of_80_columns_shows_the_validation_perplexity(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
-    bar = ProgressBar(10_000, a_clock(10_790))
-    bar.log(figures(10_500, 109.77))
-    bar.step(10_500)
-    bar.log(figures(10_600, None))
-    bar.close()
-    last = re.split(r"[\r\n]", capsys.readouterr().err.rstrip())[-1]
-    assert len(last) <= 80
-    for part in ("train 10500/10790", "valid ppl 109.77", "ppl 123.5", "13061 tokens/s"):
-        assert part in last
 
 
 def test_lines_without_a_terminal_have_the_time_left_and_a_validation_once(
@@ -220,12 +171,6 @@ def test_the_curve_leaves_out_perplexities_of_few_steps(
     training, validation = drawn
     assert training == ([1_000_000, 2_000_000, 3_000_000], [123.45] * 3)
     assert validation == ([2_020_000, 3_020_000], [60.0] * 2)
-
-
-def test_titles_are_no_math(tmp_path: Path) -> None:
-    for title in ("a$_$b", "$", "a_b^c", "\\frac", "$x"):
-        draw_curves(tmp_path, title)
-        assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def logs_to_wandb(mode: str) -> Config:

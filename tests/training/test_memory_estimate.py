@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from data_prep.errors import UserError
-from lm import device
 from lm.config import Config, load_config
 from lm.output import ClassTree
 from lm.output.backends import saved_bytes
@@ -171,14 +170,6 @@ def test_settings_that_would_be_refused_or_need_more_are_not_proposed(
     for options in (["model.embedding=8", "train.devices=2"], ["model.hidden=1000000"]):
         with pytest.raises(UserError, match=r"0\.0 GB are available: use fewer words or a smaller"):
             check(config(*options, "word_table.optimizer=adagrad"))
-
-
-def test_unknown_memory_refuses_nothing(
-    config: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "PROC", tmp_path / "none")
-    assert device.available_bytes(CPU) is None
-    check(config())
 
 
 def test_processes_on_a_cpu_share_its_memory(config: Configured) -> None:

@@ -225,17 +225,6 @@ def test_clustered_words_and_the_others_by_count_are_a_partition(
     assert in_both == ({0} if num_word_classes == 1 and clustered_words < 101 else set())
 
 
-def test_clustered_and_other_words_share_the_classes_by_sqrt_count() -> None:
-    counts = np.array([100, 1, 1, 1, 1, 1, 1, 36, 36, 36], dtype=np.int64)
-    tokens = np.repeat(np.arange(10, dtype=np.uint16), counts)
-    settings = ClassesConfig(method="embedding", num_word_classes=5, clustered_words=4)
-    word_class = built(counts, tokens, settings)
-    # √count: 10 + 3 · 6 = 28 of 34, so 4 of 5 classes.
-    assert sorted(word_class[[0, 7, 8, 9]].tolist()) == [0, 1, 2, 3]
-    assert word_class[1:7].tolist() == [4] * 6
-    assert_partition(built(np.zeros(10, np.int64), tokens[:0], settings), 10, 5)
-
-
 def test_clustered_words_are_clustered_as_if_they_were_the_whole_text() -> None:
     tokens, _ = planted_text(6, 15, 12_000)
     rare = np.tile(np.arange(90, 130, dtype=np.uint16), 9)

@@ -1,6 +1,5 @@
 """Token files: every line ends with `<eos>`, and the counts are those of the text."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -58,13 +57,3 @@ def test_the_batch_size_changes_nothing(
     assert batched[1].tolist() == whole[1].tolist()
     assert whole[0].words == sum(len(line.split()) for line in lines)
     assert whole[0].utf8_bytes == sum(len(line.encode()) + 1 for line in lines)
-
-
-def test_progress_goes_to_stderr_and_counts_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    encode_split(["a", "b", "c"], TOKENIZER, tmp_path / "train.npy", progress=True)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "train: 3.00 lines" in captured.err
