@@ -205,20 +205,15 @@ def test_freed_memory_is_kept_unless_the_user_has_set_malloc(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[int, int]] = []
-    library = SimpleNamespace(
-        mallopt=lambda *setting: calls.append(setting), gnu_get_libc_version=str
-    )
+    library = SimpleNamespace(mallopt=lambda *call: calls.append(call), gnu_get_libc_version=str)
     monkeypatch.setattr("lm.device.ctypes.CDLL", lambda _: library)
-    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
-        monkeypatch.delenv(name)
-    module.keep_freed_memory()
-    assert calls == [(-4, 0), (-1, 1 << 30)]
-    module.return_freed_memory()
-    assert calls.pop() == (-3, 6 << 20)
     monkeypatch.setenv("MALLOC_ARENA_MAX_", "4")
     module.keep_freed_memory()
-    assert len(calls) == 2
+    assert calls == []
     monkeypatch.delenv("MALLOC_ARENA_MAX_")
+    module.keep_freed_memory()
+    module.return_freed_memory()
+    assert calls == [(-4, 0), (-1, 1 << 30), (-3, 6 << 20)]
     del library.gnu_get_libc_version
     module.keep_freed_memory()
-    assert len(calls) == 2
+    assert len(calls) == 3

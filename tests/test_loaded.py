@@ -2,10 +2,13 @@
 
 import json
 import math
+import pydoc
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 import lm
 from data_prep.errors import UserError
 from lm.evaluation import evaluate_text
+from lm.figures import Evaluation
 from lm.loaded import LoadedModel, Word
 from lm.run import TrainedRun
 
@@ -143,15 +147,6 @@ def test_candidates_equal_the_whole_distribution(loaded: LoadedModel) -> None:
     )
 
 
-def test_candidate_of_several_tokens_has_the_product_of_their_probabilities(
-    loaded: LoadedModel,
-) -> None:
-    state = loaded.start("the")
-    steps = [loaded.step(state, "cat sees"), loaded.step(state, "dog")]
-    actual = loaded.candidate_log_prob("the", ["cat sees", "dog"])
-    assert actual.tolist() == pytest.approx([step.log_prob for step in steps], abs=1e-12)
-
-
 def test_candidates_of_many_states_are_those_of_each(loaded: LoadedModel) -> None:
     states = [loaded.start(text) for text in ("", "the old", "the old cat\nthe", "the old")]
     empty = loaded.candidate_log_probs([], ["cat"])
@@ -277,15 +272,6 @@ def test_a_vocabulary_size_leaves_texts_and_their_perplexity_unchanged(run: Path
             lm.load(run, vocabulary_size=size)  # type: ignore[arg-type]
 
 
-def test_search_finds_what_its_steps_add_up_to(loaded: LoadedModel) -> None:
-    best, *_ = loaded.search("the old", num_tokens=12, num_beams=4, allow_unk=True)
-    state, total = loaded.start("the old"), 0.0
-    for token in best.tokens:
-        log_prob, state = loaded.step(state, token)
-        total += log_prob
-    assert best.log_prob == pytest.approx(total, abs=1e-9)
-
-
 def test_importing_the_package_imports_no_torch() -> None:
     code = "import lm, sys; print('torch' in sys.modules, callable(lm.load))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -300,3 +286,76 @@ def test_the_classes_of_results_belong_to_the_package(lstm_run: Path) -> None:
     assert isinstance(model.score(["the"])[0], lm.LineScore)
     with pytest.raises(AttributeError, match="'lm' has no attribute 'Steps'"):
         _ = lm.Steps
+
+
+@pytest.mark.parametrize(
+    ("options", "word", "warns"),
+    [
+        ({}, "zebra", True),
+        ({}, "the zebra", True),
+        ({}, "<unk>", True),
+        ({}, None, True),
+        ({}, "the", False),
+        ({"open_vocabulary": True}, "zebra", False),
+        ({"open_vocabulary": True}, None, True),
+        ({"vocabulary_size": 1000}, "zebra", False),
+        ({"vocabulary_size": 1000}, None, False),
+    ],
+)
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model, word: model.step(model.start("the"), word),
+        lambda model, word: model.step_many([model.start("the")], [word]),
+        lambda model, word: model.candidate_log_prob("the", [word]),
+        lambda model, word: model.candidate_log_probs([model.start("the")], [word]),
+    ],
+)
+def test_a_word_with_the_probability_of_all_unknown_ones_warns_once(
+    lstm_run: Path,
+    ask: Callable[[LoadedModel, Any], object],
+    options: dict[str, Any],
+    word: str | None,
+    warns: bool,
+) -> None:
+    loaded = lm.load(lstm_run, **options)
+    word_or_id = loaded.unk_id if word is None else word
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ask(loaded, word_or_id)
+        ask(loaded, word_or_id)
+    assert {each.filename for each in caught} <= {__file__}
+    found = [str(each.message) for each in caught]
+    expected = f"{word_or_id!r} is given the probability of all unknown words together"
+    assert [message.startswith(expected) for message in found] == [True] * warns
+
+
+def test_ids_and_words_are_converted(lstm_run: Path) -> None:
+    loaded = lm.load(lstm_run)
+    for id in range(loaded.vocab_size):
+        assert loaded.word(id) == loaded.tokenizer.token(id)
+        if id not in (loaded.eos_id, loaded.unk_id):
+            assert loaded.id(loaded.word(id)) == id
+    assert loaded.id("zebra") == loaded.unk_id
+    for word, log_prob in loaded.topk("the", 3):
+        assert log_prob == pytest.approx(float(loaded.log_prob("the")[loaded.id(word)]), abs=1e-6)
+    with pytest.raises(ValueError, match="'the cat' has 2 tokens, not one"):
+        loaded.id("the cat")
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        loaded.word(loaded.vocab_size)
+
+
+def test_help_explains_every_figure() -> None:
+    for figures in (Evaluation, lm.LineScore):
+        text = pydoc.render_doc(figures, renderer=pydoc.plaintext)  # type: ignore[attr-defined]
+        for each in fields(figures):
+            assert re.search(rf"\n \|  +{each.name}: [a-z\[]", text), each.name
+
+
+def test_every_file_of_a_run_is_described(lstm_run: Path) -> None:
+    page = (Path(lm.__file__).parent / "training" / "README.md").read_text()
+    found = [path.name for path in lstm_run.rglob("*") if path.is_file()]
+    assert len(found) > 10
+    for name in found:
+        name = re.sub("evaluate-.*.json", "evaluate-SPLIT.json", name)
+        assert re.search(rf"[`/]{re.escape(name)}`", page), name

@@ -20,7 +20,6 @@ from lm.cli import main
 from lm.config import Config, OptimConfig, load_config, validate
 from lm.recipe import MAX_WORDS, fit
 from lm.run import Run
-from lm.training.metrics import read_metrics
 from tests.conftest import toy_sentences
 from tests.data_prep.conftest import write_table
 
@@ -144,24 +143,6 @@ def test_rows_of_a_table_stay_whole(
     assert f"split: {split}" in printed("new", "my.yaml", f"--text={name}", *options)
 
 
-@pytest.mark.parametrize(
-    ("text", "found", "unit", "asked_for"),
-    [
-        (("one two\n" * 700 + "three\n\n") * 40, "documents, train 36", "lines", "train 25,236"),
-        ("one two\nthree\n\n" * 40, "lines, train 72", "documents", "train 36"),  # too short
-    ],
-    ids=["long", "short"],
-)
-def test_documents_are_found_if_they_are_long_or_asked_for(
-    printed: Printed, text: str, found: str, unit: str, asked_for: str
-) -> None:
-    Path("my.txt").write_text(text)
-    summary = printed("new", "my.yaml", "--text=my.txt")
-    assert f"by {found} {found.split(',')[0]} (about" in summary
-    summary = printed("new", "other.yaml", "--text=my.txt", f"--split-by={unit}")
-    assert f"by {unit}, {asked_for} {unit} (about" in summary
-
-
 def test_nothing_is_overwritten(complaint: Complaint) -> None:
     new("the dog\n" * 40)
     before = Path("my.yaml").read_text()
@@ -234,16 +215,6 @@ def test_a_text_that_changes_meanwhile_is_refused(
     message = complaint("new", "my.yaml", "--text=my.txt")
     assert message == "my.txt changed while it was read: try again"
     assert list(Path().iterdir()) == [Path("my.txt")]
-
-
-@pytest.mark.parametrize("space", [" ", "\n"], ids=["one line", "lines"])
-@pytest.mark.parametrize("length", ["--train.max_epochs=2", "--train.max_steps=40"])
-def test_the_learning_rate_decays_within_the_length_given(space: str, length: str) -> None:
-    config = new(f"the dog sat on the mat{space}" * 5_000)
-    assert (config.data.files.valid is None) == (space == " ")
-    assert main(["train", "my.yaml", "--no-progress", "--model.hidden=8", length]) == 0
-    rates = [line.learning_rate for line in read_metrics(Path("runs/my/metrics.csv"))]
-    assert 0.1 * config.optim.lr < rates[-1] < 0.12 * config.optim.lr
 
 
 @pytest.mark.parametrize("punctuated", [False, True])

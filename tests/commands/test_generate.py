@@ -16,8 +16,6 @@ from torch import Tensor
 
 from lm.cli import main
 from lm.generation.text import encode_prompt
-from lm.model import reader
-from lm.model.language_model import LanguageModel
 from lm.output import HierarchicalSoftmax
 from lm.run import TrainedRun
 
@@ -93,25 +91,6 @@ def test_greedy_generation_reproduces_the_text(song_run: Path, printed: Printed)
     length = sum(len(line.split()) + 1 for line in SONG)
     text = printed(song_run, "--temperature=0", f"--tokens={2 * length}", "--prompt", SONG[0])
     assert text == "\n".join([*SONG, *SONG, SONG[0]]) + "\n"
-
-
-def test_long_prompts_are_read_in_chunks(
-    run: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = "the old cat sees a dog today\na man finds"
-    options = ["--prompt", prompt, "--tokens=20", "--temperature=0"]
-    whole = printed(run, *options)
-    lengths: list[int] = []
-    forward = LanguageModel.forward
-
-    def recorded(self: LanguageModel, tokens: Tensor, state: Any = None) -> Any:
-        lengths.append(len(tokens))
-        return forward(self, tokens, state)
-
-    monkeypatch.setattr(LanguageModel, "forward", recorded)
-    monkeypatch.setattr(reader, "CHUNK_TOKENS", 4)
-    assert printed(run, *options) == whole
-    assert lengths == [1, 4, 4, 4, *[1] * 19]  # the size of a state; twelve with both <eos>
 
 
 def test_samples_differ_and_json_equals_the_printed_text(run: Path, printed: Printed) -> None:

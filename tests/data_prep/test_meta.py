@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,6 @@ from data_prep.meta import (
     find_changes,
     read_meta,
     requested_meta,
-    requested_settings,
     setting_changes,
 )
 from data_prep.prepare import prepare
@@ -141,25 +139,6 @@ def test_the_record_contains_no_local_path(corpus: Corpus) -> None:
     text = (corpus.prepared / "meta.json").read_text()
     assert str(corpus.folder) not in text
     assert json.loads(text)["inputs"]["valid"][0]["num_bytes"] == 10
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("words", {"vocab_size": 5, "min_count": 2}),
-        ("words", {"lowercase": True, "split_punctuation": True}),
-        ("sentencepiece", {"vocab_size": 16, "model_type": "char", "byte_fallback": True}),
-        ("sentencepiece", {"character_coverage": 0.9, "max_sentences": 200}),
-    ],
-)
-def test_every_setting_of_a_tokenizer_is_recorded(kind: Any, options: dict[str, Any]) -> None:
-    base = TokenizerConfig(kind=kind, vocab_size=15)
-    data, classes = DataConfig(), ClassesConfig()
-    before, after = (
-        requested_settings(data, settings, classes) for settings in (base, replace(base, **options))
-    )
-    expected = [f"tokenizer.{key}: {getattr(base, key)} → {options[key]}" for key in options]
-    assert setting_changes(before, after) == {"tokenizer": expected}
 
 
 def test_a_deleted_setting_differs_unless_it_has_its_former_default() -> None:

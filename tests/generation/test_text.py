@@ -12,9 +12,7 @@ from scipy.stats import chi2
 
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.generation import Sampling, generate_text, text
-from lm.generation.text import Continuation, encode_prompt, level_probs, unknown_words
-from lm.model import reader
-from lm.output import HierarchicalSoftmax
+from lm.generation.text import Continuation, encode_prompt, unknown_words
 from lm.run import TrainedRun
 
 from .models import random_model
@@ -120,40 +118,10 @@ def test_texts_do_not_depend_on_how_they_are_batched(
     assert texts() == expected
 
 
-def test_samples_leave_the_batch_when_they_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = list[int]()
-    sample = HierarchicalSoftmax.sample
-
-    def recorded(self: HierarchicalSoftmax, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(len(hidden))
-        return sample(self, hidden, *args, **kwargs)
-
-    monkeypatch.setattr(HierarchicalSoftmax, "sample", recorded)
-    torch.manual_seed(0)
-    model = random_model("two_level")
-    (samples,) = generate_text(model, TOKENIZER, ["a"], num_tokens=40, num_samples=8, stop=["\n"])
-    lengths = [len(each.tokens) for each in samples]
-    assert len(set(lengths)) > 1
-    assert sizes == [sum(length > step for length in lengths) for step in range(max(lengths))]
-    assert all(each.tokens[-1] == 0 or len(each.tokens) == 40 for each in samples)
-
-
 def test_prompt_ids_and_unknown_words() -> None:
     assert encode_prompt(TOKENIZER, "") == [0]
     assert encode_prompt(TOKENIZER, "a b\n\na") == [0, 2, 3, 0, 0, 2]
     assert unknown_words(TOKENIZER, ["a dog", "<unk> dog\nb bird"]) == ["dog", "bird"]
-
-
-def test_probabilities_of_levels_are_those_of_one_pass_over_chunks(
-    lstm_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, tokens = TrainedRun(lstm_run, "cpu").model, [3, 5, 2, 0, 7, 4]
-    whole = level_probs(model, [0, 4], tokens)
-    monkeypatch.setattr(reader, "BATCH_TOKENS", 3)
-    chunked = level_probs(model, [0, 4], tokens)
-    assert len(whole) == len(tokens)
-    for first, second in zip(whole, chunked, strict=True):
-        assert first == pytest.approx(second, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -141,17 +141,6 @@ def test_a_seed_gives_the_same_backbone_whatever_the_output_layer_is(
 
 
 @BACKBONES
-def test_dropout_acts_only_while_training(backbone: str) -> None:
-    model, (tokens, _) = make(backbone, dropout=0.5), text()
-    plain = make(backbone)
-    plain.load_state_dict(model.state_dict())
-    assert torch.equal(model.eval()(tokens)[0], plain(tokens)[0])
-    first, second = (model.train()(tokens)[0] for _ in range(2))
-    assert not torch.equal(first, second)
-    assert 0.2 < float((first == 0).double().mean()) < 0.8
-
-
-@BACKBONES
 @pytest.mark.parametrize(
     "settings", [{"input_pieces": 8}, {"input_embedding": "path_sum"}], ids=["pieces", "path_sum"]
 )

@@ -120,6 +120,22 @@ def figures(step: int, valid: float | None) -> Metrics:
     )
 
 
+def test_a_terminal_of_80_columns_shows_the_validation_perplexity(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    bar = ProgressBar(10_000, a_clock(10_790))
+    bar.log(figures(10_500, 109.77))
+    bar.step(10_500)
+    bar.log(figures(10_600, None))
+    bar.close()
+    last = re.split(r"[\r\n]", capsys.readouterr().err.rstrip())[-1]
+    assert len(last) <= 80
+    for part in ("train 10500/10790", "valid ppl 109.77", "ppl 123.5", "13061 tokens/s"):
+        assert part in last
+
+
 def test_lines_without_a_terminal_have_the_time_left_and_a_validation_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

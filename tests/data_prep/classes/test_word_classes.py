@@ -1,6 +1,5 @@
 """Word classes: partitions of any size by every method; clustering recovers known classes."""
 
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +17,6 @@ from data_prep.classes import embedding as embedding_module
 from data_prep.classes.bigrams import IntArray, count_bigrams
 from data_prep.classes.embedding import embedding_classes, truncated_svd
 from data_prep.classes.exchange import exchange
-from data_prep.classes.report import class_report
 from data_prep.classes.word_classes import (
     WordClass,
     build_class_levels,
@@ -163,16 +161,6 @@ def test_no_class_exceeds_max_words(max_words: int | None) -> None:
     tokens = zipf_tokens(101, 4_000)
     word_class = embedded(counts_of(tokens, 101), tokens, 9, dimensions=10, max_words=max_words)
     assert np.bincount(word_class).max() <= (max_words or 12)
-
-
-def test_refinement_raises_the_likelihood(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, _ = planted_text(8, 20, 6_000)
-    counts = counts_of(tokens, 160)
-    refined = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
-    monkeypatch.setattr(embedding_module, "REFINEMENT_PASSES", 0)
-    plain = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
-    arbitrary = class_report(counts, np.arange(160) * 7 % 8, tokens)
-    assert refined.log_likelihood > plain.log_likelihood > arbitrary.log_likelihood
 
 
 def test_bigram_counts_do_not_depend_on_the_portions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,15 +308,3 @@ def test_classes_of_what_is_no_text_of_the_vocabulary_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shortlist = 5 is more than 4 words"):
         data_prep.word_classes([0, 1], 4, shortlist=5)
     assert sorted(data_prep.word_classes(np.empty(0, int), 4).tolist()) == [0, 0, 1, 1]
-
-
-def test_progress_is_shown_on_a_terminal_when_requested(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = zipf_tokens(20, 200)
-    for terminal, progress in [(True, False), (True, True), (False, True)]:
-        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        built(counts_of(tokens, 20), tokens, ClassesConfig(), progress)
-        shown = capsys.readouterr()
-        assert shown.out == ""
-        assert ("k-means" in shown.err) == (terminal and progress)
