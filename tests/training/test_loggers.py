@@ -1,6 +1,8 @@
 """What is logged: `metrics.csv`, the curves and wandb."""
 
 import math
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
