@@ -185,7 +185,7 @@ def test_mistakes_are_named() -> None:
         layer.candidate_log_prob(hidden, torch.tensor([[0], [N]]))
     with pytest.raises(IndexError, match=r"^candidate -100 is out of bounds for 23 words$"):
         layer.candidate_log_prob(hidden, torch.tensor([[0], [-100]]))
-    with pytest.raises(ValueError, match=r"candidates \[..., K\], got \[2, 6\] and \[3, 1\]"):
+    with pytest.raises(ValueError, match=r"candidates \[..., K\], got \[2, 5\] and \[3, 1\]"):
         layer.candidate_log_prob(hidden, torch.zeros(3, 1, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"^candidates must be int64 on cpu, got torch.int32"):
         layer.candidate_log_prob(hidden, torch.zeros(2, 1, dtype=torch.int32))
