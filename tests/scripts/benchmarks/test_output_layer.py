@@ -2,23 +2,20 @@
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from lm.output import ClassTree
-from scripts.benchmarks import measure, output_layer, peers
+from scripts.benchmarks import output_layer, peers
 from scripts.benchmarks.measure import (
     PROCESS,
     Work,
     cpu_clock,
-    in_new_process,
     least_work,
     make_row,
     proc_bytes,
@@ -160,26 +157,6 @@ def test_a_method_that_does_not_fit_is_left_out_and_the_others_run(parse: Parse)
     assert (full["refused"], full["seconds_median"]) == ("does not fit into memory", None)
     assert ours["rounds"] == grouped["rounds"] == 1
     assert grouped["loss"] == pytest.approx(ours["loss"], rel=1e-6)  # by one product
-
-
-def test_each_method_on_a_cpu_has_a_process_of_its_own(
-    parse: Parse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
-
-    def note(function: Callable[..., object], *arguments: object) -> tuple[object, int]:
-        options: Any = arguments[-1]
-        made.append((options.methods, options.backends))
-        return in_new_process(function, *arguments)
-
-    monkeypatch.setattr(measure, "in_new_process", note)
-    options = parse("--methods", "random", "full", "--backends", "auto", "reference")
-    rows = output_layer.compare((97, 8), Work(1e10, 1e11), cpu_clock, options)
-    assert made == [(["random"], ["auto"]), (["random"], ["reference"]), (["full"], ["auto"])]
-    assert [row["label"] for row in rows] == ["random/compiled", "random/reference", "full"]
-    pids = [in_new_process(os.getpid)[0] for _ in range(2)]
-    assert len({*pids, os.getpid()}) == 3
-    assert in_new_process(os._exit, 3) == (None, 3)
 
 
 @pytest.mark.gpu

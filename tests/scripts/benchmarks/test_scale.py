@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output import HierarchicalSoftmax
 from scripts.benchmarks import scale, scale_methods
-from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.scale_methods import (
     METHODS,
     Task,
     measure,
-    rank_classes,
     timed,
     visited_rows,
 )
@@ -89,18 +87,6 @@ def test_the_whole_step_has_the_loss_of_its_model_and_changes_visited_rows_alone
     assert timed(task, method, task.words[0], 3600.0).loss == pytest.approx(truth, rel=1e-5)
     changed = int((model.output.weight != before).any(1).sum())
     assert changed == visited_rows(task, task.words[0], reads_inputs=True)
-
-
-def test_classes_have_equal_sums_of_roots_of_counts() -> None:
-    _, counts = zipf(10_000, 1)
-    word_class = rank_classes(counts)
-    tree = ClassTree.two_level(word_class)
-    assert all(map(torch.equal, scale_methods.rank_tree(counts).arrays, tree.arrays))
-    assert bool((word_class.diff() >= 0).all())
-    mass = torch.zeros(100).double().index_add_(0, word_class, counts.double().sqrt())
-    share, largest = float(mass.sum()) / 100, float(counts.double().sqrt().max())
-    assert float((mass - share).abs().max()) <= largest
-    assert int(torch.bincount(word_class).max()) == pytest.approx(200, rel=0.05)
 
 
 def test_each_measurement_is_a_process_and_its_row_a_json_line(

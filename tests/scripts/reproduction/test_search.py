@@ -77,20 +77,6 @@ def test_a_mistake_in_a_protocol_is_one_line_that_names_it(
     assert "\n" not in str(error.value)
 
 
-def test_what_is_missing_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = tmp_path / "results"
-    options = [f"--protocol={own_protocol(tmp_path)}", f"--results={results}"]
-    with pytest.raises(UserError, match="cannot read the protocol: No such file"):
-        search.main(["show", f"--protocol={tmp_path / 'none.yaml'}"])
-    for what in ("finals", "test"):
-        with pytest.raises(UserError, match="no method has all of its trials"):
-            search.main([what, *options])
-    run = next(Protocol.read(own_protocol(tmp_path)).trials(results))
-    run.write({"command": "another"})
-    search.main(["show", *options])
-    assert f"not shown, logs of another declaration: {run.name}\n" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("corpus", PROTOCOLS)
 def test_logs_are_of_declared_runs(corpus: str) -> None:
     protocol, results = Protocol.read(PROTOCOLS[corpus]), SEARCH.with_name(f"search{corpus}")
