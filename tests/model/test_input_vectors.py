@@ -129,7 +129,7 @@ def test_input_vectors_and_all_gradients_are_those_of_the_definition(
 def test_a_word_loses_its_own_vector_with_the_probability_of_its_count(
     embedding: str, tree: str, tied: bool, num_pieces: int | None
 ) -> None:
-    """Those of its classes and pieces remain; a path of one vector loses none."""
+    """The vectors of its classes and pieces remain; a path of one vector loses none."""
     model = make(embedding, tree, tied=tied, input_pieces=num_pieces, count_word_dropout=2.0)
     words, read = torch.arange(N), list[Tensor]()
     model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
