@@ -137,6 +137,7 @@ def test_without_unknown_words_nothing_is_excluded_and_with_only_them_the_rest_i
     known = measured(model, np.array([2, 3, 4], dtype=np.uint16))
     assert known.bits_per_byte == pytest.approx(known.nll_nats / math.log(2) / 40, rel=1e-12)
     assert (known.oov, known.perplexity_excluding_oov) == (0, known.perplexity)
+    assert "case or spaces are lost" in replace(known, bits_per_byte=None).table("text")
     assert math.isnan(measured(model, np.array([UNK], dtype=np.uint16)).perplexity_excluding_oov)
 
 
