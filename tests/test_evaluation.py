@@ -16,15 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from lm.cli import main
-from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.evaluation import evaluate, evaluate_text
 from lm.figures import Evaluation, TextCounts
 from lm.model import reader
-from lm.model.build import build_model
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 from lm.run import TrainedRun
 from lm.training.metrics import read_metrics
+from tests.models import log_probs, small_model
 
 N, EOS, UNK = 9, 0, 1
 COUNTS = TextCounts(words=7, lines=3, utf8_bytes=40)
@@ -36,9 +35,8 @@ BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 
 
 def make(backbone: str, context: int = 6) -> LanguageModel:
-    config = ModelConfig(backbone=backbone, hidden=8, heads=2, layers=1, dropout=0.3)  # type: ignore[arg-type]
     tree = ClassTree.two_level(torch.arange(N) % 3)
-    return build_model(config, OutputConfig(), WordTable(), tree, context).double()
+    return small_model(tree, backbone, context, dropout=0.3)
 
 
 def text(n: int) -> NDArray[np.uint16]:
@@ -47,13 +45,6 @@ def text(n: int) -> NDArray[np.uint16]:
 
 def measured(model: LanguageModel, tokens: NDArray[np.uint16], context: int = 6) -> Evaluation:
     return evaluate(model, tokens, COUNTS, eos_id=EOS, unk_id=UNK, context=context)
-
-
-@torch.no_grad()
-def nll_after(model: LanguageModel, before: NDArray[np.int64], word: int) -> float:
-    """-log P of one word after the words before it, from the log-probabilities of all words."""
-    hidden, _ = model.eval()(torch.from_numpy(before)[:, None])
-    return -float(model.output.log_prob(hidden[-1])[0, word])
 
 
 def by_hand(
@@ -70,7 +61,8 @@ def by_hand(
             stride = context // 2
             begin = math.ceil((place + 1 - context) / stride) * stride
             begin = min(begin, len(tokens) - context)
-        nll.append(nll_after(model, inputs[begin : place + 1], int(tokens[place])))
+        after = log_probs(model.eval(), inputs[begin : place + 1].tolist())[-1]
+        nll.append(-float(after[int(tokens[place])]))
     return nll
 
 

@@ -22,6 +22,7 @@ from lm.evaluation import evaluate_text
 from lm.figures import Evaluation
 from lm.loaded import LoadedModel, Word
 from lm.run import TrainedRun
+from tests.models import log_probs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* the probability of all unknown words")
 SENTENCE = "the old cat sees a zebra today\na dog finds the horse again"  # zebra is unknown
@@ -42,14 +43,6 @@ def loaded(run: Path) -> LoadedModel:
     return loaded
 
 
-def one_pass(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
-    """Log-probabilities [T, N] before each token and after the last, in one call."""
-    tokens = torch.tensor([loaded.eos_id, *ids])[:, None]
-    with torch.no_grad():
-        hidden, _ = loaded.model(tokens)
-        return loaded.model.output.log_prob(hidden[:, 0])
-
-
 def test_topk_is_the_start_of_the_sorted_distribution_without_unknown_words(
     loaded: LoadedModel,
 ) -> None:
@@ -64,7 +57,7 @@ def test_topk_is_the_start_of_the_sorted_distribution_without_unknown_words(
 
 def test_step_by_step_equals_one_pass(loaded: LoadedModel) -> None:
     ids = loaded.encode(SENTENCE)
-    truth = one_pass(loaded, ids)
+    truth = log_probs(loaded.model, [loaded.eos_id, *ids])
     state = loaded.start()
     for place, token in enumerate(ids):
         torch.testing.assert_close(loaded.log_prob(state), truth[place], rtol=0, atol=1e-12)

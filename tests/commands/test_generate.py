@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from lm.cli import main
 from lm.generation.text import encode_prompt
 from lm.output import HierarchicalSoftmax
 from lm.run import TrainedRun
+from tests.models import log_probs
 
 SONG = [
     "one man went to mow",
@@ -187,9 +187,7 @@ def test_table_of_classes_multiplies_to_the_probability_of_each_word(
     for sample in values["steps"]:
         tokens = encode_prompt(tokenizer, "the cat\na")
         for step in sample:
-            with torch.no_grad():
-                hidden, _ = model(torch.tensor(tokens)[:, None])
-                log_prob = model.output.log_prob(hidden[-1, 0])
+            log_prob = log_probs(model, tokens)[-1]
             tokens += tokenizer.encode(step["word"])
             expected = float(log_prob[tokens[-1]].exp())
             assert math.prod(step["probabilities"]) == pytest.approx(expected, rel=1e-4)

@@ -148,13 +148,9 @@ def test_differences_name_the_keys_and_both_values() -> None:
         ("modle: {hidden: 3}", "unknown key modle; did you mean model?"),
         ("model: {hiden: 3}", "unknown key model.hiden; did you mean model.hidden?"),
         ("optim: {max_steps: 3}", "unknown key optim.max_steps; did you mean train.max_steps?"),
-        ("zzz: 3", "unknown key zzz"),
         ("model: {hidden: 0}", "model.hidden: Input should be greater than 0, got 0"),
         ("model: {dropout: 1.0}", "model.dropout: Input should be less than 1, got 1.0"),
-        ("optim: {lr: .nan}", "optim.lr: "),
-        ("optim: {optimizer: adam}", "optim.optimizer: Input should be 'sgd' or 'adamw', got 'ad"),
         ("train: {max_steps: !!timestamp 2021-01-01}", "a value is neither a number nor text: "),
-        ("train: {devices: some}", "train.devices: "),
         ("train: {threads: 100000}", "train.threads: Input should be less than or equal to 1024"),
     ],
 )
@@ -191,7 +187,6 @@ def test_only_the_two_level_tree_needs_classes(tree: str, needed: bool) -> None:
             "not valid YAML: values are nested too deeply",
         ),
         ("name: &a [*a]\n", "not valid YAML: values are nested too deeply"),
-        ("name: [" + 99 * "a, " + "a]\n", "name: Input should be a valid string, got .{,60}"),
         (MINIMAL + "model: !!python/name:os.getcwd\n", "not valid YAML: .*python/name.*"),
     ],
 )
@@ -205,7 +200,6 @@ def test_an_incomplete_or_invalid_file_is_an_error(tmp_path: Path, text: str, me
         ("model.hidden=3", "expected an override --section.key=value, got 'model.hidden=3'"),
         ("--=3", "expected an override --section.key=value, got '--=3'"),
         ("--name.first=3", "--name.first: name is not a section"),
-        ("--optim.lr=[", "--optim.lr: not valid YAML: "),
         (
             "--seed=a\1",
             "--seed: not valid YAML: unacceptable character #x0001: special characters are not"

@@ -13,11 +13,12 @@ from scipy.stats import chi2
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.generation import Sampling, generate_text, text
 from lm.generation.text import Continuation, encode_prompt, unknown_words
+from lm.output import ClassTree
 from lm.run import TrainedRun
-
-from .models import random_model
+from tests.models import log_probs, small_model
 
 TOKENIZER = WordTokenizer(["<eos>", "<unk>", "a", "b"])
+TWO_LEVEL = ClassTree.two_level([0, 1, 1, 0])
 
 
 class Pieces:
@@ -48,7 +49,7 @@ def drawn(num_samples: int, seed: int = 1, **options: Any) -> list[list[int]]:
     """Samples of eight tokens after the prompts `b` and `a`, by a random model."""
     torch.manual_seed(0)
     options |= {"num_tokens": 8, "num_samples": num_samples, "seed": seed}
-    results = generate_text(random_model("two_level"), TOKENIZER, ["b", "a"], **options)
+    results = generate_text(small_model(TWO_LEVEL), TOKENIZER, ["b", "a"], **options)
     return [sample.tokens for sample in list(results)[1]]
 
 
@@ -65,7 +66,7 @@ def test_a_sample_depends_on_its_number_and_not_on_the_others(
     ends = [sample.index(0) + 1 if 0 in sample else 8 for sample in many]
     assert len(set(ends)) > 3
     assert ended == [sample[:end] for sample, end in zip(many, ends, strict=True)]
-    monkeypatch.setattr(text, "STATE_BYTES", 20 * text.state_bytes(random_model("two_level"), 0))
+    monkeypatch.setattr(text, "STATE_BYTES", 20 * text.state_bytes(small_model(TWO_LEVEL), 0))
     assert drawn(50, sampling=sampling) == many
 
 
@@ -74,16 +75,17 @@ def test_frequencies_of_continuations_match_the_product_of_stated_distributions(
     penalty: float,
 ) -> None:
     """The penalty applies to the words of the prompt and those drawn, but not to `<eos>`, 3."""
-    model, tokenizer = random_model("huffman"), WordTokenizer(["<unk>", "a", "b", "<eos>"])
+    model, tokenizer = (
+        small_model(ClassTree.huffman([5, 3, 1, 1])),
+        WordTokenizer(["<unk>", "a", "b", "<eos>"]),
+    )
     options: dict[str, Any] = {"sampling": Sampling(repetition_penalty=penalty)}
     options |= {"num_tokens": 3, "num_samples": 20_000}
     (samples,) = generate_text(model, tokenizer, ["a"], **options)
     tokens = torch.tensor([sample.tokens for sample in samples]) @ torch.tensor([16, 4, 1])
     probs, prompt = [], [3, 1]
     for words in product(range(4), repeat=3):
-        with torch.no_grad():
-            hidden, _ = model(torch.tensor([*prompt, *words[:-1]])[:, None])
-            log_prob = model.output.log_prob(hidden[1:, 0])
+        log_prob = log_probs(model, [*prompt, *words[:-1]])[1:]
         total = 0.0
         for step, word in enumerate(words):
             known = sorted({*prompt, *words[:step]} - {3})
@@ -144,4 +146,4 @@ def test_prompt_ids_and_unknown_words() -> None:
 def test_wrong_arguments_raise(prompt: Any, options: dict[str, Any], message: str) -> None:
     options = {"num_tokens": 3} | options
     with pytest.raises(ValueError, match=f"^{message}$"):
-        list(generate_text(random_model("full"), TOKENIZER, [prompt], **options))
+        list(generate_text(small_model(ClassTree.full(4)), TOKENIZER, [prompt], **options))
