@@ -234,6 +234,7 @@ def test_unknown_words_are_drawn_on_request_only(run: Path, printed: Printed) ->
         (["--length-penalty=1"], "--length-penalty requires --beams"),
         (["--beams=2", "--samples=3"], "--samples 3 requires as many --beams"),
         (["--prompt=a", "--prompts=b"], "not allowed with argument --prompt"),
+        (["--tokens=1.5"], "argument --tokens: must be an integer, got '1.5'"),
         (["--seed=18446744073709551616"], "seed must be within -2^63 … 2^64 - 1, got 1844"),
         (["--samples=1000000000"], "the texts need 6,400 GB of memory"),
         (["--beams=1000000000"], "the beams need "),

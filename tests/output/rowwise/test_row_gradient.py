@@ -1,6 +1,7 @@
 """RowGradient: equal to the dense gradient, and only of the rows visited."""
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -127,6 +128,23 @@ def test_operations_that_read_a_gradient_are_those_of_the_dense_one(
     actual, expected = operation(grad), operation(grad.to_dense())
     actual = actual.to_dense() if isinstance(actual, RowGradient) else actual
     torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_hooks_and_anomaly_detection_see_the_gradient() -> None:
+    dense, rows = dense_and_row_wise(SHORTLIST)
+    found: list[list[Tensor]] = []
+    for params, is_row_wise in ((dense, False), (rows, True)):
+        params[0].grad = None
+        kept: list[Tensor] = []
+        params[0].register_hook(kept.append)  # type: ignore[no-untyped-call]
+        with torch.autograd.set_detect_anomaly(True):
+            accumulate(SHORTLIST, params, 0, rows=is_row_wise)
+        assert isinstance(params[0].grad, RowGradient) == is_row_wise
+        found.append([*kept, cast(Tensor, params[0].grad).div_(2)])
+    for one, other in zip(*found, strict=True):
+        other = other.to_dense() if isinstance(other, RowGradient) else other
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize(

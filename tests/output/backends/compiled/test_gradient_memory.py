@@ -1,5 +1,6 @@
 """Gradients in mapped and in reused memory are zero where nothing was written."""
 
+import mmap
 from typing import Any
 
 import pytest
@@ -46,6 +47,43 @@ def test_a_gradient_in_reused_memory_is_zero_where_nothing_was_written(
     assert fresh.data_ptr() != place
     torch.testing.assert_close(fresh, dense_gradient(hidden, weight, seldom, tree))
     assert len(memory._free) == 1
+
+
+@pytest.mark.parametrize("sizes", [(400, 400), (400, 600, 400)])
+@pytest.mark.parametrize("alive", [False, True])
+def test_each_layer_of_a_process_reuses_its_gradients_memory(
+    sizes: tuple[int, ...], alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step after the other, or with the gradients of all layers `alive` at the same time."""
+    monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 16)
+    monkeypatch.setattr(memory, "_free", [])
+    trees = [ClassTree.two_level(torch.arange(size) // 20) for size in sizes]
+    weights = [torch.randn(tree.num_rows, 80, requires_grad=True) for tree in trees]
+    hidden, target = torch.randn(400, 80), torch.arange(400)
+
+    num_mapped, real = 0, mmap.mmap
+
+    def counted(*arguments: Any, **options: Any) -> mmap.mmap:
+        nonlocal num_mapped
+        num_mapped += 1
+        return real(*arguments, **options)
+
+    def train() -> None:
+        grads = []
+        for tree, weight in zip(trees, weights, strict=True):
+            loss = hierarchical_cross_entropy(hidden, weight, target, tree, backend="compiled")
+            grads.append(torch.autograd.grad(loss, weight)[0])
+            if not alive:
+                grads.clear()
+
+    monkeypatch.setattr(mmap, "mmap", counted)
+    train()
+    assert num_mapped == (len(sizes) if alive else len(set(sizes)))
+    train()
+    assert num_mapped == (len(sizes) if alive else len(set(sizes)))
+    monkeypatch.setattr(memory, "REUSED_BYTES", 200_000)
+    train()
+    assert sum(map(len, memory._free)) <= 200_000
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
