@@ -226,6 +226,19 @@ def test_evaluating_a_split_that_was_not_prepared_says_which_there_are(
     )
 
 
+def test_a_terminal_shows_progress_bars_unless_they_are_switched_off(
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for option in ([], ["--no-progress"]):
+        folder = tmp_path / f"prepared{len(option)}"
+        assert main(["prepare", str(tiny), f"--data.prepared_dir={folder}", *option]) == 0
+        assert ("lines" in capsys.readouterr().err) == (not option)
+
+
 @pytest.mark.parametrize("tree", ["full", "balanced", "huffman", "adaptive"])
 def test_a_tree_without_classes_neither_prepares_nor_reports_them(
     tiny: Path,

@@ -221,6 +221,14 @@ def test_a_text_that_changes_meanwhile_is_refused(
     assert list(Path().iterdir()) == [Path("my.txt")]
 
 
+def test_names_of_files_with_special_characters_are_quoted(printed: Printed) -> None:
+    name = "a: {b} # 'c', \"d\" $e é.txt"
+    Path(name).write_text("the dog\n")
+    then = "then: lm train 'my dog.yaml'\n      lm generate 'runs/my dog'\n"
+    assert printed("new", "my dog.yaml", "--text", name).endswith(then)
+    assert load_config("my dog.yaml").data.files.train == name
+
+
 @pytest.mark.parametrize("punctuated", [False, True])
 def test_the_vocabulary_announced_is_that_of_the_prepared_data(
     punctuated: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

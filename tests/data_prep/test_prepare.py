@@ -145,6 +145,20 @@ def test_classes_that_are_not_needed_survive_a_change_of_another_split(corpus: C
     assert corpus.rewritten() == {"classes.npy"}
 
 
+def test_an_interrupted_class_stage_leaves_a_folder_that_is_complete_without_classes(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(word_classes, "build_class_levels", None)
+        with pytest.raises(TypeError):
+            corpus.prepare()
+    method, corpus.classes = corpus.classes, None
+    assert corpus.rewritten() == set()
+    assert open_prepared(corpus.prepared).meta.classes is None
+    corpus.classes = method
+    assert corpus.rewritten() == {"classes.npy"}
+
+
 def test_classes_on_several_levels_are_stored_and_checked(corpus: Corpus) -> None:
     assert corpus.classes is not None
     before = corpus.prepare().word_class()

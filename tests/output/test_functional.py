@@ -56,6 +56,18 @@ def test_the_nll_by_level_is_that_of_each_softmax_on_the_path(tree: ClassTree) -
     torch.testing.assert_close(by_level.sum(0), each, rtol=1e-13, atol=1e-13)
 
 
+@both_backends
+def test_the_nll_by_level_of_no_positions_is_empty() -> None:
+    hidden, weight, bias, _ = problem(TWO_LEVEL, 3)
+    layer = layer_of(weight, TWO_LEVEL, bias)
+    ignored = layer.nll_by_level(hidden, torch.full((3,), -100))
+    assert torch.equal(ignored, torch.zeros(2, 3, dtype=torch.float64))
+    empty = layer_of(weight, TWO_LEVEL).nll_by_level(hidden[:0], torch.zeros(0).long())
+    assert empty.shape == (2, 0)
+    with pytest.raises(IndexError, match="target 23 is out of bounds for 23 words"):
+        layer.nll_by_level(hidden, torch.full((3,), N))
+
+
 def test_the_lse_by_level_is_that_of_each_softmax_and_differentiable_twice(tree: ClassTree) -> None:
     *inputs, target = problem(tree, 3, 2)
 

@@ -14,7 +14,7 @@ from lm.evaluation import evaluate_text
 from lm.figures import as_json
 from lm.run import TrainedRun
 from lm.scoring import comparison, frequency
-from lm.scoring.comparison import Comparison, bootstrap_interval, sums_of_lines
+from lm.scoring.comparison import Comparison, bootstrap_interval
 from lm.scoring.frequency import FrequencyBin, FrequencyReport
 from lm.scoring.mixture import token_log_probs
 from tests.conftest import OTHER_LETTERS, PIECES_WITH_BYTES
@@ -126,11 +126,6 @@ def test_comparisons_need_the_same_lines(
             assert told.startswith(f"{dropping} leaves out empty lines, {run} does not")
     (tmp_path / "text").write_text("b ab\nab\n" * 9)
     assert main(["evaluate", str(run), f"--text={tmp_path / 'text'}", *options, str(dropping)]) == 0
-
-
-def test_lines_end_with_their_last_token() -> None:
-    tokens = np.array([3, 0, 0, 4, 5, 0])
-    assert sums_of_lines(np.arange(6.0), tokens, 0).tolist() == [1, 2, 12]
 
 
 def test_a_text_of_few_lines_has_no_interval(
