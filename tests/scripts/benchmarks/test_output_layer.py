@@ -17,7 +17,6 @@ from scripts.benchmarks.measure import (
     Work,
     cpu_clock,
     least_work,
-    make_row,
     proc_bytes,
 )
 from scripts.benchmarks.methods import Method, Problem
@@ -106,30 +105,6 @@ def test_methods_of_a_tree_have_its_loss_and_its_gradients(stepped: list[Method]
         torch.testing.assert_close(peer.parameters[0].grad, d_weight[:num_classes])
     torch.testing.assert_close(methods["gather"].parameters[2].grad, d_weight[num_classes:])
     assert len(methods["grouped"].parameters) == 2 + 3 + 1  # the root, 10 classes, their biases
-
-
-def test_a_peer_with_another_loss_is_refused_and_one_of_ours_stops_the_run(
-    stepped: list[Method], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for method in stepped:
-        method.timings.append(lambda: 0.5)
-        method.find_loss()
-    rows = [make_row(method, Work(1e9, 1e9)) | {"dtype": "fp32"} for method in stepped]
-    output_layer.check_losses(rows)
-    assert not any(row["refused"] for row in rows)
-    (gather,) = (row for row in rows if row["method"] == "gather")
-    gather["loss"] += 0.001
-    output_layer.check_losses(rows)
-    assert [row["method"] for row in rows if row["refused"]] == ["gather"]
-    assert str(gather["refused"]).startswith("loss of gather is ")
-    assert gather["seconds_median"] is gather["loss"] is None
-    both = [rows[0], rows[0] | {"loss": rows[0]["loss"] + 0.001}]
-    with pytest.raises(SystemExit, match=r"loss of random/reference is .*, of random/reference"):
-        output_layer.check_losses(both)
-    monkeypatch.setenv("SQRTLM_UNSAFE_TRITON", "1")  # for timing only
-    capsys.readouterr()
-    output_layer.check_losses(both)
-    assert "loss of random/reference is" in capsys.readouterr().out
 
 
 def test_the_floor_of_a_tiny_problem_is_the_count_by_hand() -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -24,9 +23,6 @@ from scripts.kernels.gpu_check.run import Run
 
 TOP = Path(__file__).resolve().parents[3]
 STEPS = ["preflight", "compile", "tests", "benchmark-97", "training", "row-wise", "commands"]
-PAGE = (TOP / "scripts/kernels/README.md").read_text()
-CALLS = re.findall(r"^scripts/gpu_check(| --continue) +# (\d+) s: (.*)", PAGE, re.M)
-"""Options, seconds and steps of the commands of the page."""
 UNSAFE = "Triton 3.6.0: timing only, unsafe"
 
 
@@ -110,17 +106,6 @@ def test_what_is_missing_is_named(step: str, message: str, tmp_path: Path) -> No
     code, _, errors = check("--steps", step, "--out", str(tmp_path))
     assert code == 2
     assert message in errors
-
-
-def test_two_calls_of_the_readme_run_everything_within_five_minutes_each() -> None:
-    calls = plan.calls()
-    assert [steps.split(", ") for _, _, steps in CALLS] == [
-        [step.name for step in call if step.name != "preflight"] for call in calls
-    ]
-    assert {step.name for call in calls for step in call} == set(plan.names(dry=False))
-    sums = [sum(step.expected for step in call) for call in calls]
-    assert max(sums) <= 297
-    assert [seconds for _, seconds, _ in CALLS] == [*map(str, sums)]
 
 
 @pytest.mark.parametrize("killed", ["the guard", "the check"])

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from data_prep.errors import UserError
 from lm.config import load_config
 from lm.figures import Evaluation
 from scripts.reproduction.__main__ import main
@@ -119,15 +118,6 @@ def test_a_log_of_other_settings_counts_as_missing(
     toy.train(*one)
     assert "| classes |" in capsys.readouterr().out
     assert "--classes.method=random" in toy.log("classes", 1)["command"]
-
-
-def test_mistakes_are_errors_that_name_the_choices(toy: Toy) -> None:
-    for arguments, expected in [
-        (["--rows", "oak"], "toy has no row 'oak'; its rows: full softmax, classes"),
-        ([], "--data-dir is required"),
-    ]:
-        with pytest.raises(UserError, match=expected):
-            toy.show(*arguments)
 
 
 @pytest.mark.parametrize("name", TABLES)
