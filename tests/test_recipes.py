@@ -151,25 +151,6 @@ def test_a_tree_from_a_file_trains_like_the_same_tree_from_name(
     assert read_metrics(from_file / "metrics.csv")[-1].step == 4
 
 
-@pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_pieces_train_and_are_measured_by_words_and_bytes(
-    kind: str, tiny: Path, corpus: Path, tmp_path: Path, printed: Callable[..., str]
-) -> None:
-    sizes = "vocab_size: 290, byte_fallback: true"
-    tokenizer = f"--tokenizer={{kind: sentencepiece, {sizes}, model_type: {kind}}}"
-    options = ["--train.max_steps=2", f"--run_dir={tmp_path}"]
-    assert main(["train", str(tiny), "--no-progress", tokenizer, *options]) == 0
-    values = json.loads(printed("evaluate", tmp_path, "--json"))
-    text = (corpus / "test.txt").read_text()
-    assert values["words"] == len(text.split())
-    assert values["tokens"] > values["words"] + text.count("\n")
-    assert (values["oov"], values["unit"]) == (0, "piece")
-    bits = values["nll_nats"] / math.log(2)
-    assert values["bits_per_byte"] == pytest.approx(bits / len(text.encode()), rel=1e-12)
-    per_word = math.exp(values["nll_nats"] / (values["words"] + text.count("\n")))
-    assert values["word_perplexity"] == pytest.approx(per_word, rel=1e-12)
-
-
 def test_the_tree_is_the_one_that_its_options_name(tiny: Path, prepared_dir: Path) -> None:
     prepared = open_prepared(prepared_dir)
     num_words, counts = prepared.vocab_size, torch.tensor(prepared.counts())
