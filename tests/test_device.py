@@ -87,26 +87,17 @@ STAT = "anon 700\ninactive_file 5\ntotal_inactive_file 7\n"
     ("cgroup", "files", "processors", "limit"),
     [
         (None, {}, 8, None),
-        (V2, {}, 8, None),
         (V2, {"a/b/cpu.max": "max 100000"}, 8, None),
-        (V2, {"a/b/cpu.max": "200000 100000"}, 2, None),
         (V2, {"a/cpu.max": "100000 100000", "a/b/cpu.max": "max 100000"}, 1, None),
         (V2, {"cpu.max": "50000 100000"}, 1, None),
         (V2, {"a/b/cpu.max": "150000 100000", "a/cpu.max": "400000 50000"}, 2, None),
-        (V2, {"a/b/cpu.max": "140000 100000"}, 1, None),
-        (V2, {"a/b/cpu.max": "9900000 100000"}, 8, None),
         (V2, {"other/cpu.max": "1000 100000", "other/memory.max": "10"}, 8, None),
         ("0::/../../x\n", {"cpu.max": "300000 100000"}, 3, None),
         (V1, {"cpu/a/b/cpu.cfs_quota_us": "-1", "cpu/a/b/cpu.cfs_period_us": "100000"}, 8, None),
         (V1, {"cpu/a/cpu.cfs_quota_us": "300000", "cpu/a/cpu.cfs_period_us": "100000"}, 3, None),
-        (V1, {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1, None),
-        (V2, {"a/b/memory.max": "max", "a/memory.max": "max"}, 8, None),
-        (V2, {"a/b/memory.max": "3000", "a/b/memory.current": "900"}, 8, 3000 - 900),
-        (V2, {"a/memory.max": "3000", "a/memory.current": "900"}, 8, 3000 - 900),
         (V2, {"a/memory.max": "3000", "a/memory.current": "900", "a/memory.stat": STAT}, 8, 2105),
         (V2, {"memory.high": "4000", "memory.current": "900", "memory.max": "max"}, 8, 3100),
         (V2, {"a/b/memory.max": "100000"}, 8, 100000 - 10),  # what the process has
-        (V2, {"a/b/memory.max": "3000", "a/b/memory.current": "4000"}, 8, 0),
         (V2, {"a/b/memory.max": "3000", "a/b/memory.current": "4"}, 8, 3000 - 10),
         (
             V1,
@@ -214,20 +205,15 @@ def test_freed_memory_is_kept_unless_the_user_has_set_malloc(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[int, int]] = []
-    library = SimpleNamespace(
-        mallopt=lambda *setting: calls.append(setting), gnu_get_libc_version=str
-    )
+    library = SimpleNamespace(mallopt=lambda *call: calls.append(call), gnu_get_libc_version=str)
     monkeypatch.setattr("lm.device.ctypes.CDLL", lambda _: library)
-    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
-        monkeypatch.delenv(name)
-    module.keep_freed_memory()
-    assert calls == [(-4, 0), (-1, 1 << 30)]
-    module.return_freed_memory()
-    assert calls.pop() == (-3, 6 << 20)
     monkeypatch.setenv("MALLOC_ARENA_MAX_", "4")
     module.keep_freed_memory()
-    assert len(calls) == 2
+    assert calls == []
     monkeypatch.delenv("MALLOC_ARENA_MAX_")
+    module.keep_freed_memory()
+    module.return_freed_memory()
+    assert calls == [(-4, 0), (-1, 1 << 30), (-3, 6 << 20)]
     del library.gnu_get_libc_version
     module.keep_freed_memory()
-    assert len(calls) == 2
+    assert len(calls) == 3

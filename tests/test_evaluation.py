@@ -16,15 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from lm.cli import main
-from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.evaluation import evaluate, evaluate_text
 from lm.figures import Evaluation, TextCounts
 from lm.model import reader
-from lm.model.build import build_model
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 from lm.run import TrainedRun
 from lm.training.metrics import read_metrics
+from tests.models import log_probs, small_model
 
 N, EOS, UNK = 9, 0, 1
 COUNTS = TextCounts(words=7, lines=3, utf8_bytes=40)
@@ -36,9 +35,8 @@ BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 
 
 def make(backbone: str, context: int = 6) -> LanguageModel:
-    config = ModelConfig(backbone=backbone, hidden=8, heads=2, layers=1, dropout=0.3)  # type: ignore[arg-type]
     tree = ClassTree.two_level(torch.arange(N) % 3)
-    return build_model(config, OutputConfig(), WordTable(), tree, context).double()
+    return small_model(tree, backbone, context, dropout=0.3)
 
 
 def text(n: int) -> NDArray[np.uint16]:
@@ -47,13 +45,6 @@ def text(n: int) -> NDArray[np.uint16]:
 
 def measured(model: LanguageModel, tokens: NDArray[np.uint16], context: int = 6) -> Evaluation:
     return evaluate(model, tokens, COUNTS, eos_id=EOS, unk_id=UNK, context=context)
-
-
-@torch.no_grad()
-def nll_after(model: LanguageModel, before: NDArray[np.int64], word: int) -> float:
-    """-log P of one word after the words before it, from the log-probabilities of all words."""
-    hidden, _ = model.eval()(torch.from_numpy(before)[:, None])
-    return -float(model.output.log_prob(hidden[-1])[0, word])
 
 
 def by_hand(
@@ -70,7 +61,8 @@ def by_hand(
             stride = context // 2
             begin = math.ceil((place + 1 - context) / stride) * stride
             begin = min(begin, len(tokens) - context)
-        nll.append(nll_after(model, inputs[begin : place + 1], int(tokens[place])))
+        after = log_probs(model.eval(), inputs[begin : place + 1].tolist())[-1]
+        nll.append(-float(after[int(tokens[place])]))
     return nll
 
 
@@ -137,6 +129,7 @@ def test_without_unknown_words_nothing_is_excluded_and_with_only_them_the_rest_i
     known = measured(model, np.array([2, 3, 4], dtype=np.uint16))
     assert known.bits_per_byte == pytest.approx(known.nll_nats / math.log(2) / 40, rel=1e-12)
     assert (known.oov, known.perplexity_excluding_oov) == (0, known.perplexity)
+    assert "case or spaces are lost" in replace(known, bits_per_byte=None).table("text")
     assert math.isnan(measured(model, np.array([UNK], dtype=np.uint16)).perplexity_excluding_oov)
 
 
@@ -203,22 +196,6 @@ def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words_in_the_t
         assert "within classes" in result.table("text")
         full = replace(result, within_class_perplexity=1.0)
         assert "within classes" not in full.table("text")
-
-
-def test_bits_per_byte_are_printed_only_if_every_byte_is_paid_for(
-    lstm_run: Path, tmp_path: Path, tiny: Path, printed: Printed
-) -> None:
-    def row(run: Path, text: str) -> str:
-        (tmp_path / "text").write_text(text)
-        table = printed("evaluate", run, "--text", tmp_path / "text")
-        (found,) = re.findall(r"bits per byte +(.*)", table)
-        return str(found)
-
-    assert float(row(lstm_run, "the cat\n")) > 0
-    assert row(lstm_run, "the zebra\n").startswith("not known: unknown words are not spelled")
-    options = ["--tokenizer.lowercase=true", "--train.max_steps=1", "--no-progress"]
-    assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
-    assert row(tmp_path / "run", "the cat\n").startswith("not known: case or spaces are lost")
 
 
 def test_figures_that_cannot_be_written_are_printed(

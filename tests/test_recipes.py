@@ -106,21 +106,17 @@ def test_every_recipe_is_valid_and_named_after_its_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("backbone", "options"),
     [
-        ["--output.tree=full"],
-        ["--output.tree=balanced"],
-        ["--output.tree=balanced", "--output.branching=2"],
-        ["--output.tree=huffman"],
-        ["--output.tree=huffman", "--output.arity=3"],
-        ["--output.tree=two_level", "--classes.shortlist=4"],
-        ["--output.tree=adaptive"],
-        ["--output.tree=adaptive", "--output.cutoffs=[3, 9]"],
-        ["--word_table.tied=true"],
+        ("lstm", ["--output.tree=full"]),
+        ("transformer", ["--output.tree=balanced", "--output.branching=2"]),
+        ("lstm", ["--output.tree=huffman", "--output.arity=3"]),
+        ("transformer", ["--output.tree=two_level", "--classes.shortlist=4"]),
+        ("lstm", ["--output.tree=adaptive"]),
+        ("transformer", ["--output.tree=adaptive", "--output.cutoffs=[3, 9]"]),
+        ("transformer", ["--word_table.tied=true"]),
     ],
-    ids=lambda options: " ".join(option.split(".")[1] for option in options),
 )
-@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 def test_every_tree_trains(
     backbone: str,
     options: list[str],
@@ -153,25 +149,6 @@ def test_a_tree_from_a_file_trains_like_the_same_tree_from_name(
     more = ["--train.max_steps=4", "--resume=auto", "--no-progress"]
     assert main(["train", str(from_file), *more]) == 0
     assert read_metrics(from_file / "metrics.csv")[-1].step == 4
-
-
-@pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_pieces_train_and_are_measured_by_words_and_bytes(
-    kind: str, tiny: Path, corpus: Path, tmp_path: Path, printed: Callable[..., str]
-) -> None:
-    sizes = "vocab_size: 290, byte_fallback: true"
-    tokenizer = f"--tokenizer={{kind: sentencepiece, {sizes}, model_type: {kind}}}"
-    options = ["--train.max_steps=2", f"--run_dir={tmp_path}"]
-    assert main(["train", str(tiny), "--no-progress", tokenizer, *options]) == 0
-    values = json.loads(printed("evaluate", tmp_path, "--json"))
-    text = (corpus / "test.txt").read_text()
-    assert values["words"] == len(text.split())
-    assert values["tokens"] > values["words"] + text.count("\n")
-    assert (values["oov"], values["unit"]) == (0, "piece")
-    bits = values["nll_nats"] / math.log(2)
-    assert values["bits_per_byte"] == pytest.approx(bits / len(text.encode()), rel=1e-12)
-    per_word = math.exp(values["nll_nats"] / (values["words"] + text.count("\n")))
-    assert values["word_perplexity"] == pytest.approx(per_word, rel=1e-12)
 
 
 def test_the_tree_is_the_one_that_its_options_name(tiny: Path, prepared_dir: Path) -> None:

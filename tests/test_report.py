@@ -1,15 +1,13 @@
 """Reports of a run: its sizes and its word classes, as JSON, as text and as a picture."""
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 
 from lm.cli import main
@@ -80,23 +78,6 @@ def test_the_classes_are_drawn(
         assert message.startswith(f"--plot {tmp_path / name}: the name must end in one of .")
     message = complaint("classes", lstm_run, "--plot=/nowhere/classes.svg")
     assert message == "/nowhere/classes.svg cannot be written: No such file or directory"
-
-
-def test_several_processes_may_draw_one_picture(
-    lstm_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def save(_: Figure, file: BinaryIO, **options: Any) -> None:
-        names.append(Path(file.name).name)
-        if len(names) == 1:  # another process begins and ends
-            monkeypatch.setattr(os, "getpid", lambda: 2)
-            assert main(["classes", str(lstm_run), f"--plot={picture}"]) == 0
-
-    names, picture = list[str](), tmp_path / "classes.svg"
-    monkeypatch.setattr(Figure, "savefig", save)
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert main(["classes", str(lstm_run), f"--plot={picture}"]) == 0
-    assert names == [".classes.svg.1.tmp", ".classes.svg.2.tmp"]
-    assert [path.name for path in tmp_path.iterdir()] == ["classes.svg"]
 
 
 def test_classes_whose_words_no_font_has_are_drawn_by_number(

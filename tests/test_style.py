@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
@@ -17,10 +18,15 @@ def test_files_are_short() -> None:
     assert {path: n for path, n in lengths.items() if n > MAX_FILE_LINES} == {}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def test_functions_are_short_without_their_docstrings() -> None:
     long = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
                 docstring = ast.get_docstring(node, clean=False)
                 length = (node.end_lineno or 0) - node.lineno + 1
@@ -33,7 +39,7 @@ def test_functions_are_short_without_their_docstrings() -> None:
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     found = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 text = str(node.value.value)
                 if re.match(r"\s*(Of|The same|Those|That|Likewise)\b", text):

@@ -148,21 +148,10 @@ def test_differences_name_the_keys_and_both_values() -> None:
         ("modle: {hidden: 3}", "unknown key modle; did you mean model?"),
         ("model: {hiden: 3}", "unknown key model.hiden; did you mean model.hidden?"),
         ("optim: {max_steps: 3}", "unknown key optim.max_steps; did you mean train.max_steps?"),
-        ("learning_rate: 3", "unknown key learning_rate; did you mean"),
-        ("zzz: 3", "unknown key zzz"),
-        ("model: {hidden: '8'}", "model.hidden: Input should be a valid integer, got '8'"),
         ("model: {hidden: 0}", "model.hidden: Input should be greater than 0, got 0"),
-        ("word_table: {tied: 1}", "word_table.tied: Input should be a valid boolean, got 1"),
         ("model: {dropout: 1.0}", "model.dropout: Input should be less than 1, got 1.0"),
-        ("model: 3", "model: "),
-        ("optim: {lr: .nan}", "optim.lr: "),
-        ("optim: {lr: .inf}", "optim.lr: "),
-        ("optim: {optimizer: adam}", "optim.optimizer: Input should be 'sgd' or 'adamw', got 'ad"),
         ("train: {max_steps: !!timestamp 2021-01-01}", "a value is neither a number nor text: "),
-        ("train: {devices: some}", "train.devices: "),
-        ("data: {files: {train: {a: 3}}}", "data.files.train: "),
         ("train: {threads: 100000}", "train.threads: Input should be less than or equal to 1024"),
-        ("seed: -1", "seed: Input should be greater than or equal to 0, got -1"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -186,7 +175,6 @@ def test_only_the_two_level_tree_needs_classes(tree: str, needed: bool) -> None:
     ("text", "message"),
     [
         ("train: {max_steps: 5}", "name is missing"),
-        ("", "expected sections with keys, got NoneType"),
         ("- a\n- b\n", "expected sections with keys, got list"),
         (MINIMAL + "name: other\n", "not valid YAML: .*key 'name' given twice.*"),
         (MINIMAL + "model: {hidden: 3\n", "not valid YAML: .*line 4.*"),
@@ -199,8 +187,6 @@ def test_only_the_two_level_tree_needs_classes(tree: str, needed: bool) -> None:
             "not valid YAML: values are nested too deeply",
         ),
         ("name: &a [*a]\n", "not valid YAML: values are nested too deeply"),
-        ("model: &a {hidden: *a}\n", "not valid YAML: found unconstructable recursive node .*"),
-        ("name: [" + 99 * "a, " + "a]\n", "name: Input should be a valid string, got .{,60}"),
         (MINIMAL + "model: !!python/name:os.getcwd\n", "not valid YAML: .*python/name.*"),
     ],
 )
@@ -212,11 +198,8 @@ def test_an_incomplete_or_invalid_file_is_an_error(tmp_path: Path, text: str, me
     ("override", "message"),
     [
         ("model.hidden=3", "expected an override --section.key=value, got 'model.hidden=3'"),
-        ("--model.hidden", "expected an override --section.key=value, got '--model.hidden'"),
         ("--=3", "expected an override --section.key=value, got '--=3'"),
         ("--name.first=3", "--name.first: name is not a section"),
-        ("--model.hiden=3", "unknown key model.hiden; did you mean model.hidden?"),
-        ("--optim.lr=[", "--optim.lr: not valid YAML: "),
         (
             "--seed=a\1",
             "--seed: not valid YAML: unacceptable character #x0001: special characters are not"

@@ -5,24 +5,19 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from data_prep import meta as meta_module
 from data_prep.errors import UserError
 from data_prep.meta import (
     Meta,
     find_changes,
     read_meta,
     requested_meta,
-    requested_settings,
     setting_changes,
 )
 from data_prep.prepare import prepare
 from data_prep.settings import ClassesConfig, DataConfig, Files, SplitFiles, TokenizerConfig
-from data_prep.storage import sha256_file
 from tests.data_prep.conftest import FILES, Corpus
 
 
@@ -112,14 +107,6 @@ def test_a_changed_class_file_changes_the_classes_alone(
     assert corpus.prepare().word_class().tolist() != first
 
 
-def test_another_column_is_another_text(corpus: Corpus) -> None:
-    corpus.write("train.jsonl", '{"text": "the cat", "other": "a dog"}\n')
-    corpus.data = replace(corpus.data, files=SplitFiles(train="train.jsonl"), format="json")
-    assert corpus.text() == "the cat\n"
-    corpus.data = replace(corpus.data, text_field="other")
-    assert corpus.text() == "a dog\n"
-
-
 def requested(corpus: Corpus) -> Meta:
     return requested_meta(corpus.data, corpus.tokenizer, corpus.classes, corpus.prepared, None)
 
@@ -139,20 +126,6 @@ def test_files_of_one_name_are_distinguished(corpus: Corpus) -> None:
     }
 
 
-def test_a_file_of_several_splits_is_read_once_for_its_hash(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub = corpus.folder / "hub"
-    hub.mkdir()
-    for split in ("train", "validation", "test"):
-        (hub / f"{split}.txt").write_text("the cat\n")
-    corpus.data = DataConfig(dir=str(corpus.folder), hub="hub")
-    monkeypatch.setattr(meta_module, "sha256_file", hashed := Mock(wraps=sha256_file))
-    requested(corpus)
-    names = sorted(call.args[0].name for call in hashed.call_args_list)
-    assert names == ["test.txt", "train.txt", "validation.txt"]
-
-
 def test_a_file_of_the_training_split_and_another_is_reported(
     corpus: Corpus, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,25 +139,6 @@ def test_the_record_contains_no_local_path(corpus: Corpus) -> None:
     text = (corpus.prepared / "meta.json").read_text()
     assert str(corpus.folder) not in text
     assert json.loads(text)["inputs"]["valid"][0]["num_bytes"] == 10
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("words", {"vocab_size": 5, "min_count": 2}),
-        ("words", {"lowercase": True, "split_punctuation": True}),
-        ("sentencepiece", {"vocab_size": 16, "model_type": "char", "byte_fallback": True}),
-        ("sentencepiece", {"character_coverage": 0.9, "max_sentences": 200}),
-    ],
-)
-def test_every_setting_of_a_tokenizer_is_recorded(kind: Any, options: dict[str, Any]) -> None:
-    base = TokenizerConfig(kind=kind, vocab_size=15)
-    data, classes = DataConfig(), ClassesConfig()
-    before, after = (
-        requested_settings(data, settings, classes) for settings in (base, replace(base, **options))
-    )
-    expected = [f"tokenizer.{key}: {getattr(base, key)} → {options[key]}" for key in options]
-    assert setting_changes(before, after) == {"tokenizer": expected}
 
 
 def test_a_deleted_setting_differs_unless_it_has_its_former_default() -> None:

@@ -1,6 +1,5 @@
 """Preparation does only what is necessary, and continues where it was interrupted."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,12 @@ import pytest
 from datasets import IterableDataset
 
 from data_prep import prepare as prepare_module
-from data_prep import prepared as prepared_module
 from data_prep.classes import word_classes
 from data_prep.errors import UserError
 from data_prep.prepare import open_made_by
 from data_prep.prepared import open_prepared
 from data_prep.settings import ClassesConfig, DataConfig, SplitFiles, TokenizerConfig
-from data_prep.tokenizer.serialization import MODEL_FILE, save_tokenizer
+from data_prep.tokenizer.serialization import save_tokenizer
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from tests.data_prep.conftest import FILES, VOCABULARY, Corpus
 
@@ -70,50 +68,6 @@ def test_the_same_data_of_another_folder_are_linked_and_verified(
     first = corpus.prepare()
     second("third")
     assert "valid: valid.txt changed" in caplog.messages
-
-
-@pytest.mark.parametrize("kind", ["words", "sentencepiece"])
-@pytest.mark.parametrize("present", [False, True], ids=["new", "up to date"])
-def test_every_file_is_hashed_once(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, kind: Any, present: bool
-) -> None:
-    digests: list[Mock] = []
-
-    def recorded(content: bytes = b"", real: Callable[[bytes], Any] = hashlib.sha256) -> Mock:
-        digests.append(Mock(wraps=real(content), content=content))
-        return digests[-1]
-
-    corpus.tokenizer = TokenizerConfig(kind=kind, vocab_size=15 if kind != "words" else None)
-    if present:
-        corpus.prepare()
-    monkeypatch.setattr(hashlib, "sha256", recorded)
-    prepared = corpus.prepare()
-    for _ in range(2):
-        tokens = [prepared.tokens(split).tobytes() for split in ("train", "valid")]
-        others = [prepared.counts().tobytes(), prepared.word_class().tobytes()]
-        prepared.tokenizer().encode("the cat")
-        prepared.copy_to(corpus.folder)
-    model = corpus.folder / MODEL_FILE[kind]
-    files = [corpus.folder / name for name in ("train.txt", "valid.txt", "tokenizer.json")]
-    contents = [path.read_bytes() for path in (*files, model)] + tokens + others
-    hashed = [
-        digest.content + b"".join(bytes(call.args[0]) for call in digest.update.call_args_list)
-        for digest in digests
-    ]
-    assert [hashed.count(content) for content in contents] == [1] * 8
-
-
-def test_an_up_to_date_folder_is_checked_and_copied_without_loading_the_vocabulary(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    corpus.prepare()
-    for module in (prepare_module, prepared_module):
-        monkeypatch.setattr(module, "load_tokenizer", None)
-    corpus.prepare().copy_to(corpus.folder)
-    copied = (corpus.folder / "vocab.txt").read_bytes()
-    assert copied == (corpus.prepared / "vocab.txt").read_bytes()
-    corpus.classes = ClassesConfig(method="uniform")
-    assert corpus.rewritten() == {"classes.npy"}
 
 
 def test_a_corpus_that_moves_is_the_same_corpus(corpus: Corpus) -> None:

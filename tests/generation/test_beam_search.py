@@ -8,17 +8,22 @@ import torch
 
 from lm.generation import Hypothesis, beam_search
 from lm.model.language_model import LanguageModel
-
-from .models import TREES, random_model
+from lm.output import ClassTree
+from tests.models import log_probs, small_model
 
 PROMPT, EOS = [0, 2], 0
 
 
-@torch.no_grad()
+TREES = {
+    "full": ClassTree.full(4),
+    "two_level": ClassTree.two_level([0, 1, 1, 0]),
+    "huffman": ClassTree.huffman([5, 3, 1, 1]),
+}
+
+
 def log_prob(model: LanguageModel, tokens: list[int]) -> float:
-    """Log-probability of a continuation of the prompt, from one pass without a state."""
-    hidden, _ = model(torch.tensor([*PROMPT, *tokens[:-1]])[:, None])
-    each = model.output.log_prob(hidden[len(PROMPT) - 1 :, 0])
+    """Log-probability of a continuation of the prompt."""
+    each = log_probs(model, [*PROMPT, *tokens[:-1]])[len(PROMPT) - 1 :]
     return float(each[range(len(tokens)), tokens].sum())
 
 
@@ -39,7 +44,7 @@ def all_continuations(model: LanguageModel, num_tokens: int, penalty: float) -> 
 def test_a_wide_beam_finds_what_exhaustive_search_finds(
     tree: str, backbone: str, penalty: float
 ) -> None:
-    model = random_model(tree, backbone)
+    model = small_model(TREES[tree], backbone)
     expected = all_continuations(model, 4, penalty)
     found = beam_search(
         model, PROMPT, num_tokens=4, num_beams=200, length_penalty=penalty, eos_id=EOS
@@ -53,7 +58,7 @@ def test_a_wide_beam_finds_what_exhaustive_search_finds(
 
 @pytest.mark.parametrize("tree", TREES)
 def test_excluded_tokens_are_conditioned_on(tree: str) -> None:
-    model = random_model(tree)
+    model = small_model(TREES[tree])
     found = beam_search(
         model, PROMPT, num_tokens=3, num_beams=99, length_penalty=0, eos_id=EOS, excluded=[2]
     )
@@ -69,7 +74,7 @@ def test_a_narrow_beam_has_the_results_of_a_search_that_does_not_stop_early(
 ) -> None:
     for seed in range(5):
         torch.manual_seed(seed)
-        model = random_model("two_level")
+        model = small_model(TREES["two_level"])
         live: list[list[int]] = [[]]
         results: list[tuple[float, list[int]]] = []
         for length in range(1, 8):
@@ -94,4 +99,4 @@ def test_a_narrow_beam_has_the_results_of_a_search_that_does_not_stop_early(
 def test_wrong_arguments_raise(options: dict[str, object], message: str) -> None:
     arguments = {"num_tokens": 3, "num_beams": 2} | options
     with pytest.raises(ValueError, match=message):
-        beam_search(random_model("full"), PROMPT, **arguments)  # type: ignore[arg-type]
+        beam_search(small_model(TREES["full"]), PROMPT, **arguments)  # type: ignore[arg-type]

@@ -10,17 +10,15 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from data_prep.errors import UserError
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.generation import Sampling, generate_text, text
-from lm.generation.text import Continuation, encode_prompt, level_probs, unknown_words
-from lm.model import reader
-from lm.output import HierarchicalSoftmax
+from lm.generation.text import Continuation, encode_prompt, unknown_words
+from lm.output import ClassTree
 from lm.run import TrainedRun
-
-from .models import random_model
+from tests.models import log_probs, small_model
 
 TOKENIZER = WordTokenizer(["<eos>", "<unk>", "a", "b"])
+TWO_LEVEL = ClassTree.two_level([0, 1, 1, 0])
 
 
 class Pieces:
@@ -51,7 +49,7 @@ def drawn(num_samples: int, seed: int = 1, **options: Any) -> list[list[int]]:
     """Samples of eight tokens after the prompts `b` and `a`, by a random model."""
     torch.manual_seed(0)
     options |= {"num_tokens": 8, "num_samples": num_samples, "seed": seed}
-    results = generate_text(random_model("two_level"), TOKENIZER, ["b", "a"], **options)
+    results = generate_text(small_model(TWO_LEVEL), TOKENIZER, ["b", "a"], **options)
     return [sample.tokens for sample in list(results)[1]]
 
 
@@ -68,7 +66,7 @@ def test_a_sample_depends_on_its_number_and_not_on_the_others(
     ends = [sample.index(0) + 1 if 0 in sample else 8 for sample in many]
     assert len(set(ends)) > 3
     assert ended == [sample[:end] for sample, end in zip(many, ends, strict=True)]
-    monkeypatch.setattr(text, "STATE_BYTES", 20 * text.state_bytes(random_model("two_level"), 0))
+    monkeypatch.setattr(text, "STATE_BYTES", 20 * text.state_bytes(small_model(TWO_LEVEL), 0))
     assert drawn(50, sampling=sampling) == many
 
 
@@ -77,16 +75,17 @@ def test_frequencies_of_continuations_match_the_product_of_stated_distributions(
     penalty: float,
 ) -> None:
     """The penalty applies to the words of the prompt and those drawn, but not to `<eos>`, 3."""
-    model, tokenizer = random_model("huffman"), WordTokenizer(["<unk>", "a", "b", "<eos>"])
+    model, tokenizer = (
+        small_model(ClassTree.huffman([5, 3, 1, 1])),
+        WordTokenizer(["<unk>", "a", "b", "<eos>"]),
+    )
     options: dict[str, Any] = {"sampling": Sampling(repetition_penalty=penalty)}
     options |= {"num_tokens": 3, "num_samples": 20_000}
     (samples,) = generate_text(model, tokenizer, ["a"], **options)
     tokens = torch.tensor([sample.tokens for sample in samples]) @ torch.tensor([16, 4, 1])
     probs, prompt = [], [3, 1]
     for words in product(range(4), repeat=3):
-        with torch.no_grad():
-            hidden, _ = model(torch.tensor([*prompt, *words[:-1]])[:, None])
-            log_prob = model.output.log_prob(hidden[1:, 0])
+        log_prob = log_probs(model, [*prompt, *words[:-1]])[1:]
         total = 0.0
         for step, word in enumerate(words):
             known = sorted({*prompt, *words[:step]} - {3})
@@ -121,40 +120,10 @@ def test_texts_do_not_depend_on_how_they_are_batched(
     assert texts() == expected
 
 
-def test_samples_leave_the_batch_when_they_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = list[int]()
-    sample = HierarchicalSoftmax.sample
-
-    def recorded(self: HierarchicalSoftmax, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(len(hidden))
-        return sample(self, hidden, *args, **kwargs)
-
-    monkeypatch.setattr(HierarchicalSoftmax, "sample", recorded)
-    torch.manual_seed(0)
-    model = random_model("two_level")
-    (samples,) = generate_text(model, TOKENIZER, ["a"], num_tokens=40, num_samples=8, stop=["\n"])
-    lengths = [len(each.tokens) for each in samples]
-    assert len(set(lengths)) > 1
-    assert sizes == [sum(length > step for length in lengths) for step in range(max(lengths))]
-    assert all(each.tokens[-1] == 0 or len(each.tokens) == 40 for each in samples)
-
-
 def test_prompt_ids_and_unknown_words() -> None:
     assert encode_prompt(TOKENIZER, "") == [0]
     assert encode_prompt(TOKENIZER, "a b\n\na") == [0, 2, 3, 0, 0, 2]
     assert unknown_words(TOKENIZER, ["a dog", "<unk> dog\nb bird"]) == ["dog", "bird"]
-
-
-def test_probabilities_of_levels_are_those_of_one_pass_over_chunks(
-    lstm_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, tokens = TrainedRun(lstm_run, "cpu").model, [3, 5, 2, 0, 7, 4]
-    whole = level_probs(model, [0, 4], tokens)
-    monkeypatch.setattr(reader, "BATCH_TOKENS", 3)
-    chunked = level_probs(model, [0, 4], tokens)
-    assert len(whole) == len(tokens)
-    for first, second in zip(whole, chunked, strict=True):
-        assert first == pytest.approx(second, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -177,11 +146,4 @@ def test_probabilities_of_levels_are_those_of_one_pass_over_chunks(
 def test_wrong_arguments_raise(prompt: Any, options: dict[str, Any], message: str) -> None:
     options = {"num_tokens": 3} | options
     with pytest.raises(ValueError, match=f"^{message}$"):
-        list(generate_text(random_model("full"), TOKENIZER, [prompt], **options))
-
-
-def test_texts_must_fit_into_the_memory_that_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "available_bytes", lambda device: 2_000_000_000)
-    message = r"^the texts need 3 GB of memory, 2 GB are available: fewer samples, beams or tokens"
-    with pytest.raises(UserError, match=message):
-        drawn(3_000_000)
+        list(generate_text(small_model(ClassTree.full(4)), TOKENIZER, [prompt], **options))

@@ -72,22 +72,6 @@ def test_ignored_positions_cost_nothing() -> None:
     assert (d_hidden == 0).all()
 
 
-def test_it_computes_in_single_precision_under_autocast() -> None:
-    adaptive = layer().float()
-    vectors, target = torch.randn(4, H), torch.tensor([0, 7, 20, 29])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        lower = adaptive.loss(vectors.bfloat16(), target, "none")
-    torch.testing.assert_close(lower, adaptive.loss(vectors.bfloat16().float(), target, "none"))
-
-
-@pytest.mark.parametrize("cutoffs", [[], [0], [30], [9, 5], [5, 5], [5, 31]])
-def test_cutoffs_that_do_not_increase_within_the_vocabulary_are_an_error(
-    cutoffs: list[int],
-) -> None:
-    with pytest.raises(ValueError, match=r"cutoffs must increase within 1 … 29, got \["):
-        AdaptiveSoftmax(H, COUNTS, cutoffs)
-
-
 def test_the_index_is_saved_and_generation_is_an_error() -> None:
     adaptive = layer()
     other = AdaptiveSoftmax(H, torch.arange(N), [5, 15]).double()

@@ -14,22 +14,6 @@ N, H, T = 30, 8, 5
 COUNTS = torch.arange(N) ** 2
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
-def test_the_output_layer_is_that_of_the_configuration(backend: Any) -> None:
-    output = OutputConfig(backend=backend)
-    built: Any = build_model(
-        ModelConfig(hidden=H), output, WordTable(row_wise=True), ClassTree.full(N), T
-    ).output
-    assert (built.backend, built.bias is not None, built.row_wise) == (backend, True, True)
-
-
-def test_the_lstm_has_the_dropouts_of_the_configuration() -> None:
-    config = ModelConfig(hidden=H, dropout_weight=0.3, dropout=0.2, dropout_variational=True)
-    model = build_model(config, OutputConfig(), WordTable(), ClassTree.full(N), T)
-    lstm: Any = model.backbone
-    assert (lstm.dropout_weight, lstm.dropout.p, lstm.dropout.variational) == (0.3, 0.2, True)
-
-
 def test_the_table_of_words_has_its_type_and_the_backbone_its_own() -> None:
     table = WordTable(dtype="bf16", row_wise=True)
     model = build_model(ModelConfig(hidden=H), OutputConfig(), table, ClassTree.full(N), T)

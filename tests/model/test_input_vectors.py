@@ -1,6 +1,7 @@
 """Input vectors: of words, of the paths of words, of pieces of words; their gradients."""
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.model.build import build_model
 from lm.model.input_pieces import InputPieces
 from lm.model.language_model import LanguageModel
-from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output import ClassTree
 
 N, H, T, B, P = 11, 12, 5, 3, 9
 PIECES_OF_WORD = [[0], [1, 2], [], [1, 3, 4], [5], [5, 2], [6, 6], [7, 0, 1], [2], [8, 3], [4]]
@@ -22,8 +23,8 @@ TREES = {
     "shortlist": ClassTree.two_level(torch.arange(N) % 3, shortlist=2),
     "huffman": ClassTree.huffman(COUNTS),
 }
-EMBEDDINGS = pytest.mark.parametrize("embedding", ["word", "path_sum"])
-TIED = pytest.mark.parametrize("tied", [False, True])
+CLASSES = ClassTree.two_level(torch.arange(N) % 3, shortlist=2, counts=COUNTS)
+"""Classes whose vectors are summed where the output layer has none."""
 
 
 def make(
@@ -34,13 +35,16 @@ def make(
     row_wise: bool = False,
     **settings: Any,
 ) -> LanguageModel:
-    """A small model in fp64."""
+    """A small model in fp64, with input vectors of words, of its tree's paths or of `CLASSES`."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"input_pieces": P, "input_embedding": kind} | settings
+    embedding = "word" if kind == "word" else "path_sum"
+    options: dict[str, Any] = {"input_pieces": P, "input_embedding": embedding} | settings
     config = ModelConfig(hidden=H, layers=1, **options)
     table = WordTable(tied=tied, row_wise=row_wise)
-    sections = config, OutputConfig(), table, TREES[tree], T
-    return build_model(*sections, pieces=PIECES, counts=COUNTS).double()
+    sections = config, OutputConfig(), table, TREES.get(tree), T
+    parts: dict[str, Any] = {"pieces": PIECES, "counts": COUNTS}
+    parts["input_tree"] = CLASSES if kind == "classes" else None
+    return build_model(*sections, **parts).double()
 
 
 def text() -> tuple[Tensor, Tensor]:
@@ -65,21 +69,28 @@ def added(weight: Tensor) -> Tensor:
     )
 
 
-def word_vectors(model: LanguageModel) -> Tensor:
-    """The input vector of each word without pieces, by definition."""
-    assert isinstance(model.output, HierarchicalSoftmax)
-    tree, shared = model.output.tree, model.embedding is None
-    table = model.output.weight if model.embedding is None else model.embedding.weight
-    if model.path_sum:
-        rows = [[row for _, row in tree.path(word)] for word in range(N)]
+def word_vectors(model: LanguageModel, kind: str) -> tuple[Tensor, Tensor]:
+    """The input vector of each word without pieces, by definition, and the word's own part."""
+    output: Any = model.output
+    table = output.weight if model.embedding is None else model.embedding.weight
+    paths = [(CLASSES if kind == "classes" else output.tree).path(word) for word in range(N)]
+    others = [[row for _, row in path[:-1]] if kind != "word" else [] for path in paths]
+    if kind == "word":
+        own = table[output.tree.row_of_word] if model.embedding is None else table
+    elif kind == "classes" and model.tied:  # each class has a vector, the word its row
+        own = output.weight[output.tree.row_of_word]
+        others = [[node for node, _ in path[1:]] for path in paths]
     else:
-        rows = [[int(tree.row_of_word[word]) if shared else word] for word in range(N)]
-    return torch.stack([table[row].sum(0) for row in rows])[:, : model.embedding_size]
+        own = table[[path[-1][1] for path in paths]]
+    size = model.embedding_size
+    above = torch.stack([table[each, :size].sum(0) for each in others])
+    return own[:, :size] + above, own[:, :size]
 
 
-@EMBEDDINGS
-@TIED
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    ("embedding", "tree"), [*product(("word", "path_sum"), TREES), ("classes", "full")]
+)
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_pieces", [None, P])
 @pytest.mark.parametrize("row_wise", [False, True])
 def test_input_vectors_and_all_gradients_are_those_of_the_definition(
@@ -90,7 +101,7 @@ def test_input_vectors_and_all_gradients_are_those_of_the_definition(
         options["embedding"] = 6
     model, (tokens, targets) = make(embedding, tree, row_wise=row_wise, **options), text()
     truth = make(embedding, tree, **options)
-    vectors = word_vectors(truth)
+    vectors, _ = word_vectors(truth, embedding)
     if num_pieces is not None:
         vectors = vectors + added(weight_of(truth))
     hidden, _ = truth.backbone(vectors[tokens])
@@ -104,17 +115,37 @@ def test_input_vectors_and_all_gradients_are_those_of_the_definition(
         torch.testing.assert_close(grad, expected.grad, rtol=1e-9, atol=1e-13, msg=name)
 
 
-def test_a_word_that_loses_its_vector_keeps_its_pieces() -> None:
-    model = make(tied=True, count_word_dropout=2.0)
-    read: list[Tensor] = []
+@pytest.mark.parametrize(
+    ("embedding", "tree", "tied", "num_pieces"),
+    [
+        ("word", "huffman", True, None),
+        ("word", "shortlist", True, P),
+        ("path_sum", "shortlist", True, None),
+        ("path_sum", "huffman", False, P),
+        ("classes", "full", True, None),
+        ("classes", "adaptive", False, None),
+    ],
+)
+def test_a_word_loses_its_own_vector_with_the_probability_of_its_count(
+    embedding: str, tree: str, tied: bool, num_pieces: int | None
+) -> None:
+    """The vectors of its classes and pieces remain; a path of one vector loses none."""
+    model = make(embedding, tree, tied=tied, input_pieces=num_pieces, count_word_dropout=2.0)
+    words, read = torch.arange(N), list[Tensor]()
     model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
-    model.train()(torch.arange(N).expand(4000, N).T)
-    pieces = added(weight_of(model))
-    is_dropped = (read[0] - pieces[:, None]).abs().amax(2) < 1e-12
-    expected = 2 / (2 + COUNTS.double())
-    torch.testing.assert_close(is_dropped.double().mean(1), expected, rtol=0, atol=0.04)
-    whole = (word_vectors(model) + pieces)[:, None].expand_as(read[0])
-    torch.testing.assert_close(read[0][~is_dropped], whole[~is_dropped])
+    model.train()(words.expand(4000, N).T)
+    whole, own = word_vectors(model, embedding)
+    if num_pieces is not None:
+        whole = whole + added(weight_of(model))
+    dropped = (read[0] - (whole - own)[:, None]).abs().amax(2) < 1e-12
+    torch.testing.assert_close(read[0][~dropped], whole[:, None].expand_as(read[0])[~dropped])
+    paths = CLASSES if embedding == "classes" else TREES[tree]
+    never = torch.tensor([embedding != "word" and len(paths.path(w)) == 1 for w in range(N)])
+    expected = torch.where(never, 0, 2 / (2 + COUNTS.double()))
+    torch.testing.assert_close(dropped.double().mean(1), expected, rtol=0, atol=0.04)
+    assert not dropped[never].any()
+    model.eval()(words[:, None])
+    torch.testing.assert_close(read[1][:, 0], whole)
 
 
 @pytest.mark.parametrize("size", [4, 300])
@@ -124,8 +155,3 @@ def test_the_sum_is_as_large_as_one_vector_and_init_range_bounds_them(size: int)
     assert float(squares.mean()) == pytest.approx(1, rel=0.1)
     largest = float(weight_of(make(init_range=0.01)).detach().abs().max())
     assert 0.009 < largest <= 0.01
-
-
-def test_a_model_without_pieces_has_the_state_that_it_had() -> None:
-    names = make().state_dict().keys() - make(input_pieces=None).state_dict().keys()
-    assert names == {"input_pieces.pieces", "input_pieces.weight"}

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
-from torch.nn import functional as F
 
 from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.model.adaptive import AdaptiveSoftmax
@@ -65,17 +64,6 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 @BACKBONES
-def test_the_loss_is_the_mean_cross_entropy_of_the_next_words(backbone: str) -> None:
-    model, (tokens, targets) = make(backbone, ClassTree.full(N)), text()
-    assert model.embedding is not None
-    hidden, _ = model.backbone(model.embedding(tokens))
-    logits = F.linear(hidden, softmax_of(model).weight[:, :H], softmax_of(model).bias)
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    loss, _ = model.loss(tokens, targets)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-
-
-@BACKBONES
 def test_a_word_does_not_change_what_is_predicted_before_it(backbone: str) -> None:
     model, (tokens, _) = make(backbone).eval(), text()
     changed = tokens.clone()
@@ -110,95 +98,6 @@ def test_selected_sequences_continue_unchanged(backbone: str) -> None:
     whole, _ = model(tokens[2:], state)
     chosen, _ = model(tokens[2:, index], model.backbone.select_state(state, index))
     torch.testing.assert_close(chosen, whole[:, index], rtol=1e-10, atol=1e-12)
-
-
-def input_vectors(model: LanguageModel) -> Tensor:
-    """The table of input vectors."""
-    table = softmax_of(model).weight if model.embedding is None else model.embedding.weight
-    return table.detach()[:, :H]
-
-
-PATHS = pytest.mark.parametrize(
-    "tree",
-    [
-        ClassTree.full(N),
-        ClassTree.two_level(torch.arange(N) % 3, shortlist=4),
-        ClassTree.huffman(COUNTS),
-    ],
-    ids=["full", "shortlist", "huffman"],
-)
-
-
-@pytest.mark.parametrize("shortlist", [2, N])
-@pytest.mark.parametrize(
-    ("tree", "tied"),
-    [(ClassTree.full(N), False), (ClassTree.full(N), True), (None, False)],
-    ids=["full", "full tied", "adaptive"],
-)
-def test_input_vectors_are_sums_on_the_paths_of_another_tree(
-    tree: ClassTree | None, tied: bool, shortlist: int
-) -> None:
-    classes = ClassTree.two_level(torch.arange(N) % 3, shortlist, counts=COUNTS)
-    options: Any = {"input_embedding": "path_sum", "count_word_dropout": 2.0}
-    model = make("lstm", tree, input_tree=classes, tied=tied, **options).eval()
-    assert model.embedding is not None
-    table, (tokens, _) = model.embedding.weight, text()
-    if tied:
-        words = softmax_of(model).weight[softmax_of(model).tree.row_of_word, :H]
-        nodes = [[node for node, _ in classes.path(w)[1:]] for w in range(N)]
-        vectors = words + torch.stack([table[node].sum(0) for node in nodes])
-    else:
-        vectors = torch.stack([table[[row for _, row in classes.path(w)]].sum(0) for w in range(N)])
-    hidden, _ = model.backbone(vectors[tokens])
-    torch.testing.assert_close(model(tokens)[0], hidden, rtol=1e-12, atol=1e-14)
-    is_short = torch.tensor([len(classes.path(w)) == 1 for w in range(N)])
-    expected = (2 / (2 + COUNTS.double())).where(~is_short, 0)
-    assert model.word_dropout is not None
-    torch.testing.assert_close(model.word_dropout, expected.to(model.word_dropout.dtype))
-
-
-@pytest.mark.parametrize("row_wise", [False, True])
-def test_a_tied_word_that_loses_its_vector_keeps_those_of_its_classes(row_wise: bool) -> None:
-    classes = ClassTree.two_level(torch.arange(N) % 3, shortlist=2, counts=COUNTS)
-    options: Any = {"input_embedding": "path_sum", "count_word_dropout": 2.0, "tied": True}
-    model = make("lstm", ClassTree.full(N), input_tree=classes, row_wise=row_wise, **options)
-    assert model.embedding is not None
-    read = read_by_backbone(model)
-    model.word_dropout = torch.ones(N)
-    tokens, targets = text()
-    loss, _ = model.train().loss(tokens, targets)
-    loss.backward()  # type: ignore[no-untyped-call]
-    nodes = [[node for node, _ in classes.path(w)[1:]] for w in range(N)]
-    vectors = torch.stack([model.embedding.weight[node].sum(0) for node in nodes])
-    torch.testing.assert_close(read[0], vectors[tokens])
-    gradient = model.embedding.weight.grad
-    assert gradient is not None
-    used = {node for word in tokens.flatten().tolist() for node in nodes[word]}
-    assert set(gradient.to_dense().any(1).nonzero().flatten().tolist()) == used
-
-
-@PATHS
-@pytest.mark.parametrize("embedding", ["word", "path_sum"])
-def test_a_word_loses_its_vector_with_the_probability_of_its_count(
-    tree: ClassTree, embedding: str
-) -> None:
-    model = make("lstm", tree, tied=True, input_embedding=embedding, count_word_dropout=2.0)
-    table, words, read = input_vectors(model), torch.arange(N), read_by_backbone(model)
-    model.train()(words.expand(4000, N).T)
-    start = -1 if embedding == "word" else 0
-    paths = [[row for _, row in tree.path(w)][start:] for w in range(N)]
-    whole, without = (
-        torch.stack([table[path[:stop]].sum(0) for path in paths]) for stop in (None, -1)
-    )
-    dropped = (read[0] - without[:, None]).abs().amax(2) < 1e-12
-    torch.testing.assert_close(read[0][~dropped], whole[:, None].expand_as(read[0])[~dropped])
-    share = dropped.double().mean(1)
-    never = torch.tensor([embedding == "path_sum" and len(path) == 1 for path in paths])
-    expected = torch.where(never, 0, 2 / (2 + COUNTS.double()))
-    torch.testing.assert_close(share, expected, rtol=0, atol=0.04)
-    assert not share[never].any()
-    model.eval()(words[:, None])
-    torch.testing.assert_close(read[1][:, 0], whole)
 
 
 @pytest.mark.parametrize("embedding", ["word", "path_sum"])
@@ -239,17 +138,6 @@ def test_a_seed_gives_the_same_backbone_whatever_the_output_layer_is(
     models = [make(backbone, tree, init_range=init_range) for tree in trees]
     states = [model.backbone.state_dict() for model in models]  # type: ignore[attr-defined]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-@BACKBONES
-def test_dropout_acts_only_while_training(backbone: str) -> None:
-    model, (tokens, _) = make(backbone, dropout=0.5), text()
-    plain = make(backbone)
-    plain.load_state_dict(model.state_dict())
-    assert torch.equal(model.eval()(tokens)[0], plain(tokens)[0])
-    first, second = (model.train()(tokens)[0] for _ in range(2))
-    assert not torch.equal(first, second)
-    assert 0.2 < float((first == 0).double().mean()) < 0.8
 
 
 @BACKBONES

@@ -23,7 +23,6 @@ from .definition import (
     definition_by_level,
     layer_of,
     nll,
-    on,
     problem,
 )  # fmt: skip
 
@@ -154,14 +153,6 @@ def test_errors_are_within_twice_those_of_plain_torch(
     if backend == "triton" and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies bf16 wrongly")
     assert_as_accurate_as_plain_torch(tree, dtype)
-
-
-@on("reference")
-def test_errors_do_not_grow_with_the_number_of_blocks() -> None:
-    """Each block is one child of the node."""
-    for seed in range(20):
-        torch.manual_seed(seed)
-        assert_as_accurate_as_plain_torch(TREES["full"], torch.float32)
 
 
 def assert_as_accurate_as_plain_torch(tree: ClassTree, dtype: torch.dtype) -> None:

@@ -24,10 +24,8 @@ def read(folder: Path, text: str, references: str = "", non_words: str | None = 
     ("text", "expected"),
     [
         ("u\n0 1 33 w1 1.5,20\n1 2 0 <eps> 0,3\n2 3 7 w2 2,1\n3 0,0\n\n", ["w1 w2"]),
-        ("u\n0 1 33 w1\n1 2 34 7\n2\n", ["w1 7"]),
         ("u\n0 1 a,b\n1 2 w2 1,2\n2\n", ["a,b w2"]),
         ("u \n0\t1\tw1\n1\t2\t7\t1,2,3_4\n2\t0,3,\n\n", ["w1 7"]),
-        ("u\n0 1 w1 1,2\n1\n\nv\n0 1 9 w2 1,2\n1\n", ["w1", "w2"]),
         (SLF.format("W=\\303\\251t\\303\\251", 'W="w1"'), ["été w1"]),
         (SLF.format("W='café'", 'W="new york"'), ["café new york"]),
         (SLF.format("W='em", "W=don't"), ["'em don't"]),
@@ -38,7 +36,6 @@ def read(folder: Path, text: str, references: str = "", non_words: str | None = 
         ("1001\t\n1001\tw1 w2\n", ["", "w1 w2"]),
         ("#1\tw1 w2\n#1\tw3\n", ["w1 w2", "w3"]),
         ("u\t7\nu\t8\n", ["7", "8"]),
-        ("0\t1\tone\n0\t0.5\ttwo\n", ["one", "two"]),
     ],
 )
 def test_words_are_those_that_the_format_says(
@@ -51,31 +48,22 @@ def test_words_are_those_that_the_format_says(
     ("text", "error"),
     [
         ("u\n0 1 33 101 1.5,20\n1 2 7 102 2,1\n2 0,0\n", r"the words are numbers: .*-f 4 words"),
-        ("u\n0 1 33 1.5,20,4_5\n1\n", r"the words are numbers: .*-f 3 words"),
         ("u\n0 1 w1 1,2\n1\n\nv\n0 1 9 101 1,2\n1\n", r"the words are numbers: .*-f 4 words"),
         ("u\n0 1 w1 0.5\n1 2 w3 1.25\n2\n", "line 2: expected .* costs graph,acoustic.*'0.5'"),
-        ("u\n0 1 w1 w1 0.5\n1\n", "line 2: expected two states, a word and costs.*'0.5'"),
-        ("u\n0 1 w1\n1 2 w3 1.25\n2 0.5\n", "line 3: expected two states, a word and costs"),
         ("u\n0 1 9 w1 1,2\n1 2 w2\n2\n", "line 3: expected two states, a word and costs"),
-        ("u\n0 1 the 1,2 3 4\n1\n", "line 2: expected two states, a word and costs"),
         ("0 1 w1 0.5\n1 2 w3 1.25\n2\n", "is a transducer without the id of its utterance"),
         (SLF.format("W=\\351", "W=w1"), r"line 5: the bytes of \\351 are not UTF-8"),
         (SLF.format("W=new york", "W=w1"), "line 5: expected fields NAME=VALUE"),
         (SLF.format('W="new york', "W=w1"), "line 5: .*: a quotation mark is not closed"),
         ("id\ttext\nu1\tw1\n", r"the first line has names of columns, 'id\\ttext': remove it"),
-        ("utt_id\tam\tlm\tbest text\nu1\t-1\t-2\tw1\n", "the first line has names of columns"),
         ("w1\t-1.2\nw2\t-3.4\n", "the last column has numbers alone, expected lines id TAB"),
-        ("u\tw1 w2\t-3.5\n", "the last column has numbers alone"),
         ("u\tw1\t-3.5\nu\tw1\tw2\n", "line 1: expected a finite score, got 'w1'"),
         ("w1 w2\t7\n", "id without spaces, got 'w1 w2'; expected lines id TAB scores TAB"),
         ("u 1 0.00 0.30 w1 0.9\nu 1 0.30 0.30 w2\n", "is a CTM file"),
-        (";; made\nu\tA\t1\t0.3\tw1\t1.0\tlex\n", "is a CTM file"),
         ("name u\nnumaligns 2\nposterior 1\nalign 0 w1 1\n", "is a confusion network of SRILM"),
-        ("numaligns 1\nalign 0 w1 0.6 *DELETE* 0.4\n", "is a confusion network of SRILM"),
         ("u [ w1 0.6 w2 0.4 ] [ w3 1 ]\n", "is a confusion network of Kaldi"),
         ("name u\nnodes 3 NULL w1 NULL\n", "is a word graph of SRILM"),
         ("-1200.5 -30.2 2 w1 w2\n-1300 -31 1 w1\n", "is an n-best list of SRILM .*: write tabs"),
-        ("-12 -3 3 <s> w1 </s>\n", "is an n-best list of SRILM"),
         ("NBestList2.0\n(-200) w1\n", "is an n-best list of Decipher"),
         ("# getcwd: /x\n# -logbase 1.0001\nFrames 9\n", "is a lattice of Sphinx: write it in"),
         ('#!MLF!#\n"*/u.lab"\nw1\n.\n', "is an HTK master label file"),
@@ -120,11 +108,6 @@ def test_labels_that_are_no_words_are_left_out_of_every_format(
     assert f"labels that are no words are left out: {label} (1)" in caplog.text
     assert read(tmp_path, nbest, non_words="").nbest.texts == [f"w1 {label} w2"]
     assert read(tmp_path, nbest, non_words="w.").nbest.texts == [label]
-
-
-def test_non_words_are_a_regular_expression() -> None:
-    with pytest.raises(UserError, match=r"--non-words '\(': no regular expression: missing \)"):
-        NonWords("(")
 
 
 @pytest.mark.parametrize(
@@ -181,13 +164,10 @@ def test_optional_words_and_alternatives_of_sctk_are_reported(
     ("hypothesis", "reference", "unit", "errors"),
     [
         ("天地人水火山木日月星", "天地人水火山木日月风", "cer", 1 / 10),
-        ("天 地 人", "天地人", "cer", 0),
         ("すし たべる", "すしをたべる", "cer", 1 / 6),
         ("天地 人", "天 地 人 水", "wer", 3 / 4),
         ("これはAIの木です", "これは AI の本です", "cer", 1 / 9),
-        ("今日は iPhone を買いました", "今日は iPhone を 買いました", "cer", 0),
         ("我用 Python 写", "我 用 Python 写 代码", "wer", 3 / 5),
-        ("new york", "new work", "wer", 1 / 2),
         ("옛날 옛적", "옛날 옛날", "wer", 1 / 2),
     ],
 )
@@ -211,7 +191,6 @@ def test_error_rates_of_references_without_spaces_are_of_characters(
         ("u1\t-9\t3\tw1\nu1\t-20\t9\tw2\n", "first pass's language model are above 0"),
         ("u1\t-1\tw1\nu1\t-2\tw2\n", ""),
         ("u1\t-2\tw1\nu1\t-1\tw2\nu2\t-1\tw1\nu2\t-2\tw2\n", ""),
-        ("u1\t-2\tw1\nu1\t-2\tw2\n", ""),
         ("u1\tw1\nu1\tw2\n", ""),
     ],
 )

@@ -26,20 +26,6 @@ def scored_list(scores: Floats, texts: list[str], models: Sequence[Sequence[Any]
     return ScoredList(nbest, [lambda texts, each=each: each for each in arrays])  # type: ignore[misc]
 
 
-def test_tuning_finds_a_separating_weight_and_is_never_worse_than_the_first_hypotheses() -> None:
-    rng = np.random.default_rng(0)
-    texts = ["a", "b"] * 60
-    lm_score = rng.normal(size=120)
-    acoustic = -3 * lm_score + rng.normal(size=120) * 0.1  # misleads below α = 3
-    errors = np.zeros(120, dtype=np.int64)
-    pairs = lm_score.reshape(-1, 2)
-    errors[2 * np.arange(60) + pairs.argmin(1)] = 1
-    scored = scored_list(acoustic[:, None], texts, [[[value, 0.0] for value in lm_score]])
-    weights = tune(scored, WordErrors(counts=errors[:, None], references=["a"] * 60))
-    assert weights.lm_weight > 3
-    assert errors[scored.choose(scored.totals(weights))].sum() == 0
-
-
 def test_a_tuned_mixture_has_no_more_errors_than_either_model_alone() -> None:
     rng = np.random.default_rng(1)
     for _ in range(12):
@@ -102,9 +88,6 @@ def test_tuning_finds_the_weight_of_a_subtracted_model() -> None:
     assert found < mixed
     alone = scored_list(scores[:1].T, texts, [first, first])
     assert tune(alone, errors, subtract=True).second_weight <= 0
-
-
-EVERY = ["run", "arpa", "the first pass"]
 
 
 @pytest.mark.parametrize(

@@ -173,17 +173,10 @@ def test_mistakes_are_single_lines(
     command = ["evaluate", lstm_run, "--text", text, "--mixture=0.5", "--arpa", path]
     good = write_arpa(path, words_of(TrainedRun(lstm_run, "cpu"))).read_text()
     for content, error in (
-        ("", f"{path} is not an ARPA file: it has no line \\data\\"),
-        (good[: good.index("\\2-grams")], f"{path} is not complete"),
-        (
-            good.replace("ngram 2=13", "ngram 2=14"),
-            f"{path} is damaged: its head states 14 2-grams, and 13 follow",
-        ),
         (
             good.replace("cat", "cat\u00a0!"),
             f"{path} has no unigram 'cat'; it has 'cat\\xa0!', where",
         ),
-        (good.replace("-99.0\t<s>", "x\t<s>"), f"{path}, line 7: expected log10 P, 1 words"),
         (good.replace("\t<unk>\t", "\tgnu\t"), f"{path} has no <unk>, and the text has a word"),
         (good.replace("\tcat\t", "\tgnu\t"), f"{path} has no unigram 'cat', a word that the model"),
     ):

@@ -11,15 +11,13 @@ import torch
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
 from data_prep.tokenizer.vocabulary import train_sentencepiece
-from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.model import reader
-from lm.model.build import build_model
-from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 from lm.scoring import LineScore, Scorer
 from lm.scoring import scorer as scorer_module
 from lm.scoring.layouts import Layout
 from tests.conftest import toy_sentences
+from tests.models import log_probs, small_model
 
 WORDS = ["<eos>", "<unk>", "a", "b", "c", "d", "e"]
 TEXT = ["a b c", "", "e zebra a a b", "d", "b c d e a b c d e a b c", "zebra zebra"]
@@ -34,12 +32,8 @@ def make(
     **options: Any,
 ) -> Scorer:
     tokenizer = tokenizer or WordTokenizer(WORDS)
-    config = ModelConfig(backbone=cast(Any, backbone), hidden=8, heads=2, layers=layers)
     tree = ClassTree.two_level(torch.arange(tokenizer.vocab_size) % 3)
-    model = build_model(config, OutputConfig(), WordTable(), tree, context).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.uniform_(-0.7, 0.7)
+    model = small_model(tree, backbone, context, layers=layers)
     return Scorer(model, tokenizer, context=context, **options)
 
 
@@ -49,20 +43,12 @@ def pieces() -> SentencePieceTokenizer:
     return SentencePieceTokenizer(train_sentencepiece(toy_sentences(0, 200), settings))
 
 
-@torch.no_grad()
-def distributions(model: LanguageModel, ids: list[int], eos_id: int) -> torch.Tensor:
-    """log P of all words [n + 1, N] after each beginning of a sentence, one call each."""
-    inputs = torch.tensor([eos_id, *ids])[:, None]
-    hidden = [model(inputs[: end + 1])[0][-1, 0] for end in range(len(inputs))]
-    return model.output.log_prob(torch.stack(hidden))
-
-
 @BACKBONES
 def test_each_token_has_the_log_prob_rank_and_entropy_of_the_definition(backbone: str) -> None:
     scorer = make(backbone, details=True)
     for line, score in zip(TEXT, scorer.sentences(TEXT), strict=True):
         ids = scorer.tokenizer.encode(line)
-        log_prob = distributions(scorer.model, ids, 0)
+        log_prob = log_probs(scorer.model, [0, *ids])
         target = log_prob.gather(1, torch.tensor([*ids, 0])[:, None])
         entropy = -(log_prob.exp() * log_prob).sum(1)
         assert score.words == line.split()
@@ -124,7 +110,7 @@ def test_a_token_of_a_stream_is_predicted_from_the_stated_context(
     for score in scores:
         for log_prob, before in zip(score.log_prob, score.context, strict=True):
             seen = ids[place + 1 - before : place + 1]
-            expected = distributions(scorer.model, seen[1:], seen[0])[-1, ids[place + 1]]
+            expected = log_probs(scorer.model, seen)[-1, ids[place + 1]]
             assert log_prob == pytest.approx(float(expected), rel=1e-12)
             place += 1
     assert place == len(ids) - 1
@@ -139,7 +125,7 @@ def test_unseen_words_share_the_mass_of_unk() -> None:
     ):
         lower = np.where(before.is_oov, math.log(num_unseen), 0)
         assert after.log_prob == pytest.approx(before.log_prob - lower, rel=1e-12)
-        log_prob = distributions(plain.model, plain.tokenizer.encode(line), 0)
+        log_prob = log_probs(plain.model, [0, *plain.tokenizer.encode(line)])
         spread = log_prob[:, 1:2] - math.log(num_unseen)
         whole = torch.cat([log_prob[:, :1], log_prob[:, 2:], spread.expand(-1, num_unseen)], 1)
         assert whole.exp().sum(1).numpy() == pytest.approx(1, rel=1e-12)
@@ -164,7 +150,7 @@ def test_a_word_of_pieces_has_the_sum_of_its_pieces(pieces: SentencePieceTokeniz
     lines = ["the cat sees", "  a  horse\u00e9 x ", "the <unk> fish <unk>", "", " "]
     for line, score in zip(lines, scorer.sentences(lines), strict=True):
         words, ids, word_of_id = pieces.align(line)
-        log_prob = distributions(scorer.model, ids.tolist(), pieces.eos_id)
+        log_prob = log_probs(scorer.model, [pieces.eos_id, *ids.tolist()])
         target = log_prob.gather(1, torch.tensor([*ids, pieces.eos_id])[:, None])[:, 0].numpy()
         unit = np.append(word_of_id, len(words))
         assert score.words == words

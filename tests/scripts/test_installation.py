@@ -12,14 +12,13 @@ NO_INDEX = "error: Request failed\n  cause: error sending request for url"
 @pytest.mark.parametrize(
     ("why", "ci", "code", "printed"),
     [
-        (None, True, None, "constraints.txt, newest versions, lower bounds resolve with Python"),
         ("error: No solution found", False, 1, "Python 3.12, lower bounds:\nerror: No solution"),
         (NO_INDEX, False, None, "installation: not checked, as no package index can be reached"),
         (NO_INDEX, True, "installation: no package index can be reached", ""),
     ],
 )
 def test_the_check_fails_where_nothing_fits_and_in_ci_where_it_cannot_look(
-    why: str | None,
+    why: str,
     ci: bool,
     code: int | str | None,
     printed: str,
@@ -38,15 +37,6 @@ def test_the_check_fails_where_nothing_fits_and_in_ci_where_it_cannot_look(
         found = stop.code
     assert found == code
     assert printed in "".join(capsys.readouterr())
-
-
-def test_what_uv_says_without_an_index_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("uv")
-    monkeypatch.setenv("UV_NO_CACHE", "1")
-    monkeypatch.setenv("UV_OFFLINE", "1")
-    why = installation.resolve(("3.12", "constraints.txt"))
-    assert why is not None
-    assert any(words in why for words in installation.UNREACHABLE)
 
 
 def test_the_readme_installs_the_torch_of_the_constraints() -> None:

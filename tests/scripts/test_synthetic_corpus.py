@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from scripts.synthetic_corpus import WordModel, Zipf, spell
+from scripts.synthetic_corpus import WordModel, Zipf
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -34,25 +34,6 @@ def test_equal_arguments_give_equal_text_and_other_seeds_other_text(tmp_path: Pa
     assert [len(line.split()) for line in a[0].splitlines()] == [20] * 50 + [7]
     assert [len(text.split()) for text in a] == [1007, 205, 205]
     assert all(line == " ".join(line.split()) for text in a for line in text.splitlines())
-
-
-def test_mistakes_are_single_line_errors(tmp_path: Path) -> None:
-    for argument, expected in [
-        ("--types=0", "--types: expected at least 1, got 0"),
-        ("--seed=-1", "--seed: expected at least 0, got -1"),
-    ]:
-        done = make(tmp_path / "x", "--types=9", "--tokens=9", argument)
-        assert (done.returncode, done.stderr) == (1, f"make_corpus: {expected}\n")
-    assert not (tmp_path / "x").exists()
-
-
-def test_words_differ_and_frequent_ones_are_shorter() -> None:
-    ranks = np.r_[1:70_000, 2_625_640:2_625_660, 13_999_990:14_000_001]
-    words = spell(ranks[:, None]).decode().split()
-    assert len(set(words)) == len(words) == len(ranks)
-    lengths = np.array([len(word) for word in words])
-    assert (np.diff(lengths) >= 0).all()
-    assert (lengths[0], lengths[39], lengths[40], lengths[-1]) == (2, 2, 4, 10)
 
 
 @pytest.mark.parametrize("num_types", [1, 2, 4096, 4097, 10_000_000])
@@ -82,16 +63,6 @@ def test_independent_words_follow_zipf() -> None:
     assert (observed[0], observed.sum()) == (0, len(ranks))
     chi_square = ((observed[1:] - expected) ** 2 / expected).sum()
     assert abs(chi_square - 1_999) < 5 * (2 * 1_999) ** 0.5
-
-
-def test_successors_keep_the_distribution_of_words() -> None:
-    ranks = ranks_of(markov=0.5).reshape(-1)
-    edges = 2 ** np.arange(12)  # ranks 1, 2 to 3, 4 to 7, ...
-    observed = np.add.reduceat(np.bincount(ranks, minlength=2_001), edges[:-1]) / len(ranks)
-    weight = np.r_[0, 1 / np.arange(1, 2_001)]
-    expected = np.add.reduceat(weight / weight.sum(), edges[:-1])
-    assert ranks.max() <= 2_000
-    assert observed == pytest.approx(expected, rel=0.3)
 
 
 def test_half_of_the_words_are_successors_of_the_previous_word() -> None:

@@ -172,12 +172,6 @@ def test_steps_from_fixed_buffers_with_a_stop_equal_plain_ones_bit_for_bit(
     torch.testing.assert_close(as_usual, truth, rtol=0, atol=0)
 
 
-def test_steps_of_the_streams_have_several_shapes(tmp_path: Path) -> None:
-    batches = start(tmp_path, []).batches
-    shapes = [batches[number].targets.shape[0] for number in range(2 * batches.per_epoch)]
-    assert shapes == 2 * ([8] * 19 + [3])
-
-
 class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations for which the host waits: those whose results depend on values."""
 

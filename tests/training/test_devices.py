@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from data_prep.errors import UserError
-from lm.cli import main
 from lm.device import launch
 from lm.model.files import load_model
 from lm.training.checkpoint import load_checkpoint
@@ -152,17 +151,6 @@ def test_launchers_are_known_by_their_variables(
             launch()
     else:
         assert launch() == expected
-
-
-def test_the_script_of_a_job_trains_alone(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SLURM counts the tasks that srun would start."""
-    for name, value in ({**SLURM, "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("SLURM_STEP_ID")
-    assert main([*arguments, "--train.max_steps=1"]) == 0
-    assert len(load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["devices"]) == 1
 
 
 @pytest.mark.parametrize(

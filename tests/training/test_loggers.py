@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,11 +15,9 @@ from lightning.fabric import Fabric
 from matplotlib.axes import Axes
 
 from data_prep.errors import UserError
-from lm.cli import main
 from lm.config import Config, TrainConfig, validate
 from lm.model.language_model import LanguageModel
 from lm.training import state
-from lm.training.batches import Batches
 from lm.training.clock import Clock, Progress
 from lm.training.loggers import MetricsFile, ProgressBar, check_wandb, wandb_mode
 from lm.training.metrics import Metrics, draw_curves, read_metrics
@@ -105,34 +102,6 @@ def test_the_training_perplexity_is_that_of_the_tokens_since_the_previous_line(
         mean = nll / sum(num_tokens for _, num_tokens in losses[before:after])
         (line,) = [line for line in lines if line.step == after]
         assert line.train_perplexity == pytest.approx(math.exp(mean), rel=1e-9)
-
-
-def test_tokens_per_second_count_the_time_before_an_interruption(
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    before_call: BeforeCall,
-) -> None:
-    monkeypatch.setattr("lm.training.clock.time.perf_counter", iter(range(1000)).__next__)
-    options = ["--train.checkpoint_every_steps=4", "--train.val_every_steps=100"]
-    options += ["--log.every_steps=6", "--train.max_steps=12"]
-    main([*arguments, *options])
-    whole = read_metrics(tmp_path / "run" / "metrics.csv")
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    (tmp_path / "run" / "config.yaml").unlink()
-    fatal = [5]
-
-    def die_once(_: Batches, number: int) -> None:
-        if number in fatal:
-            raise KeyError(fatal.pop())
-
-    before_call(Batches, "__getitem__", die_once)
-    with pytest.raises(KeyError):
-        main([*arguments, *options])
-    assert main([*arguments, *options, "--resume", "auto"]) == 0
-    again = read_metrics(tmp_path / "run" / "metrics.csv")
-    assert [line.step for line in again] == [line.step for line in whole] == [6, 12]
-    assert again[0].tokens_per_second == pytest.approx(again[0].tokens / again[0].seconds, abs=1)
 
 
 def a_clock(num_steps: int) -> Clock:

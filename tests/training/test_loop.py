@@ -35,27 +35,6 @@ def test_every_epoch_is_validated_with_accumulated_batches(
     assert [line.step for line in validated] == [step for step in expected if step <= last]
 
 
-@pytest.mark.parametrize(
-    ("tied", "embedding"), [("true", "word"), ("false", "word"), ("true", "path_sum")]
-)
-def test_row_wise_gradients_train_what_dense_ones_train(
-    train: Train, tmp_path: Path, tied: str, embedding: str
-) -> None:
-    """With clipping and accumulation: the step is plain SGD's."""
-    options = ["--model.dropout=0", "--train.precision=64-true", f"--word_table.tied={tied}"]
-    options += ["--optim.optimizer=sgd", "--optim.clip=0.05", "--optim.lr=3"]
-    options += ["--train.accumulate=2", "--classes.shortlist=3"]
-    options += [f"--model.input_embedding={embedding}"]
-    runs = [
-        train(tmp_path / gradients, *options, f"--word_table.gradients={gradients}")
-        for gradients in ("row_wise", "dense")
-    ]
-    first, second = (load_file(run / "model.safetensors") for run in runs)
-    assert first.keys() == second.keys()
-    for name in first:
-        torch.testing.assert_close(first[name], second[name], rtol=1e-9, atol=1e-11)
-
-
 def test_a_table_in_bf16_learns(train: Train, tmp_path: Path) -> None:
     options = ["--word_table.dtype=bf16", "--train.precision=bf16-mixed", "--word_table.tied=true"]
     options += ["--word_table.optimizer=adagrad", "--word_table.lr=0.1", "--train.max_steps=60"]

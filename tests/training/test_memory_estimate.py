@@ -87,19 +87,6 @@ def test_dense_gradients_need_weights_gradients_and_states(
     assert need.graph == 0  # on a CPU
 
 
-@pytest.mark.parametrize(("on_gpu", "extra"), [(False, 300), (True, 0)])
-def test_a_build_for_cuda_takes_more_memory_on_a_cpu(
-    config: Configured, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, extra: int
-) -> None:
-    run = run_of(config("output.backend=reference"))
-    monkeypatch.setattr(Run, "on_gpu", on_gpu)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    without = module.estimate_memory(run).other
-    assert 750 << 20 < without < 760 << 20
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert module.estimate_memory(run).other == without + (extra << 20)
-
-
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
@@ -173,14 +160,6 @@ def test_settings_that_would_be_refused_or_need_more_are_not_proposed(
             check(config(*options, "word_table.optimizer=adagrad"))
 
 
-def test_unknown_memory_refuses_nothing(
-    config: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "PROC", tmp_path / "none")
-    assert device.available_bytes(CPU) is None
-    check(config())
-
-
 def test_processes_on_a_cpu_share_its_memory(config: Configured) -> None:
     one, two = (
         estimate(config("optim.optimizer=sgd", f"train.devices={devices}")) for devices in (1, 2)
@@ -228,3 +207,11 @@ def test_a_batch_counts_what_the_backend_saves_with_its_gradient(
             num_positions * TREE.max_path_columns, TREE.num_rows * problem.weight.shape[1]
         )
     assert need.batch == 4 * num_positions * 300 * (12 + 4) + 2 * saved
+
+
+def test_unknown_memory_refuses_nothing(
+    config: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "PROC", tmp_path / "none")
+    assert device.available_bytes(CPU) is None
+    check(config())

@@ -41,8 +41,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return patch
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("clip", ["0", "1"])
+@pytest.mark.parametrize(("value", "clip"), [(float("nan"), "0"), (float("inf"), "1")])
 def test_a_gradient_that_is_not_finite_stops_before_the_update_and_names_step_and_batch(
     tmp_path: Path,
     command: Callable[[Path], list[str]],

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +11,6 @@ from scipy import sparse
 from data_prep.classes import exchange as exchange_module
 from data_prep.classes.bigrams import count_bigrams
 from data_prep.classes.exchange import exchange
-from data_prep.classes.word_classes import build_class_levels
-from data_prep.settings import ClassesConfig
 
 IntArray = NDArray[np.int64]
 
@@ -41,15 +37,6 @@ def objective(bigrams: sparse.csr_array, counts: IntArray, word_class: IntArray)
     np.add.at(follows, (word_class[pairs.row], word_class[pairs.col]), pairs.data)
     mass = np.bincount(word_class, weights=counts).astype(np.float64)
     return float(x_log_x(follows).sum() - 2 * x_log_x(mass).sum())
-
-
-def built(tokens: NDArray[np.uint16], counts: IntArray, **options: Any) -> IntArray:
-    """The classes of a configuration."""
-    word_class: IntArray
-    (word_class,) = build_class_levels(
-        counts, ClassesConfig(**options), tokens=tokens, words=list, folder=Path(), progress=False
-    )
-    return word_class.astype(np.int64)
 
 
 def single_moves(
@@ -129,30 +116,3 @@ def test_words_that_never_occur_stay_and_the_same_start_gives_the_same_end() -> 
     assert np.array_equal(first, again)
     assert np.array_equal(first[unseen], start[unseen])
     assert np.array_equal(start, np.arange(30) % 5)
-
-
-@pytest.mark.parametrize("max_words", [None, 9])
-def test_the_method_of_the_configuration_starts_from_embedding(max_words: int | None) -> None:
-    tokens, counts = text(60, 6000, seed=4)
-    before, after = (
-        built(tokens, counts, method=method, num_word_classes=8, max_words=max_words)
-        for method in ("embedding", "exchange")
-    )
-    assert np.bincount(after, minlength=8).min() >= 1
-    assert np.bincount(after).max() <= (max_words or 16)
-    bigrams = count_bigrams(tokens, 60)
-    assert objective(bigrams, counts, after) > objective(bigrams, counts, before)
-
-
-@pytest.mark.parametrize("shortlist", [10, 60])
-def test_with_a_shortlist_classes_are_optimized_for_the_words_below_it(shortlist: int) -> None:
-    tokens, counts = text(60, 6000, seed=4)
-    most_frequent = np.argsort(-counts, kind="stable")[:shortlist]
-    likelihood, classes = [], []
-    for size in (0, shortlist):
-        word_class = built(tokens, counts, num_word_classes=8, shortlist=size)
-        classes.append(word_class.copy())
-        word_class[most_frequent] = 8 + np.arange(shortlist)
-        likelihood.append(objective(count_bigrams(tokens, 60), counts, word_class))
-    assert np.array_equal(classes[1][most_frequent], classes[0][most_frequent])
-    assert likelihood[1] > likelihood[0] if shortlist == 10 else likelihood[1] == likelihood[0]

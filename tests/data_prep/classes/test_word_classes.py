@@ -1,6 +1,5 @@
 """Word classes: partitions of any size by every method; clustering recovers known classes."""
 
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +17,6 @@ from data_prep.classes import embedding as embedding_module
 from data_prep.classes.bigrams import IntArray, count_bigrams
 from data_prep.classes.embedding import embedding_classes, truncated_svd
 from data_prep.classes.exchange import exchange
-from data_prep.classes.report import class_report
 from data_prep.classes.word_classes import (
     WordClass,
     build_class_levels,
@@ -165,16 +163,6 @@ def test_no_class_exceeds_max_words(max_words: int | None) -> None:
     assert np.bincount(word_class).max() <= (max_words or 12)
 
 
-def test_refinement_raises_the_likelihood(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, _ = planted_text(8, 20, 6_000)
-    counts = counts_of(tokens, 160)
-    refined = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
-    monkeypatch.setattr(embedding_module, "REFINEMENT_PASSES", 0)
-    plain = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
-    arbitrary = class_report(counts, np.arange(160) * 7 % 8, tokens)
-    assert refined.log_likelihood > plain.log_likelihood > arbitrary.log_likelihood
-
-
 def test_bigram_counts_do_not_depend_on_the_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, words = zipf_tokens(30, 1_001), np.array([7, 0, 21, 3])
     expected = np.zeros((30, 30))
@@ -223,17 +211,6 @@ def test_clustered_words_and_the_others_by_count_are_a_partition(
     frequent = np.argsort(-counts, kind="stable")[:clustered_words]
     in_both = set(word_class[frequent].tolist()) & set(np.delete(word_class, frequent).tolist())
     assert in_both == ({0} if num_word_classes == 1 and clustered_words < 101 else set())
-
-
-def test_clustered_and_other_words_share_the_classes_by_sqrt_count() -> None:
-    counts = np.array([100, 1, 1, 1, 1, 1, 1, 36, 36, 36], dtype=np.int64)
-    tokens = np.repeat(np.arange(10, dtype=np.uint16), counts)
-    settings = ClassesConfig(method="embedding", num_word_classes=5, clustered_words=4)
-    word_class = built(counts, tokens, settings)
-    # √count: 10 + 3 · 6 = 28 of 34, so 4 of 5 classes.
-    assert sorted(word_class[[0, 7, 8, 9]].tolist()) == [0, 1, 2, 3]
-    assert word_class[1:7].tolist() == [4] * 6
-    assert_partition(built(np.zeros(10, np.int64), tokens[:0], settings), 10, 5)
 
 
 def test_clustered_words_are_clustered_as_if_they_were_the_whole_text() -> None:
@@ -331,15 +308,3 @@ def test_classes_of_what_is_no_text_of_the_vocabulary_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shortlist = 5 is more than 4 words"):
         data_prep.word_classes([0, 1], 4, shortlist=5)
     assert sorted(data_prep.word_classes(np.empty(0, int), 4).tolist()) == [0, 0, 1, 1]
-
-
-def test_progress_is_shown_on_a_terminal_when_requested(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = zipf_tokens(20, 200)
-    for terminal, progress in [(True, False), (True, True), (False, True)]:
-        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        built(counts_of(tokens, 20), tokens, ClassesConfig(), progress)
-        shown = capsys.readouterr()
-        assert shown.out == ""
-        assert ("k-means" in shown.err) == (terminal and progress)

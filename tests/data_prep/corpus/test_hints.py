@@ -168,11 +168,6 @@ def test_a_table_without_a_name_is_known_by_its_columns(
     assert [each[: len(expected)] for each in caplog.messages] == [expected] * is_table
 
 
-def test_a_single_line_is_not_all_lines_that_begin_so(caplog: pytest.LogCaptureFixture) -> None:
-    assert [*noted(["<s> the cat </s>"], "a")] == ["<s> the cat </s>"]
-    assert caplog.messages == []
-
-
 @pytest.mark.parametrize(
     ("held_out", "share"),
     [

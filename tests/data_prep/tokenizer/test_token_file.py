@@ -1,6 +1,6 @@
-"""Token files: every line ends with `<eos>`, and the counts are those of the text."""
+"""Token files and the files of tokenizers: what they contain, and that it comes back."""
 
-import sys
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from data_prep.errors import UserError
+from data_prep.settings import TokenizerConfig
 from data_prep.storage import map_array
 from data_prep.tokenizer import tokenizer
+from data_prep.tokenizer.serialization import load_tokenizer, save_tokenizer
 from data_prep.tokenizer.token_file import encode_split
-from data_prep.tokenizer.tokenizer import WordTokenizer
+from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, WordTokenizer
+from data_prep.tokenizer.vocabulary import train_sentencepiece
 
 TOKENIZER = WordTokenizer(["the", "<eos>", "cat", "<unk>", "é"])
 
@@ -60,11 +64,26 @@ def test_the_batch_size_changes_nothing(
     assert whole[0].utf8_bytes == sum(len(line.encode()) + 1 for line in lines)
 
 
-def test_progress_goes_to_stderr_and_counts_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    encode_split(["a", "b", "c"], TOKENIZER, tmp_path / "train.npy", progress=True)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "train: 3.00 lines" in captured.err
+def test_settings_of_a_word_tokenizer_are_saved_with_the_vocabulary(tmp_path: Path) -> None:
+    words = WordTokenizer(["<eos>", "<unk>", "a", "."], lowercase=True, split_punctuation=True)
+    save_tokenizer(tmp_path, words, np.array([2, 0, 1, 1], dtype=np.int64))
+    assert (tmp_path / "vocab.txt").read_text() == "<eos>\t2\n<unk>\t0\na\t1\n.\t1\n"
+    assert load_tokenizer(tmp_path).encode("A.") == [2, 3]
+    (tmp_path / "vocab.txt").write_text("<eos>\t2\na\t1\n")
+    with pytest.raises(UserError, match=r"vocab\.txt: the vocabulary of 2 words lacks <unk>"):
+        load_tokenizer(tmp_path, verify=False)
+
+
+def test_a_sentencepiece_model_is_saved_byte_for_byte(tmp_path: Path) -> None:
+    settings = TokenizerConfig(kind="sentencepiece", vocab_size=15)
+    tokenizer = SentencePieceTokenizer(
+        train_sentencepiece(["the cat sat", "the dog", "", "the cat ran", ""], settings)
+    )
+    info = save_tokenizer(tmp_path, tokenizer)
+    assert (tmp_path / "tokenizer.model").read_bytes() == tokenizer.model
+    assert (info.vocab_size, info.unk_id, info.eos_id) == (15, 0, 1)
+    assert load_tokenizer(tmp_path).encode("the cat") == tokenizer.encode("the cat")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "kind": "words"}))
+    with pytest.raises(UserError, match=r"vocab\.txt cannot be read"):
+        load_tokenizer(tmp_path)

@@ -58,14 +58,6 @@ def test_counts_add_up_to_the_tokens_and_agree_with_a_plain_count(
     assert counts.tolist() == sorted(counts.tolist(), reverse=True)
 
 
-@given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
-def test_special_words_are_ordered_by_their_counts(unk: int, eos: int, lines: int) -> None:
-    words = ["a", "a", "a", "b", "b", "~", "~", "~", *["<unk>"] * unk, *["<eos>"] * eos]
-    expected = {**Counter(words), "<unk>": unk, "<eos>": eos + lines + 1}
-    order = sorted(expected.items(), key=lambda item: (-item[1], item[0]))
-    assert counted([" ".join(words), *[""] * lines], TokenizerConfig()) == order
-
-
 def test_counting_in_portions_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [f"w{i % 7} w{i % 11} w{i}" for i in range(100)]
     whole = counted(lines, TokenizerConfig())

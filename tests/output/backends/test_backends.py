@@ -1,4 +1,4 @@
-"""The registry of backends: which one is chosen, and what it saves."""
+"""The registry of backends and their visits: which one is chosen, what it saves."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends import BACKENDS, choose_backend, saved_bytes
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.launch import instrumented
+from lm.output.backends.visits import route
 
 TREE = ClassTree.two_level(torch.arange(90) // 9)
 
@@ -68,3 +69,36 @@ def test_saved_bytes_are_those_of_what_a_forward_saves(
     _, saved = BACKENDS[name].forward(problem, Needs(True, True, False, row_wise))
     planned = Problem.without_values(30, 12, tree, torch.float32)
     assert sum(each.nbytes for each in saved) == saved_bytes(name, planned, row_wise=row_wise)
+
+
+def test_visits_are_those_of_the_paths() -> None:
+    tree = ClassTree.balanced(90, 4)
+    target = torch.randint(0, 90, (50,))
+    target[1] = -100
+    visits = route(target, tree.arrays, tree.depth, -100)
+    for place, position in enumerate(visits.position.tolist()):
+        word = int(target[position])
+        path = tree.path(word) if word != -100 else []
+        expected = [(node, row) for node, row in path if int(tree.num_children[node]) > 1]
+        found = [
+            (int(node), int(tree.first_row[node]) + int(child))
+            for node, child in zip(visits.node[:, place], visits.child[:, place], strict=True)
+            if node >= 0
+        ]
+        assert found == expected
+    for nodes in visits.node:  # each node's visits are an interval
+        firsts = torch.unique_consecutive(nodes[nodes >= 0])
+        assert firsts.numel() == firsts.unique().numel()
+
+
+@pytest.mark.parametrize("num_nodes", [32_767, 32_768, 70_000])
+def test_positions_are_sorted_by_node_in_trees_of_any_number_of_nodes(num_nodes: int) -> None:
+    """Ranks are sorted in 16 bits while these hold them."""
+    tree = ClassTree.two_level(torch.arange(2 * (num_nodes - 1)) // 2)
+    assert tree.num_nodes == num_nodes
+    target = torch.randint(tree.vocab_size, (400,))
+    target[:2], target[2] = tree.vocab_size - 1, -100
+    visits = route(target, tree.arrays, tree.depth, -100)
+    leaf = tree.node_of_row[tree.row_of_word[target[visits.position[:-1]]]]
+    assert (tree.preorder[leaf].diff() >= 0).all()
+    assert int(visits.position[-1]) == 2  # ignored ones last

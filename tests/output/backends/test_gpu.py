@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
-from lm.output.backends import BACKENDS
-from lm.output.backends.base import Problem
 from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD
 
 from ..definition import assert_errors_are_small, gradients
@@ -143,18 +141,6 @@ def test_a_thousand_steps_give_the_same_results(size: int) -> None:
     assert int(num_different) == 0
 
 
-def test_the_device_is_never_waited_for() -> None:
-    inputs, target, tree, upstream = problem(TREES["two_level"](), 2000, 300, torch.bfloat16)
-    first = gradients(inputs, target, tree, upstream, "triton")  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        again = gradients(inputs, target, tree, upstream, "triton")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
 def test_a_row_wise_step_never_waits_for_the_device() -> None:
     inputs, target, tree, _ = problem(TREES["two_level"](), 700, 64, torch.bfloat16)
     hidden, *table = (tensor.detach().requires_grad_() for tensor in inputs)
@@ -240,22 +226,6 @@ def test_a_graphed_layer_trains_as_an_eager_one(
         assert torch.equal(*weights)
 
 
-def test_compiled_with_fullgraph_equals_eager() -> None:
-    (hidden, *_), target, tree, _ = problem(TREES["shortlist"](), 500, 128, torch.float32)
-    layer = HierarchicalSoftmax(128, tree).cuda()
-
-    def loss(hidden: Tensor) -> Tensor:
-        return layer.loss(hidden.tanh(), target)
-
-    hidden.requires_grad_()
-    expected = loss(hidden)
-    actual = torch.compile(loss, fullgraph=True)(hidden)
-    torch.testing.assert_close(actual, expected)
-    (found,) = torch.autograd.grad(actual, hidden)
-    (truth,) = torch.autograd.grad(expected, hidden)
-    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("size", [64, 300, 650, 33])
 @pytest.mark.parametrize("name", ["shortlist", "balanced", "classes dealt at random"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -297,30 +267,6 @@ def test_rows_are_updated_on_the_device_as_on_the_host(
     torch.testing.assert_close(*tables, rtol=close, atol=close)
 
 
-def test_three_kernels_of_routing_one_forward_and_three_backward() -> None:
-    inputs, target, tree, upstream = problem(TREES["two_level"](), 2000, 300, torch.bfloat16)
-    gradients(inputs, target, tree, upstream, "triton")
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
-    ) as profile:
-        gradients(inputs, target, tree, upstream, "triton")
-    events = profile.events()
-    assert events is not None
-    ours = ("_sort", "_merge", "_plan", "_forward", "_errors", "_heavy", "_rows")
-    names = sorted(event.name for event in events if event.name.startswith(ours))
-    assert [name.split("(")[0] for name in names] == sorted(ours)
-
-
-@pytest.mark.parametrize("ignored", ["none", "all"])
-def test_nothing_to_predict_costs_nothing(ignored: str) -> None:
-    inputs, target, tree, upstream = problem(TREES["two_level"](), 200, 64, torch.bfloat16)
-    count = 0 if ignored == "none" else 200
-    target = torch.full_like(target, -100)[:count]
-    inputs[0] = inputs[0][:count]
-    results = gradients(inputs, target, tree, upstream[:count], "triton")
-    assert all(torch.equal(result, torch.zeros_like(result)) for result in results)
-
-
 def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     if torch.cuda.mem_get_info()[0] < 30 << 30:
         pytest.skip("needs 30 GB of free memory")
@@ -341,31 +287,3 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     torch.testing.assert_close(ours[0].double(), nll.detach(), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(ours[2][-last:].double(), truth[root:], rtol=0.05, atol=0.02)
     assert int((ours[2] != 0).any(1).sum()) == root + last
-
-
-def test_a_batch_that_would_save_too_much_is_computed_in_parts() -> None:
-    tree = ClassTree.full(100_000).cuda()
-    hidden, weight = torch.randn(8000, 32, device="cuda"), torch.randn(100_000, 32, device="cuda")
-    target, leaves = torch.arange(8000, device="cuda"), [hidden, weight]
-    sizes = Problem.without_values(8000, 32, tree, torch.float32)
-    assert BACKENDS["triton"].part_size(sizes) < 8000
-    results = []
-    for leaf in leaves:
-        leaf.requires_grad_()
-    for loss in (
-        hierarchical_cross_entropy(hidden, weight, target, tree, backend="triton"),
-        torch.nn.functional.cross_entropy(hidden @ weight.T, target),
-    ):
-        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-
-
-def test_the_reference_solves_fp64() -> None:
-    (hidden, weight, bias), target, tree, _ = problem(TREES["full"](), 50, 32, torch.float64)
-    with pytest.raises(ValueError, match="does not support fp64"):
-        hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
-    with pytest.warns(UserWarning, match="slowly on cuda:0: backend triton does not support fp64"):
-        actual = hierarchical_cross_entropy(hidden, weight, target, tree, bias, reduction="sum")
-    logits = hidden @ weight.T + bias
-    truth = torch.nn.functional.cross_entropy(logits, target, reduction="sum")
-    torch.testing.assert_close(actual, truth)

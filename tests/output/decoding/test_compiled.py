@@ -77,16 +77,6 @@ def test_drawn_words_are_the_first_ones_in_the_nucleus(
         assert word == (drawn if is_in else -1)
 
 
-def test_many_ties_are_in_the_order_of_words() -> None:
-    tree = ClassTree.two_level(torch.arange(600).flip(0) % 20)
-    hidden, weight = torch.ones(1, 4), torch.zeros(tree.num_rows, 4)
-    weight[tree.row_of_word[300:]] = 1.0
-    layer = HierarchicalSoftmax(4, tree)
-    layer.weight.detach()[:, :4] = weight
-    best = layer.topk(hidden, 600).word[0]
-    assert best.tolist() == [*range(300, 600), *range(300)]
-
-
 @pytest.mark.parametrize("_way", ["compiled"], indirect=True)
 def test_loops_that_are_wrong_are_replaced_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,

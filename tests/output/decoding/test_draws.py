@@ -1,6 +1,4 @@
-"""Sampling: draws follow the full distribution, and expand few nodes."""
-
-import math
+"""Sampling: draws follow the full distribution, expand few nodes, and depend on their seeds."""
 
 import pytest
 import torch
@@ -8,10 +6,9 @@ from torch import Tensor
 
 from lm.output import ClassTree
 from lm.output.decoding import draws
-from lm.output.decoding.distribution import finder, log_prob
-from lm.output.decoding.draws import Sampling, sample_words
+from lm.output.decoding.distribution import log_prob
 from lm.output.decoding.expansion import Expander, Penalty
-from lm.output.decoding.rejection import RejectionSampler, draw
+from lm.output.decoding.rejection import RejectionSampler
 from lm.output.decoding.uniforms import Uniforms, derive_seeds
 
 from .truth import (
@@ -58,6 +55,7 @@ def assert_distributed(words: Tensor, probs: Tensor) -> None:
         {},
         {"temperature": 0.5},
         {"temperature": 1.7},
+        {"temperature": 1e9},
         {"top_k": 7},
         {"top_p": 0.8},
         {"temperature": 1.7, "top_p": 0.8},
@@ -90,14 +88,6 @@ def test_frequencies_match_the_full_distribution(shape: str, options: Options) -
         assert_distributed(words, restricted(full, **options))
 
 
-@pytest.mark.parametrize("temperature", [0.25, 4.0, 1e9])
-def test_frequencies_match_at_extreme_temperatures(temperature: float) -> None:
-    for shape in ("two_level", "huffman 3"):
-        layer = random_layer(shape, num_positions=1)
-        (drawn,) = draw_many(layer, 20000, temperature=temperature)
-        assert_distributed(drawn, restricted(word_log_prob(*layer)[0], temperature))
-
-
 def test_excluded_words_are_not_drawn_at_any_temperature() -> None:
     layer = random_layer("two_level", num_positions=1)
     num_words = word_log_prob(*layer).shape[1]
@@ -107,12 +97,6 @@ def test_excluded_words_are_not_drawn_at_any_temperature() -> None:
         assert drawn.unique().tolist() == list(range(2, num_words))
 
 
-def test_columns_of_weight_zero_are_never_drawn() -> None:
-    log_weight = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]).double()
-    uniform = torch.tensor([0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
-    assert draw(log_weight.expand(4, -1), uniform).tolist() == [1, 1, 3, 3]
-
-
 @all_shapes
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
 def test_temperatures_near_zero_give_the_most_probable_word(shape: str, options: Options) -> None:
@@ -120,15 +104,6 @@ def test_temperatures_near_zero_give_the_most_probable_word(shape: str, options:
     expected = word_log_prob(*layer).argmax(1)
     for temperature in (0.0, 1e-300, 1e-100, 1e-9):
         assert torch.equal(sample(*layer, temperature=temperature, **options), expected)
-
-
-@all_shapes
-def test_options_that_restrict_nothing_change_nothing(shape: str) -> None:
-    layer = random_layer(shape, num_positions=2)
-    for temperature in (1.0, 1.7):
-        plain = draw_many(layer, 50, temperature=temperature)
-        options: Options = {"temperature": temperature, "top_k": N + 1, "top_p": 1.0, "min_p": 0.0}
-        assert torch.equal(draw_many(layer, 50, **options), plain)
 
 
 @all_shapes
@@ -150,42 +125,6 @@ def test_words_given_up_are_drawn_from_the_nucleus(
     (drawn,) = draw_many(layer, 7000, top_p=0.5, temperature=temperature)
     full = word_log_prob(*layer)[0]
     assert_distributed(drawn, restricted(full, temperature, top_p=0.5))
-
-
-@pytest.mark.parametrize("_way", ["compiled"], indirect=True)
-@pytest.mark.parametrize("excluded", [(), (9,)])
-def test_few_nodes_are_opened_to_draw_from_a_nucleus(excluded: tuple[int, ...]) -> None:
-    """Half of the probability is in class 0, the rest in the other 99 alike, and so in each class.
-
-    A nucleus of 0.9 has words of all classes. A word is in it for sure once a tenth is known to be
-    less probable: soon for the first word of class 0, in a third of the classes for first words.
-    """
-    tree = ClassTree.two_level(torch.arange(10_000) % 100)
-    hidden, weight = torch.zeros(500, H), torch.zeros(tree.num_rows, H)
-    bias = torch.zeros(tree.num_rows)
-    bias[[0, *tree.row_of_word[:100].tolist()]] = math.log(99)
-    expander = Expander(hidden, weight, tree, bias)
-    if excluded:
-        expander.excluded = tree.row_of_word[torch.tensor(excluded)]
-    words = sample_words(expander, torch.arange(500), Sampling(top_p=0.9), finder(expander))
-    assert expander.num_expanded < 500 * 35  # of 101, all of which the set of words needs
-    full = log_prob(hidden[:1], weight, tree, bias)[0].double()
-    assert_distributed(words, restricted(full, top_p=0.9, excluded=excluded))
-
-
-def test_nodes_of_rejected_trials_become_less_likely() -> None:
-    """Class 0 is more probable but has improbable words only; class 1 has one word."""
-    tree = ClassTree.two_level(torch.tensor([1] + [0] * 200))
-    hidden, weight = torch.zeros(2000, H), torch.zeros(tree.num_rows, H)
-    bias = torch.zeros(tree.num_rows)
-    bias[0] = 2.0
-    expander = Expander(hidden, weight, tree, bias)
-    uniforms = Uniforms(torch.arange(2000))
-    words = RejectionSampler(expander, uniforms, 4.0).sample()
-    # The root, class 0 at most once without success, the class of the word.
-    assert expander.num_expanded < 2000 * 3.1
-    probs = restricted(log_prob(hidden[:1], weight, tree, bias)[0].double(), 0.25)
-    assert_distributed(words, probs)
 
 
 @all_shapes
@@ -227,20 +166,6 @@ def test_penalty_expands_no_node_for_the_previous_words() -> None:
     assert expander.num_expanded == 50 * 2
 
 
-def test_same_seed_gives_same_words() -> None:
-    layer = random_layer("two_level", num_positions=40)
-    for options in OPTIONS:
-        options = with_previous(options, 40)
-        first, again, other = (
-            sample(*layer, generator=torch.Generator().manual_seed(seed), **options)
-            for seed in (7, 7, 8)
-        )
-        assert torch.equal(first, again)
-        assert not torch.equal(first, other)
-    torch.manual_seed(7)
-    assert torch.equal(sample(*layer), sample(*layer, generator=torch.Generator().manual_seed(7)))
-
-
 def with_previous(options: Options, num_positions: int) -> Options:
     """Options in which each position has the same previous words."""
     if "previous" not in options:
@@ -261,6 +186,10 @@ def test_word_of_a_position_depends_on_its_seed_and_not_on_other_positions(
         for h in (hidden, others)
     )
     assert torch.equal(first[1::2], second[1::2])
+    other = sample(
+        hidden, weight, tree, bias, generator=torch.Generator().manual_seed(4), **options
+    )
+    assert not torch.equal(first, other)
     seeded = sample(hidden, weight, tree, bias, seeds=seeds, **options)
     again = sample(hidden[order], weight, tree, bias, seeds=seeds[order], **some)
     assert torch.equal(again, seeded[order])
@@ -284,18 +213,12 @@ def test_frequencies_match_with_seeds_that_are_consecutive_or_derived() -> None:
     ("options", "message"),
     [
         ({"temperature": -0.1}, "temperature must be finite and at least 0, got -0.1"),
-        ({"temperature": float("nan")}, "temperature must be finite and at least 0, got nan"),
         ({"temperature": float("inf")}, "temperature must be finite and at least 0, got inf"),
         ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
-        ({"temperature": None}, "temperature must be a number, got None"),
         ({"top_k": "3"}, "top_k must be an integer, got '3'"),
-        ({"top_k": 2.5}, "top_k must be an integer, got 2.5"),
-        ({"top_p": "1"}, "top_p must be a number, got '1'"),
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"top_p": 0.0}, r"top_p must be within \(0, 1\], got 0.0"),
-        ({"top_p": 1.1}, r"top_p must be within \(0, 1\], got 1.1"),
         ({"min_p": -0.1}, r"min_p must be within \[0, 1\], got -0.1"),
-        ({"min_p": float("nan")}, r"min_p must be within \[0, 1\], got nan"),
         ({"repetition_penalty": 0.9}, "repetition_penalty must be finite and at least 1, got 0.9"),
         ({"repetition_penalty": 1.1}, "repetition_penalty requires the previous words"),
         (
@@ -328,3 +251,31 @@ def test_log_probabilities_that_are_not_finite_raise_with_their_position(
     hidden[4, 0] = value
     with pytest.raises(ValueError, match="log-probabilities of position 4 are not finite"):
         sample(hidden, weight, tree, bias, **with_previous(options, P))
+
+
+def test_seeds_are_the_published_sequence() -> None:
+    """The first outputs for seed 1234567, as listed with Vigna's splitmix64.c."""
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    seeds = derive_seeds(torch.tensor(1234567), torch.arange(5))
+    assert [seed % (1 << 64) for seed in seeds.tolist()] == expected
+
+
+def test_numbers_are_uniform_and_each_position_has_its_own() -> None:
+    seeds = derive_seeds(torch.tensor(5), torch.arange(1000))
+    uniforms = Uniforms(seeds)
+    everywhere = torch.arange(1000)
+    rows = torch.stack([uniforms.draw(everywhere) for _ in range(40)])
+    assert 0 <= float(rows.min()) <= float(rows.max()) < 1
+    counts = torch.histc(rows, bins=50, min=0, max=1)
+    statistic = float(((counts - 800) ** 2 / 800).sum())
+    assert 15 < statistic < 100  # chi-square of 49 degrees of freedom
+    assert abs(float(torch.corrcoef(rows)[0, 1:].abs().max())) < 0.13  # four deviations
+    again = Uniforms(seeds[[7, 3]])
+    again.draw(torch.tensor([1]))
+    assert torch.equal(again.draw(torch.tensor([0, 1])), torch.stack([rows[0, 7], rows[1, 3]]))

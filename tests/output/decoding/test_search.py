@@ -1,66 +1,44 @@
 """Best-first search: exact top-k and nuclei, and which nodes are expanded for them."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from lm.output import ClassTree
 from lm.output.decoding import compiled, search
 from lm.output.decoding.distribution import finder, topk
 from lm.output.decoding.expansion import Expander, Penalty
 
-from .truth import H, N, P, all_shapes, node_log_prob, random_layer, restricted, word_log_prob
+from .truth import (
+    H,
+    N,
+    Options,
+    P,
+    all_shapes,
+    node_log_prob,
+    random_layer,
+    restricted,
+    word_log_prob,
+)
+
+MODES = {
+    "node by node": {"MOST_COST": math.inf, "FEW": math.inf, "NODE_COST": 1},
+    "all words": {"MOST_COST": 0.0, "FEW": math.inf, "NODE_COST": 1 << 40},
+    "many nodes": {"MOST_COST": 10.0, "FEW": 0, "NODE_COST": 1 << 40},
+}
+"""Costs with which nodes are opened one by one, or left to products of all words, in blocks."""
+node_by_node = pytest.mark.parametrize("mode", ["node by node"], indirect=True)
 
 
-@pytest.fixture(autouse=True)
-def _node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "MOST_COST", math.inf)
-    monkeypatch.setattr(compiled, "FEW", math.inf)
-    monkeypatch.setattr(compiled, "NODE_COST", 1)
-
-
-@all_shapes
-@pytest.mark.parametrize("scale", [0.1, 3.0])
-@pytest.mark.parametrize("share", [0.0, 10.0])
-def test_results_are_the_same_if_all_words_are_evaluated_at_once(
-    shape: str, scale: float, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With penalties and excluded words; in several blocks.
-
-    Compiled loops go through all nodes of a position, or leave it to a product.
-    """
+@pytest.fixture(autouse=True, params=MODES)
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    costs = MODES[request.param]
+    monkeypatch.setattr(search, "MOST_COST", costs["MOST_COST"])
     monkeypatch.setattr(search, "BLOCK_ELEMENTS", 2 * N)
-    layer = random_layer(shape, scale=scale)
-    tree = layer[2]
-    penalty = Penalty(1.4, tree.row_of_word[torch.randint(N, (len(layer[0]), 3))])
-    penalty.row[1, 1] = -1
-    rows = tree.row_of_word[torch.tensor([2, N - 1])]
-    searches: list[Callable[[Expander], list[tuple[Tensor, search.TopK]]]] = [
-        lambda expander: [(torch.arange(P), finder(expander).topk(expander, 6))],
-        lambda expander: list(finder(expander).nuclei(expander, 1.3, 0.8)),
-        lambda expander: list(finder(expander).within_ratio(expander, 0.7, 0.2)),
-    ]
-    for find in searches:
-        found = []
-        for most in (math.inf, share):
-            monkeypatch.setattr(search, "MOST_COST", most)
-            if most < math.inf:
-                monkeypatch.setattr(compiled, "FEW", 0 if share else math.inf)
-                monkeypatch.setattr(compiled, "NODE_COST", 1 << 40)
-            expander = Expander(*layer, excluded=rows, penalty=penalty)
-            sets = [
-                (int(each), *(x[words.log_prob[i] > -math.inf] for x in (word, log_prob)))
-                for position, words in find(expander)
-                for i, (each, log_prob, word) in enumerate(zip(position, *words, strict=True))
-            ]
-            found.append(sorted(sets, key=lambda one: one[0]))
-        for (position, word, log_prob), other in zip(*found, strict=True):
-            assert position == other[0]
-            assert torch.equal(word, other[1])
-            torch.testing.assert_close(log_prob, other[2], rtol=0, atol=1e-12)
+    monkeypatch.setattr(compiled, "FEW", costs["FEW"])
+    monkeypatch.setattr(compiled, "NODE_COST", costs["NODE_COST"])
+    return str(request.param)
 
 
 @all_shapes
@@ -75,15 +53,10 @@ def test_topk_is_the_start_of_the_sorted_distribution(shape: str, num_words: int
 
 
 @all_shapes
-@pytest.mark.parametrize("share", [math.inf, 0.0, 10.0])
 def test_words_excluded_from_each_position_are_left_out_of_the_sorted_distribution(
-    shape: str, share: float, monkeypatch: pytest.MonkeyPatch
+    shape: str,
 ) -> None:
-    """Searched node by node, and left to a product of all words; also where P of one is 1."""
-    monkeypatch.setattr(search, "MOST_COST", share)
-    if share < math.inf:
-        monkeypatch.setattr(compiled, "FEW", 0 if share else math.inf)
-        monkeypatch.setattr(compiled, "NODE_COST", 1 << 40)
+    """Where P of one is 1, too."""
     layer = random_layer(shape, scale=200.0)
     log_prob = word_log_prob(*layer)
     excluded = torch.randint(-1, N, (len(log_prob), 5))
@@ -125,12 +98,7 @@ def test_ties_go_to_the_lowest_word(tree: ClassTree, k: int) -> None:
     assert topk(hidden, weight, tree, k=k).word.tolist() == [list(range(k))] * 2
 
 
-def test_nodes_as_probable_as_the_last_word_are_expanded_for_lower_words() -> None:
-    tree = ClassTree.from_paths([[1, 0], [0]])
-    best = topk(torch.zeros(1, H), torch.zeros(tree.num_rows, H), tree, k=1)
-    assert best.word.tolist() == [[0]]
-
-
+@node_by_node
 @all_shapes
 @pytest.mark.parametrize("k", [1, 4])
 def test_topk_expands_exactly_the_nodes_as_probable_as_the_last_word(shape: str, k: int) -> None:
@@ -141,84 +109,61 @@ def test_topk_expands_exactly_the_nodes_as_probable_as_the_last_word(shape: str,
     assert expander.num_expanded == int((node_log_prob(*layer) >= last - 1e-12).sum())
 
 
-def test_peaked_distribution_expands_one_class_and_flat_one_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@node_by_node
+def test_the_nucleus_of_a_peaked_distribution_opens_one_class() -> None:
     tree = ClassTree.two_level(torch.arange(400) % 20)
-    hidden, weight = torch.zeros(3, H), torch.zeros(tree.num_rows, H)
     bias = torch.zeros(tree.num_rows)
-    flat = Expander(hidden, weight, tree, bias)
-    finder(flat).topk(flat, 1)
-    assert flat.num_expanded == 3 * (1 + 20)
-    monkeypatch.setattr(search, "MOST_COST", 0.5)
-    at_once = Expander(hidden, weight, tree, bias)
-    assert finder(at_once).topk(at_once, 300).word.tolist() == [list(range(300))] * 3
-    is_usable = compiled.is_usable(at_once)  # opens no node twice
-    assert at_once.num_expanded == 3 * (tree.num_nodes + (not is_usable))
-    monkeypatch.setattr(search, "MOST_COST", math.inf)
     bias[7] = 20.0
-    peaked = Expander(hidden, weight, tree, bias)
-    assert finder(peaked).topk(peaked, 5).word.tolist() == [[7, 27, 47, 67, 87]] * 3
-    assert peaked.num_expanded == 3 * 2
-    peaked = Expander(hidden, weight, tree, bias)
-    ((position, nucleus),) = search.nuclei(peaked, 1.0, 0.925)
+    expander = Expander(torch.zeros(3, H), torch.zeros(tree.num_rows, H), tree, bias)
+    ((position, nucleus),) = search.nuclei(expander, 1.0, 0.925)
     assert position.tolist() == [0, 1, 2]
     assert nucleus.word.tolist() == [[7 + 20 * i for i in range(19)]] * 3
-    assert peaked.num_expanded == 3 * 2
+    assert expander.num_expanded == 3 * 2
+
+
+OTHERS: Options = {"excluded": (2, N - 1), "repetition_penalty": 1.4, "previous": (1, 4, 9)}
 
 
 @all_shapes
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize("top_p", [0.01, 0.6, 0.93, 0.9999])
-def test_nucleus_is_the_smallest_set_that_reaches_top_p(
-    shape: str, temperature: float, top_p: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("others", [{}, OTHERS], ids=["all", "penalty"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.5, "top_p": 0.6},
+        {"temperature": 1.0, "top_p": 0.93},
+        {"temperature": 1.7, "top_p": 0.9999},
+        {"temperature": 1.0, "min_p": 1.0},
+        {"temperature": 1.0, "min_p": 0.01},
+        {"temperature": 1.7, "min_p": 0.3},
+    ],
+    ids=str,
+)
+def test_words_to_draw_from_are_those_of_the_definition(
+    shape: str, options: Options, others: Options, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The smallest set that reaches top_p; words within the ratio, by the nodes within it."""
     monkeypatch.setattr(compiled, "NUCLEUS_WORDS", 3)
     monkeypatch.setattr(compiled, "NUCLEUS_GROWTH", 2)
     layer = random_layer(shape)
-    found: dict[int, list[int]] = {}
-    expander = Expander(*layer)
-    for position, nucleus in finder(expander).nuclei(expander, 1 / temperature, top_p):
-        for p, words, values in zip(position.tolist(), nucleus.word, nucleus.log_prob, strict=True):
-            found[p] = words[values > -torch.inf].tolist()
-    assert sorted(found) == list(range(P))
-    for p, log_prob in enumerate(word_log_prob(*layer)):
-        admissible = restricted(log_prob, temperature, None, top_p) > 0
-        order = log_prob.argsort(descending=True)
-        assert found[p] == order[admissible[order]].tolist()
-
-
-@all_shapes
-def test_log_bound_holds_at_every_node_and_is_tight_for_equal_words(shape: str) -> None:
-    layer = random_layer(shape)
-    log_prob, nodes_log_prob = word_log_prob(*layer), node_log_prob(*layer)
-    expander, tree = Expander(*layer), layer[2]
-    for node in range(tree.num_nodes):
-        words = [word for word in range(N) if node in dict(tree.path(word))]
-        log_q = log_prob[:, words] - nodes_log_prob[:, node, None]
-        for power in (0.4, 1.0, 2.5):
-            bound = expander.log_bound(power)[node]
-            assert bool(((power * log_q).logsumexp(1) <= bound + 1e-12).all())
-        equal = torch.full((len(words),), 1 / len(words), dtype=torch.float64)
-        torch.testing.assert_close(expander.log_bound(0.4)[node], equal.pow(0.4).sum().log())
-
-
-@all_shapes
-@pytest.mark.parametrize("power", [0.6, 1.0, 2.0])
-@pytest.mark.parametrize("min_p", [1.0, 0.3, 0.01])
-def test_words_within_the_ratio_are_found_with_exactly_the_nodes_within_it(
-    shape: str, power: float, min_p: float
-) -> None:
-    layer = random_layer(shape)
-    expander = Expander(*layer)
-    found: dict[int, list[int]] = {}
-    for position, words in finder(expander).within_ratio(expander, power, min_p):
-        for p, word, log_prob in zip(position.tolist(), words.word, words.log_prob, strict=True):
-            found[p] = word[log_prob > -torch.inf].tolist()
+    expander, row = Expander(*layer), layer[2].row_of_word
+    if others:
+        penalty = Penalty(1.4, row[list(others["previous"])].expand(P, -1))
+        expander = Expander(*layer, excluded=row[list(others["excluded"])], penalty=penalty)
+    power = 1 / options["temperature"]
+    sets = (
+        finder(expander).nuclei(expander, power, options["top_p"])
+        if "top_p" in options
+        else finder(expander).within_ratio(expander, power, options["min_p"])
+    )
+    found = {
+        p: words[log_prob > -torch.inf].tolist()
+        for position, (log_probs, every) in sets
+        for p, log_prob, words in zip(position.tolist(), log_probs, every, strict=True)
+    }
     log_prob = word_log_prob(*layer)
-    cut = log_prob.amax(1) + math.log(min_p) / power
     for p, each in enumerate(log_prob):
-        expected = each.argsort(descending=True)[: int((each >= cut[p]).sum())]
-        assert found[p] == expected.tolist()
-    num_nodes = int((node_log_prob(*layer) >= cut[:, None] - 1e-12).sum())
-    assert expander.num_expanded == num_nodes
+        probs = restricted(each, **options, **others)
+        assert found[p] == probs.argsort(descending=True)[: int((probs > 0).sum())].tolist()
+    if "min_p" in options and mode == "node by node" and not others:
+        cut = log_prob.amax(1, keepdim=True) + math.log(options["min_p"]) / power
+        assert expander.num_expanded == int((node_log_prob(*layer) >= cut - 1e-12).sum())

@@ -229,27 +229,6 @@ def test_norms_do_not_depend_on_the_order_in_which_lists_are_written() -> None:
             assert torch.equal(part.batch.square_norm(), first)
 
 
-@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)])
-def test_norms_of_weight_and_bias_are_one_launch_until_each_is_updated(order: slice) -> None:
-    params = table(TREES["two levels"], torch.float32)
-    accumulate(params, TREES["two levels"], 0, "triton")
-    launched = []
-
-    def run(launch: Launch) -> None:
-        tables = ("table", "squares", "bias_sums")
-        rule = launch.arguments["rule"]
-        launched.append([name for name in tables if getattr(rule, name) is not None])
-        execute(launch)
-
-    with instrumented(run=run):
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params[order] if p.grad is not None])
-        RowAdagrad(params[order], lr=0.1).step()
-        again = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    steps = [["table", "squares"], ["table"]]
-    assert launched == [["squares", "bias_sums"], *steps[order], ["squares", "bias_sums"]]
-    torch.testing.assert_close(norm, again, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize(("shared_blocks", "most_programs"), [(1, 1000), (2, 1000), (1, 3)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_programs_that_share_a_node_make_the_same_step(

@@ -189,16 +189,6 @@ def test_lookup_of_repeated_rows_adds_their_gradients_up_and_of_none_has_no_grad
     torch.testing.assert_close(*grads)
 
 
-def test_rows_in_lower_precision_are_not_rounded_again(backend: str) -> None:
-    weight, bias = table(SHORTLIST, torch.bfloat16)
-    hidden, _, target = batch(0)
-    nll = [
-        hierarchical_cross_entropy(hidden.float(), rows, target, SHORTLIST, biases)
-        for rows, biases in ((weight, bias), (weight.float(), bias.float()))
-    ]
-    torch.testing.assert_close(nll[0], nll[1], rtol=1e-6, atol=0)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler accesses all of them
 def test_the_rest_of_a_model_compiles_around_a_layer_with_row_wise_gradients() -> None:
     layer = HierarchicalSoftmax(H, SHORTLIST, row_wise=True).double()

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.output.rowwise import RowAdagrad, RowGradient
+from lm.output.rowwise import RowGradient
 from lm.output.sharded import ShardedSoftmax
-from lm.output.sharded.placement import GATHERED, PlacementName, Plan, columns_per_process, place
+from lm.output.sharded.placement import GATHERED, Plan, columns_per_process, place
 from tests.output.definition import TREES, H, N
 
 from .processes import in_processes
@@ -96,35 +96,6 @@ def _interpreted(rank: int, world_size: int) -> None:
         _check_equal(rank, world_size, TREES[name], placement, "triton", "one without positions")
 
 
-def _twenty_steps(rank: int, world_size: int) -> None:
-    tree = ClassTree.two_level((torch.arange(N) * 7) % 5, 4)
-    cases: list[tuple[bool, torch.dtype, PlacementName]] = [
-        (False, torch.float64, "word"),
-        (True, torch.float64, "word"),
-        (True, torch.float32, "word"),
-        (False, torch.float64, "class"),
-        (True, torch.float64, "class"),
-    ]
-    for row_wise, dtype, placement in cases:
-        torch.manual_seed(3)
-        layer = ShardedSoftmax(H, tree, row_wise=row_wise, dtype=dtype, placement=placement)
-        torch.manual_seed(3)
-        whole = HierarchicalSoftmax(H, tree, row_wise=row_wise, dtype=dtype)
-        optimizers = [RowAdagrad(each.parameters(), lr=0.1) for each in (layer, whole)]
-        for _ in range(20):
-            hidden = torch.randn(3 * world_size, H, dtype=dtype)
-            target = torch.randint(0, N, (3 * world_size,))
-            mine = slice(3 * rank, 3 * rank + 3)
-            torch.autograd.backward(layer.loss(hidden[mine], target[mine]))
-            torch.autograd.backward(whole.loss(hidden, target))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        for name in ("weight", "bias"):
-            held, of_whole = getattr(layer, name), layer.dealt.held(getattr(whole, name))
-            _close(held.detach(), of_whole.detach(), dtype)
-
-
 @pytest.mark.parametrize(
     "world_size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 4))]
 )
@@ -136,12 +107,6 @@ def test_loss_and_gradients_are_those_of_one_process(world_size: int) -> None:
 def test_fused_kernels_compute_a_shard() -> None:
     """In Triton's interpreter."""
     in_processes(2, _interpreted)
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_twenty_steps_are_those_of_one_process(world_size: int) -> None:
-    """Initial rows are the same, too."""
-    in_processes(world_size, _twenty_steps)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

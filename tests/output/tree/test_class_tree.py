@@ -231,10 +231,3 @@ def test_trees_are_built_on_the_cpu_under_any_default_device(shape: str) -> None
         tree = SHAPES[shape](12)
         again = ClassTree.from_state(tree.state_dict())
     assert tree.preorder.tolist() == again.preorder.tolist() == expected
-
-
-def test_a_million_words_are_numbered_class_by_class() -> None:
-    tree = ClassTree.two_level(torch.arange(1_000_000) % 1000)
-    assert tree.num_rows == 1_001_000
-    assert tree.max_path_columns == 2000
-    assert tree.path(999_999) == [(0, 999), (1000, 1_000_999)]

@@ -1,7 +1,5 @@
 """Laws of the output layer for random trees of any depth, in every backend."""
 
-import sys
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -14,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output import ClassTree
 from lm.output.decoding.distribution import candidate_log_prob, log_prob, topk
 from lm.output.rowwise import RowGradient
 
 from ..decoding.truth import draw_many, word_log_prob
-from ..definition import H, definition, gradients, nll, on, problem
+from ..definition import definition, gradients, nll, on, problem
 
 Law = Callable[[ClassTree], None]
 few_and_many = pytest.mark.parametrize("examples", [4, pytest.param(200, marks=pytest.mark.long)])
@@ -168,34 +166,3 @@ def test_a_chain_of_nodes_is_a_tree_like_any_other(num_nodes: int) -> None:
     best = topk(*layer, k=3)
     torch.testing.assert_close(best.log_prob, every.topk(3).values.detach(), rtol=0, atol=1e-9)
     assert (every.gather(1, draw_many(layer, 50)).exp() > 0).all()
-
-
-def test_a_deep_tree_costs_the_compiled_backend_no_python_step_per_node() -> None:
-    """Only levels do, not visited nodes; dense and row-wise."""
-
-    def num_lines(num_words: int, row_wise: bool) -> int:
-        tree = ClassTree.balanced(num_words, 2)
-        hidden = torch.randn(512, H, requires_grad=True)
-        weight = torch.randn(tree.num_rows, H, requires_grad=True)
-        target = torch.arange(512) * num_words // 512
-        events = Counter[str]()
-
-        def count(frame: Any, event: str, argument: Any) -> Any:
-            events[event] += 1
-            return count
-
-        for measured in (False, True):  # compiles and compares with the reference first
-            sys.settrace(count if measured else None)
-            try:
-                loss = hierarchical_cross_entropy(
-                    hidden, weight, target, tree, row_wise=row_wise, backend="compiled"
-                )
-                loss.backward()  # type: ignore[no-untyped-call]
-            finally:
-                sys.settrace(None)
-        return events["line"]
-
-    for row_wise in (False, True):
-        shallow, deep = num_lines(32, row_wise), num_lines(1 << 14, row_wise)
-        assert shallow > 200
-        assert deep - shallow < 20 * (14 - 5) < 512 * 5  # of the nodes visited below level 9

@@ -2,34 +2,24 @@
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from lm.output import ClassTree
-from scripts.benchmarks import measure, output_layer, peers
+from scripts.benchmarks import output_layer, peers
 from scripts.benchmarks.measure import (
     PROCESS,
     Work,
     cpu_clock,
-    in_new_process,
     least_work,
-    make_row,
     proc_bytes,
 )
-from scripts.benchmarks.methods import Method, Problem, zipf
-from scripts.benchmarks.output_layer import attempt, warm_up
+from scripts.benchmarks.methods import Method, Problem
 
 GPU_ONLY = ["cce", "liger"]
 SAME_TREE = {"random": ["gather", "grouped", "loop"], "tree_full": ["full", "chunked"]}
@@ -117,62 +107,6 @@ def test_methods_of_a_tree_have_its_loss_and_its_gradients(stepped: list[Method]
     assert len(methods["grouped"].parameters) == 2 + 3 + 1  # the root, 10 classes, their biases
 
 
-def test_rows_in_fp32_are_multiplied_in_half_precision(parse: Parse) -> None:
-    options = parse("--dtype", "bf16", "--rows-dtype", "fp32", "--methods", "random", "full")
-    problem = output_layer.make_problem(97, 8, options)
-    ours, full = output_layer.make_methods(problem, options)
-    exact = F.cross_entropy(
-        F.linear(problem.hidden, problem.rows[:97, :8].bfloat16()), problem.target
-    )
-    for method in (ours, full):
-        method.prepare()
-        method.step()
-        assert {x.dtype for x in method.parameters} == {torch.float32}
-        assert {x.grad.dtype for x in method.parameters if x.grad is not None} == {torch.float32}
-    assert float(full.last_loss) == pytest.approx(float(exact), rel=0.02)
-    vectors = (problem.trees["tree_full"].num_rows * 4 + 32 * 2) * 8
-    assert least_work(problem, problem.trees["tree_full"]).bytes == 3 * vectors
-
-
-def test_a_peer_with_another_loss_is_refused_and_one_of_ours_stops_the_run(
-    stepped: list[Method], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for method in stepped:
-        method.timings.append(lambda: 0.5)
-        method.find_loss()
-    rows = [make_row(method, Work(1e9, 1e9)) | {"dtype": "fp32"} for method in stepped]
-    output_layer.check_losses(rows)
-    assert not any(row["refused"] for row in rows)
-    (gather,) = (row for row in rows if row["method"] == "gather")
-    gather["loss"] += 0.001
-    output_layer.check_losses(rows)
-    assert [row["method"] for row in rows if row["refused"]] == ["gather"]
-    assert str(gather["refused"]).startswith("loss of gather is ")
-    assert gather["seconds_median"] is gather["loss"] is None
-    both = [rows[0], rows[0] | {"loss": rows[0]["loss"] + 0.001}]
-    with pytest.raises(SystemExit, match=r"loss of random/reference is .*, of random/reference"):
-        output_layer.check_losses(both)
-    monkeypatch.setenv("SQRTLM_UNSAFE_TRITON", "1")  # for timing only
-    capsys.readouterr()
-    output_layer.check_losses(both)
-    assert "loss of random/reference is" in capsys.readouterr().out
-
-
-def test_the_loop_is_compared_on_the_positions_it_runs_and_scaled_to_all(
-    parse: Parse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "LOOP_POSITIONS", 8)
-    options = parse("--methods", "random", "loop")
-    methods = output_layer.make_methods(output_layer.make_problem(97, 8, options), options)
-    for method in methods:
-        attempt(method, warm_up)
-    assert float(methods[0].last_loss) != pytest.approx(float(methods[1].last_loss), rel=1e-3)
-    methods[1].find_loss()
-    assert float(methods[0].last_loss) == pytest.approx(float(methods[1].last_loss), rel=1e-6)
-    methods[1].timings.append(lambda: 0.5)
-    assert methods[1].seconds() == [2.0]
-
-
 def test_the_floor_of_a_tiny_problem_is_the_count_by_hand() -> None:
     tree = ClassTree.two_level([0, 0, 0, 1, 1, 2])
     problem = Problem(
@@ -198,99 +132,6 @@ def test_a_method_that_does_not_fit_is_left_out_and_the_others_run(parse: Parse)
     assert (full["refused"], full["seconds_median"]) == ("does not fit into memory", None)
     assert ours["rounds"] == grouped["rounds"] == 1
     assert grouped["loss"] == pytest.approx(ours["loss"], rel=1e-6)  # by one product
-
-
-def test_each_method_on_a_cpu_has_a_process_of_its_own(
-    parse: Parse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
-
-    def note(function: Callable[..., object], *arguments: object) -> tuple[object, int]:
-        options: Any = arguments[-1]
-        made.append((options.methods, options.backends))
-        return in_new_process(function, *arguments)
-
-    monkeypatch.setattr(measure, "in_new_process", note)
-    options = parse("--methods", "random", "full", "--backends", "auto", "reference")
-    rows = output_layer.compare((97, 8), Work(1e10, 1e11), cpu_clock, options)
-    assert made == [(["random"], ["auto"]), (["random"], ["reference"]), (["full"], ["auto"])]
-    assert [row["label"] for row in rows] == ["random/compiled", "random/reference", "full"]
-    pids = [in_new_process(os.getpid)[0] for _ in range(2)]
-    assert len({*pids, os.getpid()}) == 3
-    assert in_new_process(os._exit, 3) == (None, 3)
-
-
-def test_on_a_gpu_a_peer_of_a_package_has_a_process_whose_end_is_reported(
-    parse: Parse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = parse("--methods", "random", "full", "cce")
-    options.device = torch.device("cuda")
-    together, separate = Mock(return_value=[]), Mock(return_value=(None, -6))
-    monkeypatch.setattr(output_layer, "installed", lambda name: name == "cce")
-    monkeypatch.setattr(measure, "in_new_process", separate)
-    monkeypatch.setattr(output_layer, "measured", together)
-    (row,) = output_layer.compare((97, 8), Work(1e10, 1e11), cpu_clock, options)
-    assert (row["label"], row["refused"]) == ("cce", "its process ended with exit code -6")
-    chosen = [call.call_args.args[-1].methods for call in (together, separate)]
-    assert chosen == [["random", "full"], ["cce"]]
-    with pytest.raises(SystemExit, match="random ended with exit code -6"):
-        output_layer.alone((97, 8), Work(1e10, 1e11), "random", "reference", options)
-
-
-def test_running_out_of_memory_and_a_peer_that_fails_are_reported(stepped: list[Method]) -> None:
-    methods = by_name(stepped)
-
-    fail = Mock(side_effect=RuntimeError("cannot\nat all"))
-    attempt(methods["random"], Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
-    attempt(methods["full"], fail)
-    attempt(methods["chunked"], Mock(side_effect=AssertionError("shape")))
-    assert methods["random"].refused == "does not fit into memory"
-    assert methods["full"].refused == "failed: RuntimeError: cannot"
-    assert methods["chunked"].refused == "failed: AssertionError: shape"
-    assert methods["random"].parameters == []
-    with pytest.raises(RuntimeError, match="cannot"):
-        attempt(methods["blocks"], fail)
-
-
-def test_cut_cross_entropy_that_takes_no_bias_has_another_loss(
-    stepped: list[Method], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its package is taken to be installed, and the hidden vectors to be on a GPU."""
-
-    def linear_cross_entropy(e: Tensor, c: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(e @ c.T, targets)
-
-    package = ModuleType("cut_cross_entropy")
-    package.__spec__ = ModuleSpec("cut_cross_entropy", None)
-    package.linear_cross_entropy = linear_cross_entropy  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cut_cross_entropy", package)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    method = peers.cce(stepped[0].problem)
-    monkeypatch.undo()
-    assert (method.refused, method.exact) == (None, False)
-    method.prepare()
-    method.step()
-    assert float(method.last_loss) == pytest.approx(float(by_name(stepped)["full"].last_loss), 0.1)
-
-
-def test_zipf_draws_words_by_inverse_rank() -> None:
-    target: Tensor
-    target, counts = zipf(10, 20_000)
-    harmonic = sum(1 / rank for rank in range(1, 11))
-    shares = torch.bincount(target, minlength=10) / 20_000
-    for rank, (share, count) in enumerate(zip(shares.tolist(), counts.tolist(), strict=True), 1):
-        assert share == pytest.approx(1 / rank / harmonic, abs=0.015)
-        assert count == 100 // rank
-
-
-def test_a_problem_is_written_as_words_and_hidden_size(
-    parse: Parse, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert parse("--rows", "97:8", "10:1").rows == [(97, 8), (10, 1)]
-    for wrong, complaint in (("97", "expected N:H"), ("9:8", "at least 10 words")):
-        with pytest.raises(SystemExit, match="2"):
-            parse("--rows", wrong)
-        assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.gpu

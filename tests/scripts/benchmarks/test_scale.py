@@ -3,27 +3,20 @@ definitions, and failures are reported with their cause.
 """
 
 import argparse
-import errno
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
+from lm.output import HierarchicalSoftmax
 from scripts.benchmarks import scale, scale_methods
-from scripts.benchmarks.measure import DTYPES, is_out_of_memory
-from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.scale_methods import (
     METHODS,
     Task,
-    Timing,
     measure,
-    rank_classes,
     timed,
     visited_rows,
 )
@@ -65,45 +58,6 @@ def test_methods_over_classes_agree_and_every_row_has_its_figures(
         assert 0 < row["rows_visited"] <= row["num_rows"]
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "mixed"),
-    [("cpu", "fp32", False), ("cpu", "bf16", True), ("cuda", "fp32", True), ("cuda", "bf16", True)],
-)
-def test_a_gpu_and_a_bf16_table_have_bf16_hidden_vectors(
-    parse: Parse, device: str, dtype: str, mixed: bool
-) -> None:
-    options, kind = parse(), DTYPES[dtype]
-    options.device = torch.device(device)
-    assert scale_methods.is_mixed(options.device, kind) == mixed
-    options.device = torch.device("cpu")
-    task = Task("layer", 131, kind, options)
-    task.is_mixed = mixed  # autocast of a CPU follows the same rules
-    (weight, bias), target = task.table, task.words[0, 1]
-    hidden = task.hidden.detach().to(torch.bfloat16 if mixed else torch.float32)
-    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-        exact = float(hierarchical_cross_entropy(hidden, weight, target, task.tree, bias))
-    assert timed(task, METHODS["layer"](task), task.words[0], 3600.0).loss == exact
-
-
-def test_a_recorded_step_is_replayed_with_the_words_of_each_step(
-    parse: Parse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The recording is a function here, which runs the step."""
-    replayed: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    recording: dict[str, Any] = {"captured": lambda step, _: SimpleNamespace(replay=step)}
-    recording["make_step"] = lambda *arguments: replayed.append(arguments[-1].clone())
-    for name, action in recording.items():
-        monkeypatch.setattr(scale_methods, name, action)
-    task = Task("layer", 131, torch.float32, parse())
-    method = METHODS["layer"](task)
-    figures = scale_methods.on_the_device(task, method, records=True)
-    assert figures["graph_seconds"] > 0
-    assert all(map(torch.equal, replayed[:2], task.words[1:]))
-    assert len(replayed) == 2 + 3  # those that are profiled
-    assert scale_methods.on_the_device(task, method, records=False)["graph_seconds"] is None
-
-
 def test_one_step_of_every_dense_way_leaves_the_same_table(parse: Parse) -> None:
     options = parse()
     tables = {}
@@ -135,39 +89,6 @@ def test_the_whole_step_has_the_loss_of_its_model_and_changes_visited_rows_alone
     assert changed == visited_rows(task, task.words[0], reads_inputs=True)
 
 
-def test_classes_have_equal_sums_of_roots_of_counts() -> None:
-    _, counts = zipf(10_000, 1)
-    word_class = rank_classes(counts)
-    tree = ClassTree.two_level(word_class)
-    assert all(map(torch.equal, scale_methods.rank_tree(counts).arrays, tree.arrays))
-    assert bool((word_class.diff() >= 0).all())
-    mass = torch.zeros(100).double().index_add_(0, word_class, counts.double().sqrt())
-    share, largest = float(mass.sum()) / 100, float(counts.double().sqrt().max())
-    assert float((mass - share).abs().max()) <= largest
-    assert int(torch.bincount(word_class).max()) == pytest.approx(200, rel=0.05)
-
-
-def test_visited_rows_are_those_counted_by_hand(parse: Parse) -> None:
-    task = Task("layer", 6, torch.float32, parse())
-    task.tree = ClassTree.two_level([0, 0, 0, 1, 1, 2])
-    words = torch.tensor([[0, 3, 4, 5, 5], [0, 2, 5, 5, 1]])
-    # 3 classes and the 3 words of class 0, not the single word of class 2; of the words read, 3, 4
-    # and 5 are none of these
-    assert visited_rows(task, words, reads_inputs=False) == 6
-    assert visited_rows(task, words, reads_inputs=True) == 9
-
-
-def test_a_loop_over_few_positions_is_scaled_to_all(
-    parse: Parse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    times = iter([Timing(9.0, 9.0, 1.0), Timing(0.5, 0.25, 1.0)])
-    monkeypatch.setattr(scale_methods, "timed", lambda *_: next(times))
-    row = measure("loop", 97, "fp32", parse("--steps", "1", "--time-limit", "1.9"))
-    assert (row["seconds"], row["cpu_seconds"], row["run_positions"]) == (2.0, 1.0, 16)
-    assert row["outcome"] == "time"
-    assert row["loss"] != 1.0
-
-
 def test_each_measurement_is_a_process_and_its_row_a_json_line(
     parse: Parse, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,35 +113,3 @@ def test_a_method_that_runs_out_of_memory_or_of_time_is_ended(parse: Parse) -> N
     assert 0.1e9 < rows[0]["peak_bytes"] < 2e9
     options = parse("--sizes", "97", "--methods", "dense", "--time-limit", "1e-6")
     assert [row["outcome"] for row in scale.measure_all(options)] == ["time"]
-
-
-def test_what_memory_running_out_looks_like() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(1 << 60)
-    assert is_out_of_memory(caught.value)
-    assert is_out_of_memory(OSError(errno.ENOMEM, "mmap"))
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not is_out_of_memory(OSError(errno.ENOENT, "no file"))
-    assert not is_out_of_memory(RuntimeError("shapes do not match"))
-
-
-def test_a_method_with_another_loss_stops_the_run() -> None:
-    row = {"vocab_size": 97, "dtype": "fp32"}
-    layer, loop = row | {"method": "layer", "loss": 4.0}, row | {"method": "loop", "loss": 4.0}
-    full = row | {"method": "full", "loss": 5.0}
-    scale.check_losses([layer, full, loop])
-    for wrong in (4.001, float("nan")):
-        with pytest.raises(SystemExit, match=r"N = 97: loss of loop is .*, of layer 4\.0"):
-            scale.check_losses([layer, full, loop | {"loss": wrong}])
-
-
-def test_options_out_of_range_are_refused(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong, complaint in {
-        "--positions=33": "--positions must be a multiple of 32, got 33",
-        "--memory-limit-gb=0": "--memory-limit-gb must be positive, got 0.0",
-        "--sizes=1": "--sizes must be at least 2, got 1",
-    }.items():
-        with pytest.raises(SystemExit, match="2"):
-            parse(wrong)
-        assert complaint in capsys.readouterr().err

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lm.output import HierarchicalSoftmax
-from scripts.benchmarks import measure, training_speed
 from scripts.benchmarks.training_speed import start_training, torch_loss
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -33,22 +32,6 @@ def test_training_steps_are_timed_side_by_side(
     assert full["step_seconds"] == pytest.approx(32 / full["tokens_per_second_median"])
     assert all(peer["tokens_per_second_median"] > 0 for peer in peers)
     assert str(tmp_path) not in full["command"]
-
-
-def test_steps_on_a_gpu_are_profiled_unless_they_are_recorded(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = start_training(str(tiny), [f"--run_dir={tmp_path}"], "two_level", num_steps=9)
-    assert training_speed.profiled(state) == {}
-    launches = [("_rows", 0.5), ("copy", 0.25), ("_rows", 1.0)]
-    monkeypatch.setattr(measure, "launched", lambda action, on_gpu: action() and 3 * launches)
-    monkeypatch.setattr(type(state.fabric), "device", torch.device("cuda"))
-    found = training_speed.profiled(state)
-    kernels = [tuple(row.values()) for row in found["kernels"]]
-    assert (state.step, found["device_seconds"]) == (3, 1.75)
-    assert kernels == [("_rows", 2, 1.5), ("copy", 1, 0.25)]
-    vars(state.graph)["_graph"] = object()
-    assert training_speed.profiled(state) == {}
 
 
 def test_the_peer_of_training_steps_has_the_same_loss(tiny: Path, tmp_path: Path) -> None:

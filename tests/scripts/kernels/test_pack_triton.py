@@ -83,9 +83,3 @@ def test_a_packed_version_has_its_assembler_and_what_compiling_needs(
     assert any(path.is_symlink() for path in paths) == (len(capabilities) == 1)
     entry_points = unpacked / "triton-3.9.0.dist-info/entry_points.txt"
     assert entry_points.read_text() == ENTRY_POINTS.replace("amd = triton.backends.amd\n", "")
-
-
-def test_an_archive_that_is_too_large_is_reported(tmp_path: Path) -> None:
-    done, _ = pack(tmp_path, NEW, "--limit", "0")
-    assert done.returncode == 1
-    assert done.stderr == "pack_triton: larger than --limit, 0 MiB\n"

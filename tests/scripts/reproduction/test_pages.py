@@ -8,10 +8,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from data_prep.errors import UserError
-from scripts.reproduction.figures import draw_vocabularies
-from scripts.reproduction.pages import all_tables, draw_figures, pages, recipe_table, update
+from scripts.reproduction.pages import all_tables, draw_figures, pages, update
 from scripts.reproduction.runs import RESULTS, TOP
-from scripts.reproduction.tables import Row, table_of_log
+from scripts.reproduction.tables import table_of_log
 
 
 def cells(table: str) -> list[list[str]]:
@@ -36,12 +35,6 @@ def test_a_page_with_an_unknown_or_open_table_is_an_error() -> None:
         update("<!-- table: elm -->\n| 1 |\n", {"elm": ""})
 
 
-def test_a_recipe_without_a_label_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("# Purpose: a test.\n# Hardware: any.\nname: a\n")
-    with pytest.raises(UserError, match=r"a.yaml: the header has no Minutes:$"):
-        recipe_table(tmp_path)
-
-
 def test_the_last_row_of_a_log_with_the_same_names_counts(tmp_path: Path) -> None:
     rows = [("a", 1, 0.5), ("b", 1, 2.5), ("a", 2, 1.5), ("a", 1, 3.5), ("c", 9, 1), ("b", 2, None)]
     log = [{"method": m, "size": n, "ratio": r, "why": "memory"} for m, n, r in rows]
@@ -61,11 +54,6 @@ def test_the_last_row_of_a_log_with_the_same_names_counts(tmp_path: Path) -> Non
     where = {"size": 1}
     table = table_of_log(tmp_path, log="oak", where=where, key=["method"], columns=columns)
     assert cells(table) == [["a", "3.5"], ["b", "2.5"]]
-
-
-def test_a_table_without_a_log_has_no_rows(tmp_path: Path) -> None:
-    table = table_of_log(tmp_path, log="none", key=["N"], columns={"N": "{N}"})
-    assert table == "| N |\n|---|"
 
 
 def test_speeds_are_relative_to_the_full_softmax_of_the_corpus() -> None:
@@ -114,34 +102,3 @@ def test_every_line_of_every_figure_goes_from_left_to_right(
             assert np.diff(places).min(initial=1) > 0, (name, line.get_label(), places)
             assert len(places) > 0, (name, line.get_label())
             assert np.isfinite(heights).all(), (name, line.get_label())
-
-
-def test_the_first_figure_has_the_points_of_the_tables(
-    saved: dict[str, Figure], tmp_path: Path
-) -> None:
-    both: Row = {"dtype": "fp32", "refused": None, "gradient_bytes": 2e9, "peak_bytes": 3e9}
-    both |= {"method": "random"}
-    step: Row = {"dtype": "fp32", "outcome": "done", "peak_bytes": 1e9, "method": "layer"}
-    layers = [(300, 9.0), (30, 7.0), (300, 0.25), (30, 0.125), (3000, 2.5)]
-    logs = {
-        "output_layer": [both | {"vocab_size": n, "seconds_median": s} for n, s in layers],
-        "scale": [
-            step | {"vocab_size": n, "cpu_seconds": s}
-            for n, s in [(3000, 4.0), (30, 5.0), (3000, 0.75)]
-        ],
-    }
-    for name, rows in logs.items():
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    draw_vocabularies(tmp_path, tmp_path / "vocabularies.png")
-    left, right = saved["vocabularies.png"].axes
-    drawn = {line.get_label(): line for line in left.lines}
-    for label, log, field in (
-        ("class-based softmax (ours)", "output_layer", "seconds_median"),
-        ("ours, with update", "scale", "cpu_seconds"),
-    ):
-        columns = {"N": "{vocab_size}", "s": f"{{{field}}}"}
-        table = table_of_log(tmp_path, log=log, key=["vocab_size"], columns=columns)
-        points = sorted((float(n), float(s)) for n, s in cells(table))
-        assert np.array_equal(drawn[label].get_xydata(), points)
-    memory = [set(np.unique(line.get_ydata())) for line in right.lines]
-    assert memory == [set(), set(), {5.0}, {1.0}]

@@ -1,8 +1,5 @@
 """A row of a table is trained once; its log counts as long as it has the row's settings."""
 
-import json
-import subprocess
-import sys
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from data_prep.errors import UserError
 from lm.config import load_config
 from lm.figures import Evaluation
 from scripts.reproduction.__main__ import main
@@ -109,19 +105,6 @@ def test_a_check_trains_up_to_the_first_validation_and_compares_it_with_the_log(
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"toy"}
 
 
-def test_logged_speeds_give_the_seconds_of_training(
-    toy: Toy, capsys: pytest.CaptureFixture[str]
-) -> None:
-    toy.train("--seeds=1")
-    line = next(line for line in capsys.readouterr().out.splitlines() if "| classes |" in line)
-    assert line.split(" | ")[4:6] == ["–", "–"]
-    speed = {"row": "classes", "tokens_per_second": 64.0, "step_milliseconds": 0.5}
-    (toy.logs / "speed.jsonl").write_text(json.dumps(speed))
-    toy.show("--show", "--seeds=1")
-    line = next(line for line in capsys.readouterr().out.splitlines() if "| classes |" in line)
-    assert line.split(" | ")[4:6] == ["0.5", f"{toy.log('classes', 1)['tokens'] / 64:.4g}"]
-
-
 def test_a_log_of_other_settings_counts_as_missing(
     toy: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,23 +118,6 @@ def test_a_log_of_other_settings_counts_as_missing(
     toy.train(*one)
     assert "| classes |" in capsys.readouterr().out
     assert "--classes.method=random" in toy.log("classes", 1)["command"]
-
-
-def test_mistakes_are_errors_that_name_the_choices(toy: Toy) -> None:
-    for arguments, expected in [
-        (["--rows", "oak"], "toy has no row 'oak'; its rows: full softmax, classes"),
-        ([], "--data-dir is required"),
-    ]:
-        with pytest.raises(UserError, match=expected):
-            toy.show(*arguments)
-
-
-def test_a_mistake_is_a_single_line_error() -> None:
-    command = [sys.executable, "-m", "scripts.reproduction", "oak"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=TOP, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("reproduce: no table 'oak'; there are ptb_small, ")
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -13,17 +13,14 @@ import yaml
 from data_prep.errors import UserError
 from lm.config import load_config
 from scripts.reproduction import search
-from scripts.reproduction.protocol import PROTOCOL, PROTOCOLS, SEARCH, Protocol, draw, log_of
+from scripts.reproduction.protocol import PROTOCOL, PROTOCOLS, SEARCH, Protocol, log_of
 from scripts.reproduction.runs import TOP, read_logs
 from scripts.reproduction.search_tables import (
     LINES,
     NGRAMS,
-    Lines,
     expected_lowest,
     final_logs,
-    frequency_differences,
     upper_bound,
-    write_lines,
 )
 
 
@@ -43,14 +40,6 @@ def test_every_method_has_the_same_points_and_valid_configurations(path: Path) -
         assert len(set(shared)) == 1
 
 
-def test_without_trials_final_runs_have_the_one_point(tmp_path: Path) -> None:
-    protocol = Protocol.read(PROTOCOLS["_ptb_650"])
-    runs = list(protocol.finals(tmp_path / "search"))
-    assert [run.row for run in runs] == list(protocol.methods)
-    assert all("optim.lr=32.9" in run.overrides for run in runs)
-    assert len({draw(protocol.space, f"{i}")["optim.lr"] for i in range(20)}) == 1
-
-
 OWN = TOP / "scripts" / "reproduction" / "PROTOCOL.md"
 
 
@@ -63,32 +52,19 @@ def own_protocol(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_the_example_of_the_page_is_a_protocol(tmp_path: Path) -> None:
-    protocol = Protocol.read(own_protocol(tmp_path))
-    assert len(list(protocol.trials(tmp_path / "search"))) == 4 * 2
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"num_trial": 3}, "unknown key num_trial; did you mean num_trials?"),
         ({"ngram_order": None}, "ngram_order is missing"),
-        ({"final_seeds": "1"}, "final_seeds: Input should be a valid array, got '1'"),
         ({"baseline": "ful"}, "baseline: 'ful' is not one of the methods; did you mean full?"),
-        (
-            {"space": {"optim.lr": {"loguniform": [5, 40]}}},
-            "'choice', 'uniform' or 'log_uniform', got 'loguniform'",
-        ),
         (
             {"space": {"optim.lr": {"log_uniform": [0, 40]}}},
             r"space.optim.lr: log_uniform takes two numbers \[low, high\], got \[0, 40\]",
         ),
         ({"space": {"optim.lr": {}}}, "space.optim.lr: expected one of choice, .*, got 0"),
-        ({"space": {"optim.lr": {"choice": []}}}, "space.optim.lr: choice has no values"),
         ({"space": {"schedule": {"choice": ["cosin"]}}}, "'cosin' is not one of the schedules"),
-        ({"stages": {"trial": []}}, "stages.final is missing"),
         ({"methods": {"full": {"options": ["output.trees=full"]}}}, "unknown key output.trees"),
-        ({"config": "nothing.yaml"}, "nothing.yaml: cannot read the configuration"),
     ],
 )
 def test_a_mistake_in_a_protocol_is_one_line_that_names_it(
@@ -99,27 +75,6 @@ def test_a_mistake_in_a_protocol_is_one_line_that_names_it(
         Protocol.read(path)
     assert str(error.value).startswith(f"{path}: ")
     assert "\n" not in str(error.value)
-
-
-def test_what_is_missing_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = tmp_path / "results"
-    options = [f"--protocol={own_protocol(tmp_path)}", f"--results={results}"]
-    with pytest.raises(UserError, match="cannot read the protocol: No such file"):
-        search.main(["show", f"--protocol={tmp_path / 'none.yaml'}"])
-    for what in ("finals", "test"):
-        with pytest.raises(UserError, match="no method has all of its trials"):
-            search.main([what, *options])
-    run = next(Protocol.read(own_protocol(tmp_path)).trials(results))
-    run.write({"command": "another"})
-    search.main(["show", *options])
-    assert f"not shown, logs of another declaration: {run.name}\n" in capsys.readouterr().err
-
-
-def test_rates_are_drawn_evenly_on_a_logarithmic_scale() -> None:
-    space = {"rate": {"log_uniform": [5.0, 40.0]}}
-    rates = [draw(space, f"1 {i}")["rate"] for i in range(200)]
-    assert 5 <= min(rates) < 6 < 30 < max(rates) <= 40
-    assert 12 < statistics.median(rates) < 16.5  # √(5 · 40) = 14.1
 
 
 @pytest.mark.parametrize("corpus", PROTOCOLS)
@@ -212,24 +167,3 @@ def test_trials_choose_a_point_and_the_test_is_evaluated_once(
         search.main(["test", *options])
     with pytest.raises(UserError, match="no method 'oak'; there are full, classes"):
         search.main(["trials", *options, "--methods", "oak"])
-
-
-def test_differences_by_frequency_are_those_of_the_seeds_of_both() -> None:
-    def log(nats: float) -> dict[str, Any]:
-        bins = [{"tokens": 2, "nll_nats": 2 * nats}, {"tokens": 1, "nll_nats": 4 * nats}]
-        return {"test": {"by_frequency": {"target": bins}}}
-
-    ours, base = {1: log(1.0), 3: log(9.0)}, {1: log(1.5), 2: log(7.0)}
-    assert frequency_differences(ours, base, "target") == [-0.5, -2.0]
-    assert frequency_differences({3: log(9.0)}, base, "target") == []
-
-
-def test_lines_of_another_test_split_are_refused(tmp_path: Path) -> None:
-    write_lines(tmp_path, "full-1", Lines(np.array([3, 5]), np.array([1.25, 7.0])))
-    with pytest.raises(UserError, match=r"lines.npz has lines of another test split than full-2"):
-        write_lines(tmp_path, "full-2", Lines(np.array([3, 4]), np.array([1.0, 2.0])))
-    with np.load(tmp_path / LINES) as lines:
-        assert {name: lines[name].tolist() for name in lines} == {
-            "tokens": [3, 5],
-            "full-1": [125, 700],
-        }

@@ -13,8 +13,8 @@ from torch import Tensor
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS, choose_backend, verify
 from lm.output.backends.base import Backend, Gradients, Needs, Problem
-from lm.output.backends.compiled import backend, factors, loops
-from lm.output.backends.compiled.codegen import columns, vectors
+from lm.output.backends.compiled import backend, loops
+from lm.output.backends.compiled.codegen import vectors
 from lm.output.backends.compiled.step import target_log_prob
 from lm.output.backends.visits import route
 
@@ -96,10 +96,6 @@ def test_many_visits_of_a_node_have_the_results_of_few(num_positions: int, num_w
     torch.testing.assert_close(together[1], torch.cat(d_hidden), rtol=0.01, atol=0.01)
     for ours, theirs in zip(together[2:], sums, strict=True):
         torch.testing.assert_close(ours, sum(theirs), rtol=0.05, atol=0.05)
-
-
-def test_errors_that_are_read_row_by_row_are_not_in_blocks() -> None:
-    assert factors.FORMED_VISITS <= columns.BLOCK
 
 
 def test_a_visit_without_numbers_leaves_the_others_as_they_are() -> None:
@@ -224,11 +220,6 @@ def test_loops_without_instructions_agree_with_the_reference(name: str) -> None:
         "    print(verify.difference(BACKENDS['compiled'], torch.device('cpu'), kind, ()))\n"
     )
     assert without(name, code).split() == ["None"] * 4
-
-
-def test_importing_the_layer_imports_no_compiler() -> None:
-    code = "import sys, lm.output; sys.exit('numba' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_compiled_code_is_kept_until_a_file_with_loops_or_their_code_changes(

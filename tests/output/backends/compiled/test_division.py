@@ -8,9 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 
@@ -122,27 +120,6 @@ def test_no_interrupt_is_lost() -> None:
         gc.enable()
         signal.signal(signal.SIGALRM, before)
     assert raised == num
-
-
-def test_threads_divide_the_work_evenly() -> None:
-    """A root with many visits and classes with few are divided by rows."""
-    classes = [(10 * c, 10 * (c + 1), 50 + 40 * c, 40, 0, 1) for c in range(50)]
-    nodes = np.array([(0, 500, 0, 50, 0, 0), *classes])
-    cost = torch.cat([torch.full((50,), 500), torch.full((2000,), 10)]) + division.ROW_VISITS
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        bounds = division.bounds_of(nodes, 2050, by_rows=True)
-    finally:
-        torch.set_num_threads(before)
-    parts = [int(cost[start:end].sum()) for start, end in pairwise(bounds)]
-    assert sum(parts) == cost.sum()
-    assert max(parts) <= 1.05 * cost.sum() / 3
-
-
-def _loss_in_child(queue: "multiprocessing.Queue[float]") -> None:
-    torch.set_num_threads(2)
-    queue.put(_loss())
 
 
 def _loss() -> float:

@@ -74,13 +74,8 @@ class Case(NamedTuple):
     switched: bool = False  # one loop over blocks of children and of H
 
     def __str__(self) -> str:
-        sizes = f"{self.positions} x {self.size}" + f" + {self.further}" * (self.further > 0)
-        dtypes = self.dtype + f" * {self.rows}" * bool(self.rows)
-        parts = [f"sm_{self.capability}", dtypes, self.tree, sizes]
-        parts += ["row-wise" if self.row_wise else "dense", *self.orders]
-        parts += ["no bias"] * (not self.bias) + [self.target] * (self.target != "some ignored")
-        parts += ["switched"] * self.switched
-        return ", ".join(parts)
+        values = self._asdict().items()
+        return ", ".join(f"{k} {v}" for k, v in values if v != self._field_defaults[k])
 
 
 Inputs = tuple[list[Tensor], Tensor, ClassTree, Tensor]

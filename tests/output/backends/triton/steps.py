@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.triton.launch import Launch, execute
-from lm.output.backends.visits import route
 from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowOptimizer, RowSGD
 from lm.output.rowwise.blocks import Factored
 from scripts.kernels.compilation import values
@@ -72,26 +71,6 @@ def check_step(case: Case, name: str) -> None:
         _, _, *dense = gradients(inner, target, tree, upstream, "reference")
         results.append(stepped(name, [p.to(wide) for p in params], [d.to(wide) for d in dense]))
     assert_errors_are_small(results, 8 * EPSILON[case.dtype])
-
-
-def check_passes(case: Case) -> None:
-    """A step of Adagrad reads and writes every row of visited nodes once, and no gradient.
-
-    The norm reads no rows.
-    """
-    (_, weight, *_), target, tree, _ = given = inputs(case)
-    params = [weight, given[0][2]]
-    emulator = Emulator(case.capability, counting=True, recording=True)
-    emulated(case, given, emulator, use=lambda rows: stepped("adagrad, clipped", params, rows))
-    node = route(target, tree.arrays, tree.depth, -100).node
-    num_rows = int(tree.num_children[torch.unique(node[node >= 0])].sum())
-    row_bytes = weight.shape[1] * weight.element_size()
-    norm, update, _ = (each.memory for each in emulator.history[-3:])
-    found = update.loaded["table"], dict(update.stored), norm.stored["squares"]
-    state = 4 * num_rows
-    expected = {"table": num_rows * row_bytes, "total": state}
-    assert found == (num_rows * row_bytes, expected, state), (found, expected)
-    assert set(norm.stored) == {"squares", "sums", "bias_sums"}
 
 
 def check_updates(case: Case, name: str) -> None:

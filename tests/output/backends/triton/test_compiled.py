@@ -27,7 +27,7 @@ from .cases import (
     num_compilations,
     pool,
 )
-from .steps import check_passes, check_step, check_updates
+from .steps import check_step, check_updates
 
 KINDS_OF_CODE = list(product((80, 90), DTYPES))
 SIZES = (136, 33, 136, 136, 33, 264, 136, 33)
@@ -172,13 +172,6 @@ def test_steps_from_factors_are_right(
     step_of: Case, name: str, executor: ProcessPoolExecutor
 ) -> None:
     executor.submit(check_step, step_of, name).result()
-
-
-def test_a_step_from_factors_reads_and_writes_every_visited_row_once(
-    executor: ProcessPoolExecutor,
-) -> None:
-    case = Case(90, "bf16", "wide classes", 128, positions=200, row_wise=True, rows="fp32")
-    executor.submit(check_passes, case).result()
 
 
 @pytest.mark.parametrize(

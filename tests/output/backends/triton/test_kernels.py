@@ -135,16 +135,6 @@ def test_nan_in_the_weight_is_nan_in_the_nll() -> None:
         assert torch.equal(nll.isnan(), target >= 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_an_empty_batch_has_gradients_of_zero(dtype: torch.dtype) -> None:
-    tree = two_level(60, 8)
-    *inputs, target = problem(tree, 0, 16, dtype)
-    _, d_hidden, d_weight, d_bias = gradients(inputs, target, tree, torch.ones(0), "triton")
-    assert d_hidden.shape == (0, 16)
-    assert not d_weight.any()
-    assert not d_bias.any()
-
-
 def test_gradients_of_a_small_loss_survive_half_precision() -> None:
     """d nll = 1e-8 times an error is 0 in fp16, unless it is divided by its maximum."""
     tree = two_level(60, 8)

@@ -20,9 +20,9 @@ from lm.output.backends.triton.launch import (
     instrumented,
 )
 from lm.output.backends.triton.plan import path_slots
-from lm.output.backends.triton.tile_shapes import Tiles, tiles
+from lm.output.backends.triton.tile_shapes import tiles
 
-from ...definition import SMALL_TILE, nll, problem, two_level
+from ...definition import nll, problem, two_level
 
 pytest.importorskip("triton")
 
@@ -48,27 +48,6 @@ def test_without_gradients_no_exponentials_are_saved(launches: list[Launch]) -> 
         truth = hierarchical_cross_entropy(hidden, weight, target, tree, bias)
     torch.testing.assert_close(nll, truth)
     assert launches[-1].arguments["saved"].exp_logits is None
-
-
-def test_instruments_nest_and_are_undone(launches: list[Launch]) -> None:
-    tree = two_level(60, 8)
-    hidden, weight, bias, target = problem(tree, 40, size=16, dtype=torch.float32)
-    wide, narrow = (
-        Tiles(tile, tile, tile, tile) for tile in (SMALL_TILE._replace(v=32), SMALL_TILE)
-    )
-
-    def forward() -> None:
-        hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
-
-    with instrumented(tiles=wide):
-        with instrumented(tiles=narrow, num_splits=3):
-            forward()
-        forward()
-    forward()
-    forwards = [launch for launch in launches if launch.kernel.__name__ == "_forward"]
-    default = tiles((torch.float32, torch.float32), 90, (16, 16), 8, tensor_cores=False).forward
-    assert [launch.tile for launch in forwards] == [narrow.forward, wide.forward, default]
-    assert [launch.arguments["num_splits"] for launch in forwards] == [3, 1, 1]
 
 
 @pytest.mark.parametrize("precisions", [("high", "highest"), ("highest", "high")])

@@ -1,0 +1,31 @@
+"""Small random models in fp64, and what they predict by one pass over the whole text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lm.config import ModelConfig, OutputConfig, WordTable
+from lm.model.build import build_model
+from lm.model.language_model import LanguageModel
+from lm.output import ClassTree
+
+
+def small_model(
+    tree: ClassTree, backbone: Any = "lstm", context: int = 6, **settings: Any
+) -> LanguageModel:
+    """A model of hidden size 8, with parameters drawn for predictions that differ."""
+    sections = {"layers": 1} | settings
+    config = ModelConfig(backbone=backbone, hidden=8, heads=2, **sections)
+    model = build_model(config, OutputConfig(), WordTable(), tree, context).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.6)
+    return model
+
+
+@torch.no_grad()
+def log_probs(model: LanguageModel, tokens: Sequence[int]) -> Tensor:
+    """log P of all words [T, N] after each token of a text."""
+    hidden, _ = model(torch.tensor(tokens)[:, None])
+    return model.output.log_prob(hidden[:, 0])
