@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from data_prep.meta import (
     find_changes,
     read_meta,
     requested_meta,
+    requested_settings,
     setting_changes,
 )
 from data_prep.prepare import prepare
@@ -162,3 +164,30 @@ def test_every_changed_figure_of_the_record_is_detected(tmp_path: Path) -> None:
             read_meta(folder)
     path.write_text(re.sub(r'"checksum": "\w+"', '"checksum": ""', content))
     assert read_meta(folder) is not None  # of an earlier version
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("words", {"vocab_size": 5, "min_count": 2}),
+        ("words", {"lowercase": True, "split_punctuation": True}),
+        ("sentencepiece", {"vocab_size": 16, "model_type": "char", "byte_fallback": True}),
+        ("sentencepiece", {"character_coverage": 0.9, "max_sentences": 200}),
+    ],
+)
+def test_every_setting_of_a_tokenizer_is_recorded(kind: Any, options: dict[str, Any]) -> None:
+    base = TokenizerConfig(kind=kind, vocab_size=15)
+    data, classes = DataConfig(), ClassesConfig()
+    before, after = (
+        requested_settings(data, settings, classes) for settings in (base, replace(base, **options))
+    )
+    expected = [f"tokenizer.{key}: {getattr(base, key)} → {options[key]}" for key in options]
+    assert setting_changes(before, after) == {"tokenizer": expected}
+
+
+def test_another_column_is_another_text(corpus: Corpus) -> None:
+    corpus.write("train.jsonl", '{"text": "the cat", "other": "a dog"}\n')
+    corpus.data = replace(corpus.data, files=SplitFiles(train="train.jsonl"), format="json")
+    assert corpus.text() == "the cat\n"
+    corpus.data = replace(corpus.data, text_field="other")
+    assert corpus.text() == "a dog\n"

@@ -145,3 +145,17 @@ def test_a_second_derivative_is_refused() -> None:
     loss = nll([*inputs, target], TWO_LEVEL, reduction="sum")
     with pytest.raises(RuntimeError, match="the loss of a tree is differentiable once"):
         torch.autograd.grad(loss, inputs[0], create_graph=True)[0].square().sum().backward()  # type: ignore[no-untyped-call]
+
+
+@both_backends
+def test_checkpointed_activations_give_the_same_gradient() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    hidden, weight, bias, target = problem(TWO_LEVEL, 6)
+
+    def loss(hidden: Tensor) -> Tensor:
+        return hierarchical_cross_entropy(hidden.tanh(), weight, target, TWO_LEVEL, bias)
+
+    (plain,) = torch.autograd.grad(loss(hidden), hidden)
+    (again,) = torch.autograd.grad(checkpoint(loss, hidden, use_reentrant=False), hidden)
+    assert torch.equal(plain, again)
