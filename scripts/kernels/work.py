@@ -160,7 +160,7 @@ def _heavy(a: _Arguments) -> Work:
     chosen = (a.node >= 0) & (np.arange(len(a.node))[:, None] < level)
     _, node, visits = a.pairs(np.arange(a.P) // a.tile.v, chosen)
     saved = float((visits * a.slots[node]).sum()) * a.item
-    rows_loaded = float(a.width[node].sum()) * a.row_bytes * a.sectors(a.tile.h, halves=False)
+    rows_loaded = float(a.width[node].sum()) * a.row_bytes * a.sectors(a.tile.h)
     loaded += rows_loaded + saved * num_h
     light = int((level < a["D"]).sum())
     final, sums = (a.P - light) * a.hidden_bytes, light * a.padded * SINGLE

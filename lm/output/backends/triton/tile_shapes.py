@@ -57,7 +57,7 @@ NARROW, WIDE = 256, 2048
 children are the fastest in the forward, and between them more loads in flight for light nodes.
 """
 _NARROW_FORWARD = Tile(128, 64, 64, 8, 3)
-_FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 128, 64, 4, 4, 32)
+_FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 128, 64, 4, 3, 64)
 """Forward and heavy tiles for half precision on sm_90, where 8 does not divide the columns of the
 weight, or 2 those of d_hidden, 4 in fp16: addresses of so few columns at a time take registers.
 Rows in fp32, which pass through registers, also need such heavy tiles.
