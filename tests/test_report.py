@@ -1,19 +1,13 @@
-"""Reports of a run: its sizes and its word classes, as JSON, as text and as a picture."""
+"""Reports of a run: its sizes and its word classes, as JSON and as text."""
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.font_manager import fontManager
-
-from lm.cli import main
-from tests.conftest import corpus_of
 
 Reported = Callable[..., Any]
 
@@ -58,64 +52,3 @@ def test_the_class_report_of_a_run_sums_to_all_tokens(
     assert report["sizes"] == np.bincount(word_class).tolist()
     assert max(len(words) for words in report["top_words"]) == 2
     assert "the" in {word for words in report["top_words"] for word in words}
-
-
-def test_the_classes_are_drawn(
-    tiny: Path,
-    lstm_run: Path,
-    tmp_path: Path,
-    printed: Callable[..., str],
-    complaint: Callable[..., str],
-) -> None:
-    assert "classes of" in printed("classes", lstm_run, f"--plot={tmp_path / 'classes.svg'}")
-    picture = (tmp_path / "classes.svg").read_text()
-    assert "classes with the most tokens" in picture
-    assert "shortlist" not in picture
-    options = ["--classes.shortlist=3", f"--run_dir={tmp_path}"]
-    assert main(["prepare", str(tiny), *options]) == 0
-    assert main(["classes", str(tiny), *options, f"--plot={tmp_path / 'classes.svg'}"]) == 0
-    assert "classes, shortlist of 3 words, " in (tmp_path / "classes.svg").read_text()
-    for name in ("classes.oak", "classes"):
-        message = complaint("classes", lstm_run, f"--plot={tmp_path / name}")
-        assert message.startswith(f"--plot {tmp_path / name}: the name must end in one of .")
-    message = complaint("classes", lstm_run, "--plot=/nowhere/classes.svg")
-    assert message == "/nowhere/classes.svg cannot be written: No such file or directory"
-
-
-def test_several_processes_may_draw_one_picture(
-    lstm_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def save(_: Figure, file: BinaryIO, **options: Any) -> None:
-        names.append(Path(file.name).name)
-        if len(names) == 1:  # another process begins and ends
-            monkeypatch.setattr(os, "getpid", lambda: 2)
-            assert main(["classes", str(lstm_run), f"--plot={picture}"]) == 0
-
-    names, picture = list[str](), tmp_path / "classes.svg"
-    monkeypatch.setattr(Figure, "savefig", save)
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert main(["classes", str(lstm_run), f"--plot={picture}"]) == 0
-    assert names == [".classes.svg.1.tmp", ".classes.svg.2.tmp"]
-    assert [path.name for path in tmp_path.iterdir()] == ["classes.svg"]
-
-
-def test_classes_whose_words_no_font_has_are_drawn_by_number(
-    tiny: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fonts = [font for font in fontManager.ttflist if font.name == "DejaVu Sans"]
-    monkeypatch.setattr(fontManager, "ttflist", fonts)
-    lines = [f"\u4e2d{a} \u4e2d the b{b}\n" for a in "aeiou" for b in "aeiou"]
-    options = [*corpus_of(tmp_path, "".join(lines)), "--classes.num_word_classes=4"]
-    assert main(["prepare", str(tiny), *options]) == 0
-    caplog.clear()
-    picture = tmp_path / "classes.svg"
-    assert main(["classes", str(tiny), *options, f"--plot={picture}"]) == 0
-    message = r"the picture has numbers of classes: no installed font has '\u4e2d'"
-    assert caplog.messages[-1] == message
-    labels = re.findall("<!-- (.*) -->", picture.read_text())
-    assert [label for label in labels if label.startswith("class ")]
-    assert not any("\u4e2d" in label for label in labels)
-    assert any("the" in label.split() for label in labels)
