@@ -41,14 +41,16 @@ def test_info_counts_the_parameters_of_the_model(reported: Reported) -> None:
     assert info["memory_available_mib"] > info["memory_mib"]
 
 
-def test_the_class_report_of_a_run_sums_to_all_tokens(
+def test_the_report_on_the_classes_of_a_run_has_all_tokens(
     reported: Reported, prepared_dir: Path
 ) -> None:
     report, table = reported("classes", "--words=2")
-    assert table.startswith(f"{report['num_word_classes']} classes of ")
+    root, *classes = report["nodes"]
     word_class = np.load(prepared_dir / "classes.npy")
-    assert report["num_word_classes"] == len(np.unique(word_class))
-    assert sum(report["token_mass"]) == pytest.approx(1, abs=1e-12)
-    assert report["sizes"] == np.bincount(word_class).tolist()
-    assert max(len(words) for words in report["top_words"]) == 2
-    assert "the" in {word for words in report["top_words"] for word in words}
+    assert table.startswith(f"{len(classes) + 1} nodes, depth 2\n")
+    assert len(classes) == len(np.unique(word_class))
+    assert root["token_mass"] == 1
+    assert sum(node["token_mass"] for node in classes) == pytest.approx(1, abs=1e-12)
+    assert {node["words"] for node in classes} == {*np.bincount(word_class).tolist()}
+    assert max(len(node["top_words"]) for node in classes) == 2
+    assert "the" in {word for node in classes for word in node["top_words"]}

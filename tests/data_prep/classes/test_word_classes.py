@@ -18,7 +18,6 @@ from data_prep.classes import embedding as embedding_module
 from data_prep.classes.bigrams import IntArray, count_bigrams
 from data_prep.classes.embedding import embedding_classes, truncated_svd
 from data_prep.classes.exchange import exchange
-from data_prep.classes.report import class_report
 from data_prep.classes.word_classes import (
     WordClass,
     build_class_levels,
@@ -168,11 +167,21 @@ def test_no_class_exceeds_max_words(max_words: int | None) -> None:
 def test_refinement_raises_the_likelihood(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, _ = planted_text(8, 20, 6_000)
     counts = counts_of(tokens, 160)
-    refined = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
+
+    def perplexity(word_class: NDArray[np.int32]) -> float:
+        """That of the class bigram model of the text."""
+        pairs = np.zeros((8, 8))
+        np.add.at(pairs, (word_class[tokens[:-1]], word_class[tokens[1:]]), 1)
+        follows = pairs / pairs.sum(1, keepdims=True)
+        in_class = counts / np.bincount(word_class, counts)[word_class]
+        prob = follows[word_class[tokens[:-1]], word_class[tokens[1:]]] * in_class[tokens[1:]]
+        return float(np.exp(-np.log(prob).mean()))
+
+    refined = embedded(counts, tokens, 8, dimensions=3)
     monkeypatch.setattr(embedding_module, "REFINEMENT_PASSES", 0)
-    plain = class_report(counts, embedded(counts, tokens, 8, dimensions=3), tokens)
-    arbitrary = class_report(counts, np.arange(160) * 7 % 8, tokens)
-    assert refined.log_likelihood > plain.log_likelihood > arbitrary.log_likelihood
+    plain = embedded(counts, tokens, 8, dimensions=3)
+    arbitrary = (np.arange(160) * 7 % 8).astype(np.int32)
+    assert perplexity(refined) < perplexity(plain) < perplexity(arbitrary)
 
 
 def test_bigram_counts_do_not_depend_on_the_portions(monkeypatch: pytest.MonkeyPatch) -> None:
