@@ -169,7 +169,7 @@ def test_refinement_raises_the_likelihood(monkeypatch: pytest.MonkeyPatch) -> No
     counts = counts_of(tokens, 160)
 
     def perplexity(word_class: NDArray[np.int32]) -> float:
-        """That of the class bigram model of the text."""
+        """Perplexity of the class bigram model of the text."""
         pairs = np.zeros((8, 8))
         np.add.at(pairs, (word_class[tokens[:-1]], word_class[tokens[1:]]), 1)
         follows = pairs / pairs.sum(1, keepdims=True)
