@@ -88,7 +88,9 @@ def read_nbest(
             key, _, text = line.partition(" ")
             id, _, rank = key.rpartition("-")
             if not id or not rank.isdecimal():
-                raise DataError(f"{place}: expected a tab, or a key utterance-N, got {key!r}")
+                expected = "expected a tab, or a key utterance-N"
+                formats = "lists and lattices of other formats must be converted"
+                raise DataError(f"{place}: {expected}, got {key!r}; {formats}")
             if key in kaldi_keys:
                 raise DataError(f"{place}: {key} is in the list already")
             if not all(key in each for each in costs):

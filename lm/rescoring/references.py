@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from data_prep.corpus.hints import UNSPACED
 from data_prep.corpus.lines import read_text
 from data_prep.errors import DataError
-from lm.rescoring.formats import NonWords, refuse_transcripts
+from lm.rescoring.formats import NonWords
 
 _TRN = re.compile(r"(.*?)\s*\((\S+)\)\s*")
 _STM = re.compile(r"(\S+)\s+(\S+)\s+\S+\s+(\d+\.?\d*)\s+\d+\.?\d*(?:\s+<[^>\s]*>)?(?:\s+(.*))?")
@@ -74,7 +74,6 @@ class References:
         rows = [row for row in first_columns(name) if row[1]]
         texts = [(place, f"{key} {text}") for place, key, text in rows]
         commented = [(place, text) for place, text in texts if not text.startswith(";;")]
-        refuse_transcripts(name, [text for _, text in commented])
         known = set(ids)
         if commented and all(_STM.fullmatch(text) for _, text in commented):
             rows = list(_of_stm(commented))

@@ -44,7 +44,7 @@ class Utterances:
         lattices: list[Lattice] = []
         non_words = NonWords() if non_words is None else non_words
         lines = [] if (is_folder := Path(name).is_dir()) else list(_read(name))
-        if is_folder or format_of(name, lines) != "list":
+        if is_folder or format_of(lines) != "list":
             if costs:
                 raise DataError(f"{name}: files of costs belong to n-best lists in Kaldi's layout")
             lattices = read_lattices(name, lines, non_words)
