@@ -48,9 +48,6 @@ OPTIONS: Options = (
         "--insertion-penalty": NUMBER | {"help": "penalty subtracted for each word (default 0)"},
         "--first-pass-share": NUMBER | {"help": "share of the first pass's model (default 0)"},
         "--mixture": NUMBER | {"help": "share of RUN in each word's probability (default 0.5)"},
-        "--second-weight": NUMBER
-        | {"help": "weight of the second model's log-probability, not mixed; negative: subtracted"},
-        "--subtract": SWITCH | {"help": "with --tune: subtract the second model, not mixed"},
         "--references": FILE | {"help": "id and words of each utterance, for word error rates"},
         "--non-words": {
             "metavar": "REGEX",
@@ -82,7 +79,7 @@ OPTIONS: Options = (
     | JSON
 )
 EXCLUSIVE = ("--with", "--arpa")
-_WEIGHTS = ("lm_weight", "insertion_penalty", "first_pass_share", "mixture", "second_weight")
+_WEIGHTS = ("lm_weight", "insertion_penalty", "first_pass_share", "mixture")
 _log = logging.getLogger(__name__)
 
 
@@ -97,8 +94,7 @@ def run(options: argparse.Namespace) -> None:
     second = options.second_run or options.arpa
     weights = None
     if not options.tune:
-        mixed = second and "second_weight" not in given
-        weights = Weights(**{"mixture": 0.5 if mixed else 1.0} | given)
+        weights = Weights(**{"mixture": 0.5 if second else 1.0} | given)
     utterances, tuned = _read(options)
     nbest = utterances.nbest
     if options.first_pass_share and nbest.scores.shape[1] < 2:
@@ -109,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
     figures: dict[str, Any] = {"development": None, "unused": None}
     if tuned is not None and tuned.errors is not None:
         scored = ScoredList(tuned.nbest, models)
-        weights = tune(scored, tuned.errors, subtract=options.subtract)
+        weights = tune(scored, tuned.errors)
         best = scored.choose(scored.totals(weights))
         figures["development"] = tuned.errors.report(tuned.nbest, best)
         figures["unused"] = weights.unused(
@@ -246,15 +242,6 @@ def _check(options: argparse.Namespace, given: dict[str, float]) -> None:
         "give --tune LIST REFERENCES, or --lm-weight": not (options.tune or "lm_weight" in given),
         "--mixture requires a second model: --with or --arpa": (
             "mixture" in given and not has_second
-        ),
-        "--second-weight and --subtract require a second model: --with or --arpa": (
-            ("second_weight" in given or options.subtract) and not has_second
-        ),
-        "--second-weight excludes --mixture: the second model is weighted apart, or mixed": (
-            given.keys() >= {"mixture", "second_weight"}
-        ),
-        "--subtract requires --tune; without it, give --second-weight": (
-            options.subtract and not options.tune
         ),
         "--tune-acoustic-costs and --tune-lm-costs require --tune": (
             any(tune_costs) and not options.tune
