@@ -27,6 +27,7 @@ from lm.rescoring.references import first_columns, keyed_lines
 
 MAX_SCORES = 2
 _COLUMNS = "expected lines id TAB scores TAB words: reorder the columns"
+_KEY = "expected a tab, or a key utterance-N (lists and lattices of other formats: convert them)"
 _HEADER = re.compile(
     r"(utt\w*|\w*id|key|file\w*)\t([\w ]+\t)*[\w ]*(text|hyp|word|sentence|transcript)\w*", re.I
 )
@@ -88,9 +89,7 @@ def read_nbest(
             key, _, text = line.partition(" ")
             id, _, rank = key.rpartition("-")
             if not id or not rank.isdecimal():
-                expected = "expected a tab, or a key utterance-N"
-                formats = "lists and lattices of other formats must be converted"
-                raise DataError(f"{place}: {expected}, got {key!r}; {formats}")
+                raise DataError(f"{place}: {_KEY}, got {key!r}")
             if key in kaldi_keys:
                 raise DataError(f"{place}: {key} is in the list already")
             if not all(key in each for each in costs):

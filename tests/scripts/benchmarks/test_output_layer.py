@@ -29,10 +29,10 @@ from scripts.benchmarks.measure import (
     proc_bytes,
 )
 from scripts.benchmarks.methods import Method, Problem, zipf
-from scripts.benchmarks.output_layer import attempt, warm_up
+from scripts.benchmarks.output_layer import attempt
 
 GPU_ONLY = ["cce", "liger"]
-SAME_TREE = {"random": ["gather", "grouped", "loop"], "tree_full": ["full", "chunked"]}
+SAME_TREE = {"random": ["grouped"], "tree_full": ["full", "chunked"]}
 Parse = Callable[..., argparse.Namespace]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -69,7 +69,7 @@ def by_name(methods: list[Method]) -> dict[str, Method]:
 def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(
     tmp_path: Path, run_benchmark: Run
 ) -> None:
-    trees, peers = ["random", "tree_full"], ["full", "cce", "adaptive", "loop"]
+    trees, peers = ["random", "tree_full"], ["full", "cce", "adaptive"]
     problem = ["--rows", "131:7", "--positions", "32", "--rounds", "4", "--methods", *trees, *peers]
     done = run_benchmark("output_layer", *problem, "--json", str(tmp_path / "rows"))
     assert done.returncode == 0, done.stderr
@@ -86,7 +86,7 @@ def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(
         assert row["ratio_to_ours"] == pytest.approx(seconds / rows[0]["seconds_median"])
         assert 0 < row["seconds_min"] <= seconds
         assert row["page_faults"] >= 0
-        slow = row["method"] in ("tree_full", "full", "loop")
+        slow = row["method"] in ("tree_full", "full")
         assert row["rounds"] == (2 if slow else 4)
         if row["method"] == "adaptive":
             assert row["ratio_to_floor"] is None
@@ -113,7 +113,6 @@ def test_methods_of_a_tree_have_its_loss_and_its_gradients(stepped: list[Method]
     num_classes = int(tree.num_children[0])
     for peer in (methods[peer] for peer in SAME_TREE["random"]):
         torch.testing.assert_close(peer.parameters[0].grad, d_weight[:num_classes])
-    torch.testing.assert_close(methods["gather"].parameters[2].grad, d_weight[num_classes:])
     assert len(methods["grouped"].parameters) == 2 + 3 + 1  # the root, 10 classes, their biases
 
 
@@ -139,16 +138,15 @@ def test_a_peer_with_another_loss_is_refused_and_one_of_ours_stops_the_run(
 ) -> None:
     for method in stepped:
         method.timings.append(lambda: 0.5)
-        method.find_loss()
     rows = [make_row(method, Work(1e9, 1e9)) | {"dtype": "fp32"} for method in stepped]
     output_layer.check_losses(rows)
     assert not any(row["refused"] for row in rows)
-    (gather,) = (row for row in rows if row["method"] == "gather")
-    gather["loss"] += 0.001
+    (grouped,) = (row for row in rows if row["method"] == "grouped")
+    grouped["loss"] += 0.001
     output_layer.check_losses(rows)
-    assert [row["method"] for row in rows if row["refused"]] == ["gather"]
-    assert str(gather["refused"]).startswith("loss of gather is ")
-    assert gather["seconds_median"] is gather["loss"] is None
+    assert [row["method"] for row in rows if row["refused"]] == ["grouped"]
+    assert str(grouped["refused"]).startswith("loss of grouped is ")
+    assert grouped["seconds_median"] is grouped["loss"] is None
     both = [rows[0], rows[0] | {"loss": rows[0]["loss"] + 0.001}]
     with pytest.raises(SystemExit, match=r"loss of random/reference is .*, of random/reference"):
         output_layer.check_losses(both)
@@ -156,21 +154,6 @@ def test_a_peer_with_another_loss_is_refused_and_one_of_ours_stops_the_run(
     capsys.readouterr()
     output_layer.check_losses(both)
     assert "loss of random/reference is" in capsys.readouterr().out
-
-
-def test_the_loop_is_compared_on_the_positions_it_runs_and_scaled_to_all(
-    parse: Parse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "LOOP_POSITIONS", 8)
-    options = parse("--methods", "random", "loop")
-    methods = output_layer.make_methods(output_layer.make_problem(97, 8, options), options)
-    for method in methods:
-        attempt(method, warm_up)
-    assert float(methods[0].last_loss) != pytest.approx(float(methods[1].last_loss), rel=1e-3)
-    methods[1].find_loss()
-    assert float(methods[0].last_loss) == pytest.approx(float(methods[1].last_loss), rel=1e-6)
-    methods[1].timings.append(lambda: 0.5)
-    assert methods[1].seconds() == [2.0]
 
 
 def test_the_floor_of_a_tiny_problem_is_the_count_by_hand() -> None:
