@@ -51,11 +51,6 @@ VOCABULARY_SIZE: Options = {
 OPEN_VOCABULARY: Options = {
     "--open-vocabulary": SWITCH | {"help": "spell unknown words, so that each has a probability"}
 }
-ARPA: Options = {
-    "--arpa": FILE | {"help": "ARPA model over the same words, to mix with"},
-    "--mixture": NUMBER
-    | {"help": "share of RUN in the mixture (default: tuned on the validation split)"},
-}
 EXCLUDE: Options = {
     "--exclude": {
         "choices": ("nothing", "seen"),

@@ -2,11 +2,9 @@
 
 import argparse
 import logging
-from pathlib import Path
 
 from data_prep.errors import UserError
 from lm.commands.arguments import (
-    ARPA,
     COMPUTING,
     OPEN_VOCABULARY,
     RUN,
@@ -44,7 +42,6 @@ OPTIONS: Options = (
     }
     | VOCABULARY_SIZE
     | OPEN_VOCABULARY
-    | ARPA
     | COMPUTING
 )
 EXCLUSIVE = (*VOCABULARY_SIZE, *OPEN_VOCABULARY)
@@ -62,17 +59,14 @@ def run(options: argparse.Namespace) -> None:
     from lm.rescoring.unknown import noted_words
     from lm.scoring import Scorer
     from lm.scoring.layouts import Layout
-    from lm.scoring.mixture import Mixture
 
     return_freed_memory()
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
-    mixture = options.arpa and Mixture.open(run, Path(options.arpa), options.mixture)
     scorer = Scorer.of(
         run,
         vocabulary_size=options.vocabulary_size,
         open_vocabulary=options.open_vocabulary,
         details=options.details,
-        mixture=mixture or None,
     )
     layout = Layout(
         scorer=scorer,
@@ -100,8 +94,6 @@ def run(options: argparse.Namespace) -> None:
     rows = layout.rows(lines, stream=options.stream, is_waiting=is_waiting)
     for number, row in enumerate(rows):
         if number == 0:  # the text can be read
-            if mixture:
-                _log.info("mixture: %s", mixture.describe(run))
             _log.info(
                 "%s, <eos> before the first word; log-probabilities in %s; perplexity %s",
                 rule,
@@ -120,12 +112,5 @@ def _check(options: argparse.Namespace) -> None:
             setattr(options, name[2:], defaults.get(name[2:], choices[0]))
     if options.details and (options.format == "kenlm" or options.level != "word"):
         raise UserError("--details requires --level word and --format tsv or json")
-    if options.mixture is not None and options.arpa is None:
-        raise UserError("--mixture requires --arpa")
     if options.details and options.open_vocabulary:
         raise UserError("--details excludes --open-vocabulary: it ranks N words")
-    if options.arpa and (options.details or options.vocabulary_size or options.open_vocabulary):
-        raise UserError(
-            "--arpa excludes --details, --vocabulary-size and --open-vocabulary: <unk> is one word"
-            " for both"
-        )

@@ -60,7 +60,7 @@ class Layout:
         else:
             scores = self.scorer.sentences(sentences, is_waiting)
         num_lines, num_units, num_tokens, oov, log_prob, oov_log_prob = 0, 0, 0, 0, 0.0, 0.0
-        by_word, unmixed = self.name == "kenlm", np.zeros(2)
+        by_word = self.name == "kenlm"
         for score in scores:
             id = ids.popleft()
             if self.level != "summary":
@@ -73,8 +73,6 @@ class Layout:
             oov += int(is_oov.sum())
             log_prob += float(each.sum())
             oov_log_prob += float(each[is_oov].sum())
-            if score.unmixed is not None:
-                unmixed += score.unmixed.sum(1)
         if not num_lines:
             raise UserError("the text to score is empty")
         count = num_units if by_word else num_tokens
@@ -88,10 +86,6 @@ class Layout:
             "perplexity_excluding_oov": perplexity(oov_log_prob - log_prob, count - oov),
             "word_perplexity": perplexity(-log_prob, num_units),
         }
-        if self.scorer.mixture is not None:
-            names = ("perplexity_model", "perplexity_ngram")
-            alone = (perplexity(-float(each), count) for each in unmixed)
-            summary |= dict(zip(names, alone, strict=True))
         if self.name == "json":
             yield _json({"summary": summary | {"unit": self.unit}})
         elif self.name == "kenlm":
@@ -100,10 +94,8 @@ class Layout:
                 "perplexity_excluding_oov": "Perplexity excluding OOVs",
                 "oov": "OOVs",
                 "tokens": "Tokens",
-                "perplexity_model": "Perplexity of the model alone",
-                "perplexity_ngram": "Perplexity of the n-gram model alone",
             }
-            yield from (f"{titles[key]}:\t{summary[key]}" for key in titles if key in summary)
+            yield from (f"{titles[key]}:\t{summary[key]}" for key in titles)
         elif self.level == "summary":
             yield self._tsv([summary], has_header=True)
 
