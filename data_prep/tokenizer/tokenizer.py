@@ -9,7 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -135,10 +135,12 @@ class WordTokenizer(Tokenizer):
         self.lowercase = lowercase
         self.split_punctuation = split_punctuation
         self.vocab_size = len(self.words)
-        self.eos_id, self.unk_id = map(self.words.id, (EOS, UNK))
-        for special, id in ((UNK, self.unk_id), (EOS, self.eos_id)):
-            if id < 0:
-                raise ValueError(f"the vocabulary of {self.vocab_size} words lacks {special}")
+        ids = (id for id, word in enumerate(self.words) if word in (UNK, EOS))  # without a lookup
+        special = {self.words[id]: id for id in islice(ids, 2)}
+        for word in (UNK, EOS):
+            if word not in special:
+                raise ValueError(f"the vocabulary of {self.vocab_size} words lacks {word}")
+        self.eos_id, self.unk_id = special[EOS], special[UNK]
 
     def align(self, line: str) -> AlignedLine:
         """Encode one line; a word has several ids if punctuation is split."""
