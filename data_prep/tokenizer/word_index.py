@@ -50,6 +50,7 @@ class WordIndex:
         >>> list(WordIndex.parse(b"<eos>\t5\nthe\t3\n"))
         ['<eos>', 'the']
         """
+        content.decode()  # raises a ValueError if it is not UTF-8
         raw = np.frombuffer(content, np.uint8)
         tabs, ends = (np.flatnonzero(raw == ord(mark)) for mark in "\t\n")
         begins = np.append(0, ends + 1)[:-1]

@@ -30,6 +30,8 @@ def test_a_vocabulary_file_has_a_word_and_a_count_on_each_line() -> None:
     for wrong in (b"", b"a\t1\nb", b"a\t1\nb 2\n", b"a\t1\n\t2\n", b"a\t1\t1\nb\n", b"a\n\t1"):
         with pytest.raises(ValueError, match="expected lines word TAB count"):
             WordIndex.parse(wrong)
+    with pytest.raises(ValueError, match="invalid continuation byte"):
+        WordIndex.parse(b"aga\xe9n\t1\n")
 
 
 def test_loops_are_compiled_if_the_cache_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
