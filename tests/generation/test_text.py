@@ -13,8 +13,7 @@ from scipy.stats import chi2
 from data_prep.errors import UserError
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.generation import Sampling, generate_text, text
-from lm.generation.text import Continuation, encode_prompt, level_probs, unknown_words
-from lm.model import reader
+from lm.generation.text import Continuation, encode_prompt, unknown_words
 from lm.output import HierarchicalSoftmax
 from lm.run import TrainedRun
 
@@ -143,18 +142,6 @@ def test_prompt_ids_and_unknown_words() -> None:
     assert encode_prompt(TOKENIZER, "") == [0]
     assert encode_prompt(TOKENIZER, "a b\n\na") == [0, 2, 3, 0, 0, 2]
     assert unknown_words(TOKENIZER, ["a dog", "<unk> dog\nb bird"]) == ["dog", "bird"]
-
-
-def test_probabilities_of_levels_are_those_of_one_pass_over_chunks(
-    lstm_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, tokens = TrainedRun(lstm_run, "cpu").model, [3, 5, 2, 0, 7, 4]
-    whole = level_probs(model, [0, 4], tokens)
-    monkeypatch.setattr(reader, "BATCH_TOKENS", 3)
-    chunked = level_probs(model, [0, 4], tokens)
-    assert len(whole) == len(tokens)
-    for first, second in zip(whole, chunked, strict=True):
-        assert first == pytest.approx(second, rel=1e-5)
 
 
 @pytest.mark.parametrize(
