@@ -51,7 +51,6 @@ _log = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> None:
     """Print the scores, line by line."""
     _check(options)
-    from data_prep.corpus.arriving import ArrivingLines
     from data_prep.corpus.lines import read_text
     from data_prep.tokenizer.token_file import counted_literals, log_literals
     from lm.device import return_freed_memory
@@ -85,13 +84,11 @@ def run(options: argparse.Namespace) -> None:
         counted = counted.replace("counted as <unk>", "by their shares of P(<unk>)")
     literals = dict.fromkeys(run.tokenizer.literals, 0)
     file = options.file or "-"
-    arriving = ArrivingLines.of_stdin() if file == "-" else None
     lines = read_text(file)
     if not options.ids:
         lines = noted_words(run.tokenizer, lines, file)
     lines = counted_literals(lines, literals)
-    is_waiting = None if arriving is None else arriving.is_waiting
-    rows = layout.rows(lines, stream=options.stream, is_waiting=is_waiting)
+    rows = layout.rows(lines, stream=options.stream)
     for number, row in enumerate(rows):
         if number == 0:  # the text can be read
             _log.info(
@@ -100,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
                 options.unit,
                 counted,
             )
-        print(row, flush=arriving is not None)
+        print(row)
     log_literals("text", literals)
 
 

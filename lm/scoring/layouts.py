@@ -17,7 +17,7 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,21 +44,15 @@ class Layout:
     has_ids: bool  # whether lines begin with an id, see `--ids`; else it is their number
     keep_empty_lines: bool = True  # of a stream; independent sentences may be empty
 
-    def rows(
-        self, lines: Iterable[str], *, stream: bool, is_waiting: Callable[[], bool] | None = None
-    ) -> Iterator[str]:
+    def rows(self, lines: Iterable[str], *, stream: bool) -> Iterator[str]:
         """Score lines, as one text or as independent sentences; yields what is printed.
 
-        Sentences are scored at once if `is_waiting` says that no further line follows. Perplexities
-        of `tsv` and `json` are those of `lm evaluate`, per token and per word; KenLM's are per
-        word. UserError if there is no line, or a line has no id where it must have one.
+        Perplexities of `tsv` and `json` are those of `lm evaluate`, per token and per word; KenLM's
+        are per word. UserError if there is no line, or a line has no id where it must have one.
         """
         ids: deque[str] = deque()
         sentences = self._sentences(lines, ids, keep_empty=self.keep_empty_lines or not stream)
-        if stream:
-            scores = self.scorer.stream(sentences)
-        else:
-            scores = self.scorer.sentences(sentences, is_waiting)
+        scores = self.scorer.stream(sentences) if stream else self.scorer.sentences(sentences)
         num_lines, num_units, num_tokens, oov, log_prob, oov_log_prob = 0, 0, 0, 0, 0.0, 0.0
         by_word = self.name == "kenlm"
         for score in scores:

@@ -7,7 +7,7 @@ separated by whitespace, whatever the tokens, and the score of a unit is the sum
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -135,16 +135,14 @@ class Scorer:
         assert isinstance(self.tokenizer, WordTokenizer)
         return self._speller.log_prob(self.tokenizer.unknown_occurrences(lines))
 
-    def sentences(
-        self, lines: Iterable[str], is_waiting: Callable[[], bool] | None = None
-    ) -> Iterator[LineScore]:
+    def sentences(self, lines: Iterable[str]) -> Iterator[LineScore]:
         """Score independent lines in their order.
 
-        They are computed in batches of similar length, which end where `is_waiting` is true. The
-        figures of a line do not depend on the others, except for rounding.
+        They are computed in batches of similar length. The figures of a line do not depend on the
+        others, except for rounding.
         """
         eos_id, limit = self.tokenizer.eos_id, self.model.backbone.receptive_field
-        for batch in line_batches(lines, is_waiting):
+        for batch in line_batches(lines):
             aligned = [self.tokenizer.align(line) for line in batch]
             ids = [np.append(line.ids, eos_id).astype(np.int32) for line in aligned]
             figures, index_of_line = [], []
