@@ -59,13 +59,12 @@ def read_nbest(
     costs: Sequence[dict[str, float]] = (),
     *,
     lines: Iterable[str] | None = None,
-    hint: str = "",
     non_words: NonWords | None = None,
 ) -> NBest:
     """Read the lines of an n-best list, by default those of the file; empty ones are skipped.
 
-    `costs` are the scores of Kaldi's layout, from `read_costs`: acoustic, first pass; `hint` is
-    added to the message that one is missing. `non_words` are left out of hypotheses.
+    `costs` are the scores of Kaldi's layout, from `read_costs`: acoustic, first pass. `non_words`
+    are left out of hypotheses.
 
     Raises:
         UserError: if a line does not have the layout of the first one, a score is missing, or
@@ -93,7 +92,7 @@ def read_nbest(
             if key in kaldi_keys:
                 raise DataError(f"{place}: {key} is in the list already")
             if not all(key in each for each in costs):
-                raise DataError(f"{place}: {key} has no cost in the files of costs{hint}")
+                raise DataError(f"{place}: {key} has no cost in the files of costs")
             kaldi_keys.add(key)
             scores = [-each[key] for each in costs]
         else:
