@@ -1,9 +1,9 @@
 """Check by a dry run that others can install the project: `python -m scripts.installation`.
 
 uv resolves pyproject.toml with all extras for Linux on x86-64, as on a machine without builds of
-its own: with constraints.txt, with the newest versions, and with the lower bounds. It reads metadata
-alone. All packages must have a wheel. Without a package index the check is skipped; where the
-environment variable CI is set, it fails.
+its own: with constraints.txt, with the newest versions, and with the lower bounds. It reads
+metadata alone. All packages must have a wheel. Without a package index the check is skipped; where
+the environment variable CI is set, it fails.
 """
 
 import os
