@@ -2,8 +2,8 @@
 
 uv resolves pyproject.toml with all extras for Linux on x86-64, as on a machine without builds of
 its own: with constraints.txt, with the newest versions, and with the lower bounds. It reads
-metadata alone. All packages but pocketsphinx must have a wheel. Without a package index the check
-is skipped; where the environment variable CI is set, it fails.
+metadata alone. All packages must have a wheel. Without a package index the check is skipped; where
+the environment variable CI is set, it fails.
 """
 
 import os
@@ -28,7 +28,7 @@ def resolve(case: tuple[str, str]) -> str | None:
     """Why nothing fits a version of Python and a choice of `VERSIONS`; None if something does."""
     python, versions = case
     platform = ("--python-platform", "x86_64-manylinux_2_28")
-    wheels = ("--only-binary", ":all:", "--no-binary", "pocketsphinx")
+    wheels = ("--only-binary", ":all:")
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-config"]
     command += ["--python-version", python, *platform, *wheels, *VERSIONS[versions]]
     known = {name: value for name, value in os.environ.items() if name != "UV_FIND_LINKS"}

@@ -43,7 +43,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
         "train": "--resume",
         "evaluate": "--split",
         "generate": "--top-p",
-        "classes": "--plot FILE.png|svg|pdf",
+        "classes": "--nodes NODES",
         "info": "CONFIG|RUN",
         "config": "KEY|SECTION",
     }.items(),

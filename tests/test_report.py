@@ -1,4 +1,4 @@
-"""Reports of a run: its sizes and its word classes, as JSON, as text and as a picture."""
+"""Reports of a run: its sizes and its word classes, as JSON and as text."""
 
 import json
 import re
@@ -8,10 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.font_manager import fontManager
-
-from lm.cli import main
-from tests.conftest import corpus_of
 
 Reported = Callable[..., Any]
 
@@ -45,58 +41,16 @@ def test_info_counts_the_parameters_of_the_model(reported: Reported) -> None:
     assert info["memory_available_mib"] > info["memory_mib"]
 
 
-def test_the_class_report_of_a_run_sums_to_all_tokens(
+def test_the_report_on_the_classes_of_a_run_has_all_tokens(
     reported: Reported, prepared_dir: Path
 ) -> None:
     report, table = reported("classes", "--words=2")
-    assert table.startswith(f"{report['num_word_classes']} classes of ")
+    root, *classes = report["nodes"]
     word_class = np.load(prepared_dir / "classes.npy")
-    assert report["num_word_classes"] == len(np.unique(word_class))
-    assert sum(report["token_mass"]) == pytest.approx(1, abs=1e-12)
-    assert report["sizes"] == np.bincount(word_class).tolist()
-    assert max(len(words) for words in report["top_words"]) == 2
-    assert "the" in {word for words in report["top_words"] for word in words}
-
-
-def test_the_classes_are_drawn(
-    tiny: Path,
-    lstm_run: Path,
-    tmp_path: Path,
-    printed: Callable[..., str],
-    complaint: Callable[..., str],
-) -> None:
-    assert "classes of" in printed("classes", lstm_run, f"--plot={tmp_path / 'classes.svg'}")
-    picture = (tmp_path / "classes.svg").read_text()
-    assert "classes with the most tokens" in picture
-    assert "shortlist" not in picture
-    options = ["--classes.shortlist=3", f"--run_dir={tmp_path}"]
-    assert main(["prepare", str(tiny), *options]) == 0
-    assert main(["classes", str(tiny), *options, f"--plot={tmp_path / 'classes.svg'}"]) == 0
-    assert "classes, shortlist of 3 words, " in (tmp_path / "classes.svg").read_text()
-    for name in ("classes.oak", "classes"):
-        message = complaint("classes", lstm_run, f"--plot={tmp_path / name}")
-        assert message.startswith(f"--plot {tmp_path / name}: the name must end in one of .")
-    message = complaint("classes", lstm_run, "--plot=/nowhere/classes.svg")
-    assert message == "/nowhere/classes.svg cannot be written: No such file or directory"
-
-
-def test_classes_whose_words_no_font_has_are_drawn_by_number(
-    tiny: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fonts = [font for font in fontManager.ttflist if font.name == "DejaVu Sans"]
-    monkeypatch.setattr(fontManager, "ttflist", fonts)
-    lines = [f"\u4e2d{a} \u4e2d the b{b}\n" for a in "aeiou" for b in "aeiou"]
-    options = [*corpus_of(tmp_path, "".join(lines)), "--classes.num_word_classes=4"]
-    assert main(["prepare", str(tiny), *options]) == 0
-    caplog.clear()
-    picture = tmp_path / "classes.svg"
-    assert main(["classes", str(tiny), *options, f"--plot={picture}"]) == 0
-    message = r"the picture has numbers of classes: no installed font has '\u4e2d'"
-    assert caplog.messages[-1] == message
-    labels = re.findall("<!-- (.*) -->", picture.read_text())
-    assert [label for label in labels if label.startswith("class ")]
-    assert not any("\u4e2d" in label for label in labels)
-    assert any("the" in label.split() for label in labels)
+    assert table.startswith(f"{len(classes) + 1} nodes, depth 2\n")
+    assert len(classes) == len(np.unique(word_class))
+    assert root["token_mass"] == 1
+    assert sum(node["token_mass"] for node in classes) == pytest.approx(1, abs=1e-12)
+    assert {node["words"] for node in classes} == {*np.bincount(word_class).tolist()}
+    assert max(len(node["top_words"]) for node in classes) == 2
+    assert "the" in {word for node in classes for word in node["top_words"]}

@@ -1,4 +1,4 @@
-"""Report and picture of trees of any depth."""
+"""Report of trees of any depth."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,6 @@ import torch
 
 from lm.cli import main
 from lm.output import ClassTree
-from lm.tree_picture import Box, boxes_of
 from lm.tree_report import top_words_below, tree_report
 from tests.conftest import corpus_of
 
@@ -41,31 +40,7 @@ def test_figures_are_sums_over_the_paths_of_tokens(shape: str) -> None:
     assert top_words_below(tree, counts, [0], 23) == [tuple(reversed(range(23)))]
 
 
-def _is_node(box: Box) -> bool:
-    return box.item < 0 and not box.num_others
-
-
-@pytest.mark.parametrize("shape", TREES)
-def test_boxes_of_children_fill_that_of_their_parent(shape: str) -> None:
-    tree = TREES[shape](23)
-    counts = torch.arange(23) + 1
-    boxes = boxes_of(tree, counts, 0.0)
-    assert len(boxes) == tree.num_rows + 1
-    for level in range(tree.depth):
-        nodes = sum(box.height for box in boxes if box.level == level and box.item < 0)
-        below = [box for box in boxes if box.level == level + 1]
-        assert sum(box.height for box in below) == pytest.approx(nodes)
-    words = {box.item: box.height for box in boxes if box.item >= 0}
-    assert [words[word] for word in range(23)] == pytest.approx((counts / counts.sum()).tolist())
-    few = boxes_of(tree, counts, 0.05)
-    assert sum(box.height for box in few if box.item >= 0) < 1
-    for level in range(tree.depth):  # those without boxes are in one box
-        nodes = sum(box.height for box in few if box.level == level and _is_node(box))
-        assert sum(box.height for box in few if box.level == level + 1) == pytest.approx(nodes)
-    assert sum(box.num_others for box in few) > 0
-
-
-def test_a_deep_tree_is_trained_used_reported_and_drawn(
+def test_a_deep_tree_is_trained_used_and_reported(
     tiny: Path, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     options = ["--output.tree=multi_level", "--classes.depth=4", f"--run_dir={tmp_path / 'run'}"]
@@ -73,11 +48,9 @@ def test_a_deep_tree_is_trained_used_reported_and_drawn(
     run = str(tmp_path / "run")
     for verb in (["evaluate"], ["generate", "--tokens=3"], ["generate", "--beams=2"], ["info"]):
         assert printed(*verb, run)
-    picture = f"--plot={tmp_path / 'tree.svg'}"
-    report = json.loads(printed("classes", run, "--json", picture, "--nodes=7"))
+    report = json.loads(printed("classes", run, "--json", "--nodes=7"))
     assert report["depth"] == len(report["levels"]) == 4
     assert len(report["nodes"]) == 7
-    assert report["nodes"][0]["top_words"][0] in (tmp_path / "tree.svg").read_text()
     more = f"({report['num_nodes'] - 5:,} further nodes: --nodes)"
     assert more in printed("classes", run, "--nodes=5")
 

@@ -8,8 +8,8 @@ import codecs
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, compress
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, compress, islice
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -23,19 +23,13 @@ LINES_PER_BATCH = 16_384
 CHARACTERS_PER_BATCH = 1 << 25
 
 
-def line_batches(
-    lines: Iterable[str], is_waiting: Callable[[], bool] | None = None
-) -> Iterator[list[str]]:
-    """Group lines into batches of up to `LINES_PER_BATCH` lines, fewer if the lines are long.
-
-    A batch ends where `is_waiting` says, after one of its lines, that the next does not follow.
-    """
+def line_batches(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Group lines into batches of up to `LINES_PER_BATCH` lines, fewer if the lines are long."""
     batch, num_characters = [], 0
     for line in lines:
         batch.append(line)
         num_characters += len(line)
-        is_full = len(batch) == LINES_PER_BATCH or num_characters >= CHARACTERS_PER_BATCH
-        if is_full or (is_waiting is not None and is_waiting()):
+        if len(batch) == LINES_PER_BATCH or num_characters >= CHARACTERS_PER_BATCH:
             yield batch
             batch, num_characters = [], 0
     if batch:
@@ -135,10 +129,12 @@ class WordTokenizer(Tokenizer):
         self.lowercase = lowercase
         self.split_punctuation = split_punctuation
         self.vocab_size = len(self.words)
-        self.eos_id, self.unk_id = map(self.words.id, (EOS, UNK))
-        for special, id in ((UNK, self.unk_id), (EOS, self.eos_id)):
-            if id < 0:
-                raise ValueError(f"the vocabulary of {self.vocab_size} words lacks {special}")
+        ids = (id for id, word in enumerate(self.words) if word in (UNK, EOS))  # without a lookup
+        special = {self.words[id]: id for id in islice(ids, 2)}
+        for word in (UNK, EOS):
+            if word not in special:
+                raise ValueError(f"the vocabulary of {self.vocab_size} words lacks {word}")
+        self.eos_id, self.unk_id = special[EOS], special[UNK]
 
     def align(self, line: str) -> AlignedLine:
         """Encode one line; a word has several ids if punctuation is split."""

@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from random import Random
@@ -33,8 +34,8 @@ def count_words(lines: Iterable[str], settings: TokenizerConfig) -> WordCounts:
     """Count the words of a corpus.
 
     `<eos>` is counted once per line; `<unk>` counts its literal occurrences and those of every word
-    outside the vocabulary. Memory grows with the number of distinct words (50 bytes per word, 90
-    while they are sorted), not with the text.
+    outside the vocabulary. Memory grows with the number of distinct words (130 bytes per word), not
+    with the text.
 
     >>> found = count_words(["the cat", "the dog"], TokenizerConfig(min_count=2))
     >>> list(found.words), found.counts.tolist(), list(found.others), found.num_literal
@@ -48,20 +49,14 @@ def count_words(lines: Iterable[str], settings: TokenizerConfig) -> WordCounts:
     import pyarrow
     from pyarrow import compute
 
-    from data_prep.tokenizer.hash_table import WordCounter  # imports numba
-
-    counter = WordCounter()
-    counter.add(f"{UNK} {EOS}")  # ids 0 and 1
-    num_lines = 0
+    counter, num_lines = Counter({UNK: 0, EOS: 0}), 0  # ids 0 and 1
     for batch in line_batches(lines):
         num_lines += len(batch)
-        counter.add(separate_words(batch, settings.lowercase, settings.split_punctuation))
-    text, starts, counts = counter.result()
-    del counter  # frees its hash table
-    counts[:2] -= 1
-    words = pyarrow.LargeStringArray.from_buffers(
-        len(counts), *map(pyarrow.py_buffer, (starts, text))
-    )
+        text = separate_words(batch, settings.lowercase, settings.split_punctuation)
+        counter.update(text.split())
+    words = pyarrow.array(counter, "large_string", size=len(counter))
+    counts = np.fromiter(counter.values(), np.int64, len(counter))
+    del counter  # large
     table = pyarrow.table({"word": words, "count": counts})
     keys = [("count", "descending"), ("word", "ascending")]
     order = compute.sort_indices(table, sort_keys=keys).to_numpy().view(np.int64)

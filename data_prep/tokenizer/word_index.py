@@ -1,26 +1,17 @@
 """Words by id and ids by word, for vocabularies of any size.
 
-The words are one flat array of text, and the ids of large vocabularies are in a compiled hash
-table: ten million words take about 25 bytes each. Short texts and small vocabularies are looked up
-in a dict, because numba takes half as long to import as torch. No word is special.
+The words are one flat array of text, so that ten million that are only read take little memory. The
+first lookup makes a dict of them (1.2 GB for ten million). No word is special.
 """
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from data_prep.tokenizer.hash_table import Table
-
 WORDS_PER_CHUNK = 1 << 16
-MAX_DICT_BYTES = 1 << 22
-"""Size of the words of the largest vocabulary that is looked up in a dict."""
-MAX_DICT_TEXT = 1 << 20
-"""Number of characters of the longest text whose words are looked up in a dict."""
 
 
 class WordIndex:
@@ -59,6 +50,7 @@ class WordIndex:
         >>> list(WordIndex.parse(b"<eos>\t5\nthe\t3\n"))
         ['<eos>', 'the']
         """
+        content.decode()  # raises a ValueError if it is not UTF-8
         raw = np.frombuffer(content, np.uint8)
         tabs, ends = (np.flatnonzero(raw == ord(mark)) for mark in "\t\n")
         begins = np.append(0, ends + 1)[:-1]
@@ -85,26 +77,17 @@ class WordIndex:
 
     def id(self, word: str) -> int:
         """Return the id of a word, -1 if it is not in the index."""
-        ids = self.ids(word, unknown=-1)
-        return int(ids[0]) if len(ids) == 1 else -1
+        return self._ids.get(word, -1)
 
     def ids(self, text: str, unknown: int, line_end: int = -1) -> NDArray[np.int32]:
         """Look up all words of a text, and its newlines unless `line_end` (their id) is -1."""
-        is_short = len(text) <= MAX_DICT_TEXT and len(self.text) <= MAX_DICT_BYTES
-        if is_short and line_end < 0:
-            return np.array([self._dict.get(word, unknown) for word in text.split()], np.int32)
-        from data_prep.tokenizer import hash_table  # imports numba
-
-        return hash_table.find_words(hash_table.as_bytes(text), self._table, unknown, line_end)
+        find = self._ids.get
+        lines = [text] if line_end < 0 else text.split("\n")
+        found = [[find(word, unknown) for word in line.split()] for line in lines]
+        for ids in found[:-1]:
+            ids.append(line_end)
+        return np.fromiter(chain.from_iterable(found), np.int32, sum(map(len, found)))
 
     @cached_property
-    def _dict(self) -> dict[str, int]:
+    def _ids(self) -> dict[str, int]:
         return {word: id for id, word in enumerate(self)}
-
-    @cached_property
-    def _table(self) -> "Table":
-        from data_prep.tokenizer import hash_table
-
-        table = hash_table.Table(self.text, self.starts, hash_table.empty_slots(len(self)))
-        hash_table.fill(table, len(self))
-        return table

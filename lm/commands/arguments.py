@@ -2,10 +2,8 @@
 
 import argparse
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from data_prep.errors import UserError
 from lm.config.schema import MAX_THREADS
 
 Options = dict[str, dict[str, Any]]
@@ -29,20 +27,8 @@ def at_least_one(text: str, limit: int | None = None) -> int:
     return value
 
 
-def check_picture(path: Path) -> None:
-    """Raise a UserError unless pictures of this name can be drawn."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise UserError(
-            f"--plot {path}: the name must end in one of .{', .'.join(sorted(formats))}"
-        )
-
-
 COUNT, NUMBER, FILE = {"type": at_least_one}, {"type": float}, {"metavar": "FILE"}
 SWITCH = {"action": "store_true"}
-PLOT = {"metavar": "FILE.png|svg|pdf", "type": Path}
 
 SOURCE: Options = {"source": {"metavar": "CONFIG|RUN", "help": "YAML file, or folder of a run"}}
 """Its verbs also take overrides of the configuration, which are `options.overrides`."""
@@ -64,11 +50,6 @@ VOCABULARY_SIZE: Options = {
 }
 OPEN_VOCABULARY: Options = {
     "--open-vocabulary": SWITCH | {"help": "spell unknown words, so that each has a probability"}
-}
-ARPA: Options = {
-    "--arpa": FILE | {"help": "ARPA model over the same words, to mix with"},
-    "--mixture": NUMBER
-    | {"help": "share of RUN in the mixture (default: tuned on the validation split)"},
 }
 EXCLUDE: Options = {
     "--exclude": {

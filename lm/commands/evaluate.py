@@ -8,12 +8,13 @@ from typing import Any
 
 from data_prep.errors import UserError
 from lm.commands.arguments import (
-    ARPA,
     COMPUTING,
     COUNT,
     EXCLUDE,
+    FILE,
     JSON,
     NO_PROGRESS,
+    NUMBER,
     OPEN_VOCABULARY,
     RUN,
     SWITCH,
@@ -49,7 +50,12 @@ _RANKING: Options = {
     "--exclude": EXCLUDE["--exclude"]
     | {"default": None, "help": "with --ranking: " + EXCLUDE["--exclude"]["help"]},
 }
-_WHAT = RUN | _TEXT | OPEN_VOCABULARY | ARPA | _BY_FREQUENCY | _COMPARE | _RANKING
+_ARPA: Options = {
+    "--arpa": FILE | {"help": "ARPA model over the same words, to mix with"},
+    "--mixture": NUMBER
+    | {"help": "share of RUN in the mixture (default: tuned on the validation split)"},
+}
+_WHAT = RUN | _TEXT | OPEN_VOCABULARY | _ARPA | _BY_FREQUENCY | _COMPARE | _RANKING
 OPTIONS = _WHAT | COMPUTING | NO_PROGRESS | JSON
 EXCLUSIVE = tuple(_TEXT)
 _log = logging.getLogger(__name__)

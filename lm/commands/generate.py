@@ -51,7 +51,6 @@ _CHOICE: Options = {
     "--allow-unk": SWITCH | {"help": "also draw <unk>, the token of unknown words"},
     "--spell-unk": SWITCH | {"help": "also draw <unk>, and for each a spelling"},
     "--seed": {"type": int, "help": "seed of the random numbers, 64 bits (default 1)"},
-    "--show-classes": SWITCH | {"help": "table of words with P(class) and P(word | class)"},
 }
 OPTIONS = RUN | _PROMPTS | _CHOICE | COMPUTING | JSON
 EXCLUSIVE = tuple(_PROMPTS)
@@ -115,8 +114,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     has_unk = options.allow_unk or options.spell_unk
     excluded = () if has_unk else (tokenizer.unk_id,)
     _report_unknown_words(tokenizer, prompts)
-    is_text = not (options.json or options.show_classes)
-    streams = is_text and options.beams is None and options.samples == len(prompts) == 1
+    streams = not options.json and options.beams is None and options.samples == len(prompts) == 1
     results: Iterable[list[Sample]]
     if options.beams is None:
         results = generate_text(
@@ -139,27 +137,27 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     if streams:
         print(prompts[0], end="", flush=True)
     with _on_new_lines() if streams and sys.stdout.isatty() else nullcontext():
-        _print(options, run, prompts, results, streams=streams)
+        _print(options, prompts, results, streams=streams)
 
 
 def _print(
     options: argparse.Namespace,
-    run: TrainedRun,
     prompts: list[str],
     results: "Iterable[list[Sample]]",
     *,
     streams: bool,
 ) -> None:
     """Print the continuations of each prompt."""
-    for number, (prompt, found) in enumerate(zip(prompts, results, strict=True), 1):
+    for prompt, found in zip(prompts, results, strict=True):
         samples = found[: options.samples]
         if streams:
             print()
         elif options.json:
-            values = _values(options, run, prompt, samples)
+            texts = [sample.text for sample in samples]
+            values: dict[str, object] = {"prompt": prompt, "samples": texts}
+            if options.beams is not None:
+                values["log_probs"] = [sample.log_prob for sample in samples]
             print(json.dumps(values, ensure_ascii=False), flush=True)
-        elif options.show_classes:
-            _print_table(run, number, prompt, samples)
         else:
             texts = [prompt + sample.text for sample in samples]
             for text in texts:
@@ -193,41 +191,3 @@ def _report_unknown_words(tokenizer: "Tokenizer", prompts: list[str]) -> None:
         shown = [word if word.isprintable() else repr(word) for word in words[:MAX_WORDS_NAMED]]
         named = ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")
         _log.warning("unknown words of the prompt, read as <unk>: %s", named)
-
-
-def _values(
-    options: argparse.Namespace, run: TrainedRun, prompt: str, samples: "list[Sample]"
-) -> dict[str, object]:
-    values: dict[str, object] = {"prompt": prompt, "samples": [sample.text for sample in samples]}
-    if options.beams is not None:
-        values["log_probs"] = [sample.log_prob for sample in samples]
-    if options.show_classes:
-        values["steps"] = [
-            [{"word": word, "probabilities": probs} for word, probs in _steps(run, prompt, sample)]
-            for sample in samples
-        ]
-    return values
-
-
-def _print_table(run: TrainedRun, number: int, prompt: str, samples: "list[Sample]") -> None:
-    """Print lines with tabs: numbers of prompt and sample, the probability at each level, word."""
-    for index, sample in enumerate(samples, 1):
-        steps = _steps(run, prompt, sample)
-        if number == index == 1:
-            depth = len(steps[0][1])
-            levels = [f"P(level {level} | above)" for level in range(1, depth + 1)]
-            names = {1: ["P(word)"], 2: ["P(class)", "P(word | class)"]}.get(depth, levels)
-            print("prompt", "sample", *names, "word", sep="\t")
-            tree = getattr(run.model.output, "tree", None)
-            if depth > 1 and tree is not None and (tree.node_of_row[tree.row_of_word] == 0).any():
-                _log.info("frequent words are in no class: P(class) is theirs, P(word | class) 1")
-        for word, probs in steps:
-            print(number, index, *(f"{p:.6f}" for p in probs), word, sep="\t")
-
-
-def _steps(run: TrainedRun, prompt: str, sample: "Sample") -> list[tuple[str, list[float]]]:
-    """The words of a sample with the probability at each level."""
-    from lm.generation.text import encode_prompt, level_probs
-
-    probs = level_probs(run.model, encode_prompt(run.tokenizer, prompt), sample.tokens)
-    return list(zip(map(run.tokenizer.token, sample.tokens), probs, strict=True))

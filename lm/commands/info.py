@@ -52,10 +52,6 @@ def run(options: argparse.Namespace) -> None:
         "memory_mib": round(memory.total / 2**20, 1),
         "memory_available_mib": None if available is None else round(available / 2**20, 1),
     }
-    if config.train.strategy == "shard_output":
-        from lm.training.shards import placement_of
-
-        values["sharded"] = placement_of(run)[1]
     if options.json:
         print(json.dumps(values))
         return

@@ -4,7 +4,6 @@ import argparse
 import json
 import logging
 from dataclasses import asdict
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +47,6 @@ OPTIONS: Options = (
         "--insertion-penalty": NUMBER | {"help": "penalty subtracted for each word (default 0)"},
         "--first-pass-share": NUMBER | {"help": "share of the first pass's model (default 0)"},
         "--mixture": NUMBER | {"help": "share of RUN in each word's probability (default 0.5)"},
-        "--second-weight": NUMBER
-        | {"help": "weight of the second model's log-probability, not mixed; negative: subtracted"},
-        "--subtract": SWITCH | {"help": "with --tune: subtract the second model, not mixed"},
         "--references": FILE | {"help": "id and words of each utterance, for word error rates"},
         "--non-words": {
             "metavar": "REGEX",
@@ -58,11 +54,9 @@ OPTIONS: Options = (
             "help": "labels that are no words, which are neither scored nor printed; '' none"
             " (default: silence, noise, ends, all labels in brackets: %(default)s)",
         },
-        "--acoustic-costs": FILE | {"help": "lines `utterance-N cost` of all Kaldi hypotheses"},
+        "--acoustic-costs": FILE
+        | {"help": "lines `utterance-N cost` of all Kaldi hypotheses, also those of --tune"},
         "--lm-costs": FILE | {"help": "likewise, of the first pass's language model"},
-        "--tune-acoustic-costs": FILE
-        | {"help": "those of the list of --tune (default: --acoustic-costs has them too)"},
-        "--tune-lm-costs": FILE | {"help": "likewise (default: --lm-costs has them too)"},
         "--with": {"dest": "second_run", "metavar": "RUN", "help": "other run to interpolate with"},
         "--arpa": FILE | {"help": "ARPA model to interpolate with"},
         "--beam": COUNT
@@ -82,7 +76,7 @@ OPTIONS: Options = (
     | JSON
 )
 EXCLUSIVE = ("--with", "--arpa")
-_WEIGHTS = ("lm_weight", "insertion_penalty", "first_pass_share", "mixture", "second_weight")
+_WEIGHTS = ("lm_weight", "insertion_penalty", "first_pass_share", "mixture")
 _log = logging.getLogger(__name__)
 
 
@@ -97,8 +91,7 @@ def run(options: argparse.Namespace) -> None:
     second = options.second_run or options.arpa
     weights = None
     if not options.tune:
-        mixed = second and "second_weight" not in given
-        weights = Weights(**{"mixture": 0.5 if mixed else 1.0} | given)
+        weights = Weights(**{"mixture": 0.5 if second else 1.0} | given)
     utterances, tuned = _read(options)
     nbest = utterances.nbest
     if options.first_pass_share and nbest.scores.shape[1] < 2:
@@ -109,7 +102,7 @@ def run(options: argparse.Namespace) -> None:
     figures: dict[str, Any] = {"development": None, "unused": None}
     if tuned is not None and tuned.errors is not None:
         scored = ScoredList(tuned.nbest, models)
-        weights = tune(scored, tuned.errors, subtract=options.subtract)
+        weights = tune(scored, tuned.errors)
         best = scored.choose(scored.totals(weights))
         figures["development"] = tuned.errors.report(tuned.nbest, best)
         figures["unused"] = weights.unused(
@@ -150,15 +143,8 @@ def _read(options: argparse.Namespace) -> "tuple[Utterances, Utterances | None]"
         raise UserError(f"--beam applies to lattices: {options.nbest} is an n-best list")
     if not options.tune:
         return utterances, None
-    given_costs = [options.tune_acoustic_costs, options.tune_lm_costs]
-    tune_costs = [
-        read_costs(its_own) if its_own else each
-        for its_own, each in zip_longest(given_costs, costs)
-        if its_own or each
-    ]
-    hint = ": give those of this list by --tune-acoustic-costs and --tune-lm-costs"
     name, references = options.tune
-    return utterances, Utterances.read(name, references, tune_costs, hint=hint, non_words=non_words)
+    return utterances, Utterances.read(name, references, costs, non_words=non_words)
 
 
 def _models(
@@ -238,29 +224,12 @@ def _log_figures(figures: dict[str, Any]) -> None:
 def _check(options: argparse.Namespace, given: dict[str, float]) -> None:
     """Raise a UserError unless the options and the given weights go together."""
     files = [options.nbest, options.references, options.acoustic_costs, options.lm_costs]
-    tune_costs = [options.tune_acoustic_costs, options.tune_lm_costs]
-    files += tune_costs
     has_second = options.second_run or options.arpa
     problems = {
         "--tune finds the weights: give none of them with it": options.tune and given,
         "give --tune LIST REFERENCES, or --lm-weight": not (options.tune or "lm_weight" in given),
         "--mixture requires a second model: --with or --arpa": (
             "mixture" in given and not has_second
-        ),
-        "--second-weight and --subtract require a second model: --with or --arpa": (
-            ("second_weight" in given or options.subtract) and not has_second
-        ),
-        "--second-weight excludes --mixture: the second model is weighted apart, or mixed": (
-            given.keys() >= {"mixture", "second_weight"}
-        ),
-        "--subtract requires --tune; without it, give --second-weight": (
-            options.subtract and not options.tune
-        ),
-        "--tune-acoustic-costs and --tune-lm-costs require --tune": (
-            any(tune_costs) and not options.tune
-        ),
-        "--tune-lm-costs requires --tune-acoustic-costs, or --acoustic-costs": (
-            options.tune_lm_costs and not (options.tune_acoustic_costs or options.acoustic_costs)
         ),
         "--lm-costs requires --acoustic-costs": options.lm_costs and not options.acoustic_costs,
         "stdin (-) can be only one of the files": [*files, *(options.tune or ())].count("-") > 1,

@@ -2,11 +2,9 @@
 
 import argparse
 import logging
-from pathlib import Path
 
 from data_prep.errors import UserError
 from lm.commands.arguments import (
-    ARPA,
     COMPUTING,
     OPEN_VOCABULARY,
     RUN,
@@ -44,7 +42,6 @@ OPTIONS: Options = (
     }
     | VOCABULARY_SIZE
     | OPEN_VOCABULARY
-    | ARPA
     | COMPUTING
 )
 EXCLUSIVE = (*VOCABULARY_SIZE, *OPEN_VOCABULARY)
@@ -54,7 +51,6 @@ _log = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> None:
     """Print the scores, line by line."""
     _check(options)
-    from data_prep.corpus.arriving import ArrivingLines
     from data_prep.corpus.lines import read_text
     from data_prep.tokenizer.token_file import counted_literals, log_literals
     from lm.device import return_freed_memory
@@ -62,17 +58,14 @@ def run(options: argparse.Namespace) -> None:
     from lm.rescoring.unknown import noted_words
     from lm.scoring import Scorer
     from lm.scoring.layouts import Layout
-    from lm.scoring.mixture import Mixture
 
     return_freed_memory()
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
-    mixture = options.arpa and Mixture.open(run, Path(options.arpa), options.mixture)
     scorer = Scorer.of(
         run,
         vocabulary_size=options.vocabulary_size,
         open_vocabulary=options.open_vocabulary,
         details=options.details,
-        mixture=mixture or None,
     )
     layout = Layout(
         scorer=scorer,
@@ -91,24 +84,20 @@ def run(options: argparse.Namespace) -> None:
         counted = counted.replace("counted as <unk>", "by their shares of P(<unk>)")
     literals = dict.fromkeys(run.tokenizer.literals, 0)
     file = options.file or "-"
-    arriving = ArrivingLines.of_stdin() if file == "-" else None
     lines = read_text(file)
     if not options.ids:
         lines = noted_words(run.tokenizer, lines, file)
     lines = counted_literals(lines, literals)
-    is_waiting = None if arriving is None else arriving.is_waiting
-    rows = layout.rows(lines, stream=options.stream, is_waiting=is_waiting)
+    rows = layout.rows(lines, stream=options.stream)
     for number, row in enumerate(rows):
         if number == 0:  # the text can be read
-            if mixture:
-                _log.info("mixture: %s", mixture.describe(run))
             _log.info(
                 "%s, <eos> before the first word; log-probabilities in %s; perplexity %s",
                 rule,
                 options.unit,
                 counted,
             )
-        print(row, flush=arriving is not None)
+        print(row)
     log_literals("text", literals)
 
 
@@ -120,12 +109,5 @@ def _check(options: argparse.Namespace) -> None:
             setattr(options, name[2:], defaults.get(name[2:], choices[0]))
     if options.details and (options.format == "kenlm" or options.level != "word"):
         raise UserError("--details requires --level word and --format tsv or json")
-    if options.mixture is not None and options.arpa is None:
-        raise UserError("--mixture requires --arpa")
     if options.details and options.open_vocabulary:
         raise UserError("--details excludes --open-vocabulary: it ranks N words")
-    if options.arpa and (options.details or options.vocabulary_size or options.open_vocabulary):
-        raise UserError(
-            "--arpa excludes --details, --vocabulary-size and --open-vocabulary: <unk> is one word"
-            " for both"
-        )

@@ -30,18 +30,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             the nearest valid one) or given twice, if a value has the wrong type or is out
             of range, or if keys are in conflict. The message names the file and the key.
     """
-    values = read_values(path, "the configuration", Config)
+    values = _read_values(path)
     given = dict(override.removeprefix("--").partition("=")[::2] for override in overrides)
     for override in (*_implied(given), *overrides):
         _apply(values, override)
     return validate(values, str(path))
 
 
-def read_values(path: str | Path, what: str, section: Any = None) -> dict[str, Any]:
-    """The keys of a YAML file; raises UserError if it cannot be read, naming `what` it is.
-
-    `section` is the dataclass that tells which keys are text, if any.
-    """
+def _read_values(path: str | Path) -> dict[str, Any]:
+    """The keys of a YAML file."""
     try:
         content = Path(path).read_bytes()
         problem = no_text(content, str(path), "expected YAML")
@@ -50,8 +47,8 @@ def read_values(path: str | Path, what: str, section: Any = None) -> dict[str, A
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or f"invalid UTF-8: {likely_encoding(content)}"
     if reason is not None:
-        raise UserError(f"{path}: cannot read {what}: {reason}")
-    values = _parse(text, str(path), section)
+        raise UserError(f"{path}: cannot read the configuration: {reason}")
+    values = _parse(text, str(path), Config)
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected sections with keys, got {type(values).__name__}")
     return values

@@ -210,8 +210,7 @@ class TrainConfig(Strict):
     shard_by: Literal["auto", "word", "class"] = "auto"
     """How shard_output deals the rows. word: those of every class to all devices, which all compute
     a part for every position. class: whole classes, by their tokens in the training split, so that
-    positions are sent to the owner of their class only. auto: the faster one by the cost model that
-    `lm info` prints."""
+    positions are sent to the owner of their class only. auto: word."""
     val_every_steps: Positive | None = None
     """Number of steps between validations. Default: validate at the end of each epoch."""
     checkpoint_every_steps: Positive | None = None

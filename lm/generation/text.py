@@ -23,7 +23,7 @@ from data_prep.tokenizer.speller import Speller
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.device import available_bytes
 from lm.model.language_model import LanguageModel
-from lm.model.reader import read_lines, read_prefix
+from lm.model.reader import read_prefix
 from lm.output import Sampling
 from lm.output.decoding.uniforms import derive_seeds
 
@@ -288,15 +288,3 @@ def check_memory(num_bytes: int, what: str, device: torch.device) -> None:
             f"{what} need {num_bytes / 1e9:,.0f} GB of memory, {available / 1e9:,.0f} GB are"
             " available: fewer samples, beams or tokens need less"
         )
-
-
-def level_probs(model: LanguageModel, prompt: list[int], tokens: list[int]) -> list[list[float]]:
-    """Probability of each choice on the path of each token after a prompt, T rows of D levels.
-
-    They are the model's, without temperature and penalty; below the end of a path they are 1.
-    """
-    eos_id, *rest = prompt
-    chunks = read_lines(model, [[*rest, *tokens]], eos_id)
-    nll = torch.cat([model.output.nll_by_level(hidden, target) for hidden, target, _ in chunks], 1)
-    probs: list[list[float]] = nll[:, len(rest) :].T.neg().exp().tolist()
-    return probs

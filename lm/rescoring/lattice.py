@@ -101,7 +101,7 @@ def read_lattices(
             raise DataError(f"{name}: no lattice here (expected *.slf, *.lat or *.htk)")
     lattices: list[Lattice] = []
     for path, content in files.items():
-        if (format := format_of(path, content)) == "list":
+        if (format := format_of(content)) == "list":
             raise DataError(f"{path} is no lattice in HTK's or Kaldi's format")
         if format == "slf":
             lattices.append(_read_slf(path, content, non_words))

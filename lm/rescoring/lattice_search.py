@@ -106,8 +106,6 @@ class PrefixScores:
                 tokens = [model.eos_id if word is None else word for word in words]
                 each.append(np.array(model.candidate_log_probs(states, tokens).tolist()))
             rows = self._lm_weight * combined(each, self._weights.mixture)
-            if self._weights.second_weight:
-                rows += self._weights.second_weight * each[1]
             for prefix, row in zip(needed, rows.tolist(), strict=True):
                 prefix.log_prob.update(zip(words, row, strict=True))
         return np.array([[prefix.log_prob[word] for word in words] for prefix in prefixes])

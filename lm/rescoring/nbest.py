@@ -27,6 +27,7 @@ from lm.rescoring.references import first_columns, keyed_lines
 
 MAX_SCORES = 2
 _COLUMNS = "expected lines id TAB scores TAB words: reorder the columns"
+_KEY = "expected a tab, or a key utterance-N (lists and lattices of other formats: convert them)"
 _HEADER = re.compile(
     r"(utt\w*|\w*id|key|file\w*)\t([\w ]+\t)*[\w ]*(text|hyp|word|sentence|transcript)\w*", re.I
 )
@@ -58,13 +59,12 @@ def read_nbest(
     costs: Sequence[dict[str, float]] = (),
     *,
     lines: Iterable[str] | None = None,
-    hint: str = "",
     non_words: NonWords | None = None,
 ) -> NBest:
     """Read the lines of an n-best list, by default those of the file; empty ones are skipped.
 
-    `costs` are the scores of Kaldi's layout, from `read_costs`: acoustic, first pass; `hint` is
-    added to the message that one is missing. `non_words` are left out of hypotheses.
+    `costs` are the scores of Kaldi's layout, from `read_costs`: acoustic, first pass. `non_words`
+    are left out of hypotheses.
 
     Raises:
         UserError: if a line does not have the layout of the first one, a score is missing, or
@@ -88,11 +88,11 @@ def read_nbest(
             key, _, text = line.partition(" ")
             id, _, rank = key.rpartition("-")
             if not id or not rank.isdecimal():
-                raise DataError(f"{place}: expected a tab, or a key utterance-N, got {key!r}")
+                raise DataError(f"{place}: {_KEY}, got {key!r}")
             if key in kaldi_keys:
                 raise DataError(f"{place}: {key} is in the list already")
             if not all(key in each for each in costs):
-                raise DataError(f"{place}: {key} has no cost in the files of costs{hint}")
+                raise DataError(f"{place}: {key} has no cost in the files of costs")
             kaldi_keys.add(key)
             scores = [-each[key] for each in costs]
         else:

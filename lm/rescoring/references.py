@@ -2,12 +2,9 @@
 
 - Kaldi's text: lines `id words`.
 - TRN: lines `words (id)`.
-- STM: lines `recording channel speaker begin end <label> words`, where the label may be missing.
-  The recording is the id of the utterance; its lines are one after another by their beginnings.
-  Lines of `IGNORE_TIME_SEGMENT_IN_SCORING` are left out.
 
-In the latter two `;;` begins a comment. SCTK's optional words `(uh)` and alternatives
-`{ w1 / w2 }` are counted as the words that they are written with; a warning says so.
+In the latter `;;` begins a comment. SCTK's optional words `(uh)` and alternatives `{ w1 / w2 }` are
+counted as the words that they are written with; a warning says so.
 """
 
 import logging
@@ -18,11 +15,9 @@ from dataclasses import dataclass
 from data_prep.corpus.hints import UNSPACED
 from data_prep.corpus.lines import read_text
 from data_prep.errors import DataError
-from lm.rescoring.formats import NonWords, refuse_transcripts
+from lm.rescoring.formats import NonWords
 
 _TRN = re.compile(r"(.*?)\s*\((\S+)\)\s*")
-_STM = re.compile(r"(\S+)\s+(\S+)\s+\S+\s+(\d+\.?\d*)\s+\d+\.?\d*(?:\s+<[^>\s]*>)?(?:\s+(.*))?")
-_IGNORED = "IGNORE_TIME_SEGMENT_IN_SCORING"
 _SCTK = re.compile(r"(?:^|\s)(?:\(\S+\)|\{ .* / .* \})(?:\s|$)")
 _log = logging.getLogger(__name__)
 
@@ -67,18 +62,14 @@ class References:
         are left out.
 
         Raises:
-            UserError: if an utterance has two references, or a recording of an STM file several
-                channels.
+            UserError: if an utterance has two references.
         """
         non_words = NonWords() if non_words is None else non_words
         rows = [row for row in first_columns(name) if row[1]]
         texts = [(place, f"{key} {text}") for place, key, text in rows]
         commented = [(place, text) for place, text in texts if not text.startswith(";;")]
-        refuse_transcripts(name, [text for _, text in commented])
         known = set(ids)
-        if commented and all(_STM.fullmatch(text) for _, text in commented):
-            rows = list(_of_stm(commented))
-        elif not all(key in known for _, key, _ in rows):
+        if not all(key in known for _, key, _ in rows):
             matches = [(place, _TRN.fullmatch(text)) for place, text in commented]
             if all(match for _, match in matches):
                 rows = [(place, match[2], match[1]) for place, match in matches if match]
@@ -101,25 +92,3 @@ class References:
         characters = "".join(words)
         are_long = len(words) < 2 * len(ids) or len(characters) > 6 * len(words)
         return are_long and 2 * len(UNSPACED.findall(characters)) > len(characters)
-
-
-def _of_stm(lines: list[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:
-    """Place, recording and text of the segments of each recording."""
-    found: dict[str, list[tuple[float, str]]] = {}
-    channels: dict[str, tuple[str, str]] = {}
-    for place, line in lines:
-        match = _STM.fullmatch(line)
-        assert match is not None
-        recording, channel, begin, text = match.groups(default="")
-        if text.strip().upper() == _IGNORED:
-            continue
-        place, first = channels.setdefault(recording, (place, channel))
-        if first != channel:
-            raise DataError(
-                f"{place}: {recording} has several channels, {first} and {channel}: give each an id"
-                " of its own in the first column"
-            )
-        found.setdefault(recording, []).append((float(begin), text))
-    for recording, segments in found.items():
-        text = " ".join(text for _, text in sorted(segments, key=lambda segment: segment[0]))
-        yield channels[recording][0], recording, text

@@ -34,23 +34,22 @@ class Utterances:
         references: str | None,
         costs: Sequence[dict[str, float]] = (),
         *,
-        hint: str = "",
         non_words: NonWords | None = None,
     ) -> "Utterances":
         """Read an n-best list, a file or folder of lattices, and a file of references.
 
-        `costs` and `hint` are those of `read_nbest`; `non_words` are left out of all files.
+        `costs` are those of `read_nbest`; `non_words` are left out of all files.
         """
         lattices: list[Lattice] = []
         non_words = NonWords() if non_words is None else non_words
         lines = [] if (is_folder := Path(name).is_dir()) else list(_read(name))
-        if is_folder or format_of(name, lines) != "list":
+        if is_folder or format_of(lines) != "list":
             if costs:
                 raise DataError(f"{name}: files of costs belong to n-best lists in Kaldi's layout")
             lattices = read_lattices(name, lines, non_words)
             nbest = to_nbest(name, lattices)
         else:
-            nbest = read_nbest(name, costs, lines=lines, hint=hint, non_words=non_words)
+            nbest = read_nbest(name, costs, lines=lines, non_words=non_words)
         said = References.read(references, nbest.ids, non_words) if references else None
         errors = WordErrors.compare(said, nbest) if said else None
         if said and (num_unused := len(said.words) - len(nbest.ids)):

@@ -1,20 +1,16 @@
 """Rescoring of n-best lists: a weighted sum of acoustic and language-model scores.
 
-    total = acoustic + α · ((1 - r) · LM + r · first pass) + γ · LM₂ - p · words             (1)
+    total = acoustic + α · ((1 - r) · LM + r · first pass) - p · words                       (1)
     LM = Σ over the words and `<eos>` of log(λ · P₁ + (1 - λ) · P₂)                          (2)
 
 P₁ is the run's probability of a word, P₂ that of a second model: another run, or an ARPA model.
-LM₂ = Σ log P₂. A second model is mixed, with γ = 0, or weighted apart, with λ = 1: γ < 0 subtracts
-it, as the internal language model of an end-to-end recogniser. Without a second model λ = 1 and
-γ = 0, without scores of a first pass r = 0. The weights are given or tuned: those with the fewest
-word errors on a development list, which must not be the list that is rescored.
-
-Source: γ: McDermott et al. 2019, the density ratio; Meng et al. 2021, internal language models.
+Without a second model λ = 1, without scores of a first pass r = 0. The weights are given or tuned:
+those with the fewest word errors on a development list, which must not be the list that is
+rescored.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -30,31 +26,24 @@ from lm.scoring.mixture import mixed
 class Weights:
     """The weights of equations (1) and (2); `UserError` if one is out of range."""
 
-    lm_weight: float  # α, at least 0 unless γ is given
+    lm_weight: float  # α, at least 0
     insertion_penalty: float = 0.0  # p, subtracted for each word
     first_pass_share: float = 0.0  # r in [0, 1]
     mixture: float = 1.0  # λ in [0, 1]
-    second_weight: float = 0.0  # γ
 
     def unused(self, *, run: str, second: str | None, has_first_pass: bool) -> list[str]:
         """The language models that have no weight; `second` is None without a second one."""
         share = self.lm_weight * (1 - self.first_pass_share)
         weight = {run: share * self.mixture}
         if second is not None:
-            weight[second] = share * (1 - self.mixture) or self.second_weight
+            weight[second] = share * (1 - self.mixture)
         if has_first_pass:
             weight["the first pass"] = self.lm_weight * self.first_pass_share
         return [name for name, value in weight.items() if not value]
 
     def __post_init__(self) -> None:
-        is_added = np.isfinite(self.lm_weight) and (self.lm_weight >= 0 or self.second_weight != 0)
-        if not (is_added and np.isfinite(self.insertion_penalty)):
-            raise UserError(
-                "--lm-weight must be at least 0, and --insertion-penalty finite; a model to"
-                " subtract is the second one (--with or --arpa), by --second-weight=-0.3"
-            )
-        if not np.isfinite(self.second_weight):
-            raise UserError("--second-weight must be finite")
+        if not (0 <= self.lm_weight < np.inf and np.isfinite(self.insertion_penalty)):
+            raise UserError("--lm-weight must be at least 0, and --insertion-penalty finite")
         if not (0 <= self.first_pass_share <= 1 and 0 <= self.mixture <= 1):
             raise UserError("--first-pass-share and --mixture must be within 0 … 1")
 
@@ -79,11 +68,6 @@ class ScoredList:
         """Equation (2), [M] nats."""
         return np.add.reduceat(combined(self._log_prob, mixture), self._first_word)
 
-    @cached_property
-    def second_scores(self) -> Floats:
-        """LM₂ of equation (1), [M] nats."""
-        return np.add.reduceat(self._log_prob[1], self._first_word)
-
     def totals(self, weights: Weights, lm_scores: Floats | None = None) -> Floats:
         """Equation (1), [M]; `lm_scores` are those of the mixture, if they are known."""
         lm = self.lm_scores(weights.mixture) if lm_scores is None else lm_scores
@@ -96,8 +80,6 @@ class ScoredList:
                 totals: Floats = (
                     acoustic + weights.lm_weight * lm - weights.insertion_penalty * self.num_words
                 )
-                if weights.second_weight:
-                    totals += weights.second_weight * self.second_scores
         except FloatingPointError as error:
             raise UserError("a weighted sum of scores overflows: choose smaller weights") from error
         return totals
@@ -133,43 +115,36 @@ def combined(log_prob: Sequence[Floats], mixture: float) -> Floats:
     return mixed(log_prob[0], log_prob[1], mixture) if len(log_prob) > 1 else log_prob[0]
 
 
-def tune(scored: ScoredList, errors: WordErrors, *, subtract: bool = False) -> Weights:
+def tune(scored: ScoredList, errors: WordErrors) -> Weights:
     """The weights with the fewest word errors on a development list.
 
     A grid over all weights, then a finer one around its best point. Of several points with the
     fewest errors, the one nearest to their mean is taken. With two models, each is also tuned
-    alone, by λ = 1 and λ = 0: the mixture is taken if neither has fewer errors. With `subtract`,
-    the second model has a γ ≤ 0 in its place; γ = 0 is taken if none has fewer errors.
+    alone, by λ = 1 and λ = 0: the mixture is taken if neither has fewer errors.
     """
-    alone: list[float] = [1.0]
-    shares: list[tuple[list[float], list[float]]] = [(alone, [0.0])]
-    if subtract:
-        shares = [(alone, [0.0]), (alone, [(k - 8) / 8 for k in range(9)])]
-    elif scored.num_models > 1:
-        shares = [(each, [0.0]) for each in ([k / 10 for k in range(11)], alone, [0.0])]
-    tuned = [_refined(scored, errors, *each) for each in shares]
-    return min(tuned, key=lambda each: each[0])[1]
+    shares = [[1.0]]
+    if scored.num_models > 1:
+        shares = [[k / 10 for k in range(11)], [1.0], [0.0]]
+    return min((_refined(scored, errors, each) for each in shares), key=lambda each: each[0])[1]
 
 
 def _refined(
-    scored: ScoredList, errors: WordErrors, mixtures: Sequence[float], seconds: Sequence[float]
+    scored: ScoredList, errors: WordErrors, mixtures: Sequence[float]
 ) -> tuple[int, Weights]:
-    """The fewest errors with one of some λ and γ / α, or near them if they are several."""
+    """The fewest errors with one of some λ, or near them if they are several."""
     num_scores = scored.nbest.scores.shape[1]
     grids: list[Sequence[float]] = [
         [0.0, *(2.0 ** (k / 2) for k in range(-12, 15))] if num_scores else [1.0],  # α
         [k / 2 for k in range(-8, 9)],  # p / α, nats per word
         [k / 4 for k in range(5)] if num_scores > 1 else [0.0],  # r
         mixtures,  # λ
-        seconds,  # γ / α
     ]
-    (alpha, penalty, share, mixture, second), *_ = _best(scored, errors, grids)
+    (alpha, penalty, share, mixture), *_ = _best(scored, errors, grids)
     finer: list[Sequence[float]] = [
         [alpha * 2.0 ** (k / 8) for k in range(-3, 4)] if alpha else [alpha],
         [penalty + k / 8 for k in range(-3, 4)],
         sorted({min(1.0, max(0.0, share + k / 16)) for k in range(-3, 4)}),
         sorted({min(1.0, max(0.0, mixture + k / 40)) for k in range(-3, 4)}),
-        sorted({min(0.0, second + k / 32) for k in range(-3, 4)}),
     ]
     finer = [grid if len(grids[axis]) > 1 else grids[axis] for axis, grid in enumerate(finer)]
     _, num_errors, weights = _best(scored, errors, finer)
@@ -181,19 +156,13 @@ def _best(
 ) -> tuple[tuple[float, ...], int, Weights]:
     """The point of a grid with the fewest errors, their number, its weights.
 
-    Its axes are α, p / α, r, λ and γ / α.
+    Its axes are α, p / α, r and λ.
     """
     lm_scores = {mixture: scored.lm_scores(mixture) for mixture in grids[3]}
     points = list(product(*grids))
     weights = [
-        Weights(
-            lm_weight=a,
-            insertion_penalty=a * penalty,
-            first_pass_share=r,
-            mixture=mixture,
-            second_weight=a * second,
-        )
-        for a, penalty, r, mixture, second in points
+        Weights(lm_weight=a, insertion_penalty=a * penalty, first_pass_share=r, mixture=mixture)
+        for a, penalty, r, mixture in points
     ]
     totals = (scored.totals(each, lm_scores[each.mixture]) for each in weights)
     num_errors = np.array([errors.errors[scored.choose(each)].sum() for each in totals])

@@ -77,16 +77,11 @@ def read_arpa(path: Path, id_of: Callable[[str], int | None]) -> list[NGrams]:
         known = (rows >= 0).all(1)
         parts.setdefault(order, []).append(NGrams(rows[known], log_prob[known], backoff[known]))
     if parts and abs(total - 1) > TOLERANCE:
-        warn_of_sum(path, 1, total)
+        sums = f"the probabilities of its 1-grams add up to {total:.3g}, not to 1"
+        _log.warning("%s: %s: estimate the model again, with logarithms of base 10", path, sums)
     empty = NGrams(np.zeros((0, 0), np.int64), np.zeros(0), np.zeros(0))
     columns_of = [parts.get(n, [empty]) for n in range(1, max(parts, default=1) + 1)]
     return [NGrams(*map(np.concatenate, zip(*each, strict=True))) for each in columns_of]
-
-
-def warn_of_sum(path: Path, order: int, total: float, after: str = "") -> None:
-    """Log that the probabilities of n-grams do not add up to 1."""
-    sums = f"the probabilities of its {order}-grams add up to {total:.3g}{after}, not to 1"
-    _log.warning("%s: %s: estimate the model again, with logarithms of base 10", path, sums)
 
 
 def _blocks(path: Path) -> Iterator[tuple[int, int, list[str]]]:

@@ -17,7 +17,7 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,23 +44,17 @@ class Layout:
     has_ids: bool  # whether lines begin with an id, see `--ids`; else it is their number
     keep_empty_lines: bool = True  # of a stream; independent sentences may be empty
 
-    def rows(
-        self, lines: Iterable[str], *, stream: bool, is_waiting: Callable[[], bool] | None = None
-    ) -> Iterator[str]:
+    def rows(self, lines: Iterable[str], *, stream: bool) -> Iterator[str]:
         """Score lines, as one text or as independent sentences; yields what is printed.
 
-        Sentences are scored at once if `is_waiting` says that no further line follows. Perplexities
-        of `tsv` and `json` are those of `lm evaluate`, per token and per word; KenLM's are per
-        word. UserError if there is no line, or a line has no id where it must have one.
+        Perplexities of `tsv` and `json` are those of `lm evaluate`, per token and per word; KenLM's
+        are per word. UserError if there is no line, or a line has no id where it must have one.
         """
         ids: deque[str] = deque()
         sentences = self._sentences(lines, ids, keep_empty=self.keep_empty_lines or not stream)
-        if stream:
-            scores = self.scorer.stream(sentences)
-        else:
-            scores = self.scorer.sentences(sentences, is_waiting)
+        scores = self.scorer.stream(sentences) if stream else self.scorer.sentences(sentences)
         num_lines, num_units, num_tokens, oov, log_prob, oov_log_prob = 0, 0, 0, 0, 0.0, 0.0
-        by_word, unmixed = self.name == "kenlm", np.zeros(2)
+        by_word = self.name == "kenlm"
         for score in scores:
             id = ids.popleft()
             if self.level != "summary":
@@ -73,8 +67,6 @@ class Layout:
             oov += int(is_oov.sum())
             log_prob += float(each.sum())
             oov_log_prob += float(each[is_oov].sum())
-            if score.unmixed is not None:
-                unmixed += score.unmixed.sum(1)
         if not num_lines:
             raise UserError("the text to score is empty")
         count = num_units if by_word else num_tokens
@@ -88,10 +80,6 @@ class Layout:
             "perplexity_excluding_oov": perplexity(oov_log_prob - log_prob, count - oov),
             "word_perplexity": perplexity(-log_prob, num_units),
         }
-        if self.scorer.mixture is not None:
-            names = ("perplexity_model", "perplexity_ngram")
-            alone = (perplexity(-float(each), count) for each in unmixed)
-            summary |= dict(zip(names, alone, strict=True))
         if self.name == "json":
             yield _json({"summary": summary | {"unit": self.unit}})
         elif self.name == "kenlm":
@@ -100,10 +88,8 @@ class Layout:
                 "perplexity_excluding_oov": "Perplexity excluding OOVs",
                 "oov": "OOVs",
                 "tokens": "Tokens",
-                "perplexity_model": "Perplexity of the model alone",
-                "perplexity_ngram": "Perplexity of the n-gram model alone",
             }
-            yield from (f"{titles[key]}:\t{summary[key]}" for key in titles if key in summary)
+            yield from (f"{titles[key]}:\t{summary[key]}" for key in titles)
         elif self.level == "summary":
             yield self._tsv([summary], has_header=True)
 

@@ -6,7 +6,6 @@ Both predict the same tokens. The model reads on over lines in a text, as in `lm
 n-gram model begins each line at `<s>`.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,15 +52,6 @@ class Mixture:
         nll = -float(mixed(*each, weight).sum())
         return cls(ngram, weight, perplexity(nll, len(tokens)))
 
-    def log_prob(self, model: Floats, tokens: Iterable[int]) -> tuple[Floats, Floats]:
-        """Equation (1) [n] in nats, and the n-gram model alone [n].
-
-        `model` [n] are the model's log-probabilities of the tokens [n], each line of which ends in
-        `<eos>`.
-        """
-        ngram = self.ngram.log_prob(tokens)
-        return mixed(model, ngram, self.weight), ngram
-
     def describe(self, run: TrainedRun) -> str:
         """The weight and where it is from, in one line."""
         origin = "as given"
@@ -96,7 +86,8 @@ class MixtureEvaluation:
 def evaluate_mixture(run: TrainedRun, mixture: Mixture, tokens: NDArray[Any]) -> MixtureEvaluation:
     """Perplexities of a text of tokens [n]."""
     model = token_log_probs(run, tokens)
-    both, ngram = mixture.log_prob(model, tokens)
+    ngram = mixture.ngram.log_prob(tokens)
+    both = mixed(model, ngram, mixture.weight)
     return MixtureEvaluation(
         weight=mixture.weight,
         valid_perplexity=mixture.valid_perplexity,

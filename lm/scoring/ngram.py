@@ -24,13 +24,9 @@ from data_prep.errors import UserError
 from data_prep.tokenizer.punctuation import EOS, UNK
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.figures import token_unit
-from lm.scoring.arpa import NATS_PER_LOG10, TOLERANCE, Floats, Ints, NGrams, read_arpa, warn_of_sum
+from lm.scoring.arpa import NATS_PER_LOG10, Floats, Ints, NGrams, read_arpa
 
 _log = logging.getLogger(__name__)
-MAX_SUMS = 1_000
-"""Histories of each order after which the sum of probabilities is checked."""
-_FACTORS = np.random.default_rng(1).integers(1, 1 << 62, 100) | 1
-"""Odd factors by which the words of a history are hashed."""
 NO_UNK = -100 * NATS_PER_LOG10
 """Log-probability of a word that a file without `<unk>` lacks, as in KenLM."""
 
@@ -64,7 +60,6 @@ class NGramModel:
 
     def __init__(self, path: Path, tokenizer: Tokenizer | None = None) -> None:
         self.path, self._tokenizer = path, tokenizer
-        self._spaced: str | None = None  # a word of the file with a character that separates words
         self._words = {"</s>": 0, UNK: 1, "<UNK>": 1, "<s>": 2}
         if tokenizer is None:
             self.eos_id, self.unk_id, self._begin = 0, 1, 2
@@ -72,25 +67,11 @@ class NGramModel:
         else:
             self.eos_id, self.unk_id = tokenizer.eos_id, tokenizer.unk_id
             self._begin, id_of = tokenizer.vocab_size, _id_of(tokenizer)
-        is_whole = True
-
-        def watched(word: str) -> int | None:
-            nonlocal is_whole
-            if self._spaced is None and word.split() != [word]:
-                self._spaced = word
-                if tokenizer is None:
-                    _log.warning("%s: %s", path, self._spaced_problem)
-            id = id_of(word)
-            is_whole = is_whole and id is not None
-            return id
-
-        ngrams = read_arpa(path, watched)
+        ngrams = read_arpa(path, id_of)
         self.order = len(ngrams)
         self._none = len(self._words) if tokenizer is None else tokenizer.vocab_size + 1
         self.start = np.array([self._begin, *[self._none] * self.order][: self.order - 1], np.int64)
         self._levels = self._build(ngrams, self._none + 1)
-        if is_whole:
-            self._check_sums(ngrams)
         if tokenizer is None and np.isnan(self._levels[0].log_prob[self.unk_id]):
             self._levels[0].log_prob[self.unk_id] = NO_UNK
 
@@ -111,31 +92,6 @@ class NGramModel:
             level.log_prob[nodes[k]], level.backoff[nodes[k]] = each.log_prob, each.backoff
             levels.append(level)
         return levels
-
-    def _check_sums(self, ngrams: list[NGrams]) -> None:
-        """Warn of orders whose probabilities after a history do not add up to 1.
-
-        Σ over the n-grams h w of P(w | h), and b(h) times the share that the order below has for
-        the other words, after about `MAX_SUMS` histories of each order.
-        """
-        for n, each in list(enumerate(ngrams, 1))[1:]:
-            hashed = each.ids[:, :-1] @ _FACTORS[: n - 1]
-            period = max(1, len(np.unique(hashed)) // MAX_SUMS)
-            is_drawn = (hashed % period == 0) & (each.ids[:, -1] != self._begin)
-            ids, log_prob = each.ids[is_drawn], each.log_prob[is_drawn]
-            _, first, place = np.unique(hashed[is_drawn], return_index=True, return_inverse=True)
-            before = np.full((len(ids), self.order - 1), self._none)
-            before[:, : n - 2] = ids[:, -2:0:-1]
-            lower = np.bincount(place, np.exp(self.log_probs(before, ids[:, -1])))
-            backoff = np.zeros(len(first))
-            for k, rows, node in self._suffixes(ids[first, -2::-1]):
-                if k == n - 2:
-                    backoff[rows] = self._levels[k].backoff[node]
-            totals = np.bincount(place, np.exp(log_prob)) + np.exp(backoff) * (1 - lower)
-            is_off = np.abs(totals - 1) > TOLERANCE
-            if 10 * is_off.sum() > len(totals):
-                after = f" after {100 * is_off.mean():.0f} % of the histories"
-                warn_of_sum(self.path, n, float(np.median(totals[is_off])), after)
 
     def _suffixes(self, words: Ints) -> Iterator[tuple[int, Ints, Ints]]:
         """For each level k, the rows of words [P, n], last word first, that it has, their nodes."""
@@ -201,16 +157,6 @@ class NGramModel:
             raise UserError(self._absent(token))
         return values
 
-    @property
-    def _spaced_problem(self) -> str:
-        """What is wrong with a word of the file that has a space of another kind."""
-        assert self._spaced is not None
-        names = [f"U+{ord(each):04X}" for each in self._spaced if each.isspace()]
-        return (
-            f"it has {self._spaced!a}, where words are separated at {names[0]}: replace this"
-            " character by a space in the text that the n-gram model is estimated on"
-        )
-
     def _absent(self, token: int) -> str:
         """Why a token cannot be scored."""
         if token == self.eos_id:
@@ -219,9 +165,6 @@ class NGramModel:
         if token == self.unk_id:
             return f"{self.path} has no {UNK}, and the text has a word outside the vocabulary"
         unit = token_unit(self._tokenizer)
-        if self._spaced is not None:
-            word = self._tokenizer.token(token)
-            return f"{self.path} has no unigram {word!r}; {self._spaced_problem}"
         return (
             f"{self.path} has no unigram {self._tokenizer.token(token)!r}, a {unit} that the model"
             f" has: estimate the n-gram model on the model's own training text, a token for each"

@@ -7,7 +7,7 @@ separated by whitespace, whatever the tokens, and the score of a unit is the sum
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -22,7 +22,6 @@ from data_prep.tokenizer.tokenizer import AlignedLine, Tokenizer, WordTokenizer,
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines, read_text
 from lm.run import TrainedRun
-from lm.scoring.mixture import Mixture
 
 MAX_VOCABULARY_SIZE = 1 << 60
 """Ranks are 64-bit integers."""
@@ -58,7 +57,6 @@ class LineScore:
         word_id: [n], the first token of each unit; -1 for a word without a token of its own.
         unit_of_token: [t], the unit of each token.
         tokens: figures of the t tokens: log_prob [t] in nats; rank and entropy if asked for.
-        unmixed: [2, t] nats, by the model and the n-gram model of a mixture; else None.
     """
 
     words: list[str]
@@ -69,7 +67,6 @@ class LineScore:
     word_id: Ints
     unit_of_token: Ints
     tokens: TokenScores
-    unmixed: Floats | None = None
 
 
 class Scorer:
@@ -84,7 +81,6 @@ class Scorer:
             each. None: `<unk>` is one word.
         speller: has the probability of each unknown word given `<unk>`, in place of V.
         details: whether to compute rank and entropy.
-        mixture: a mixture with an n-gram model, whose log-probabilities are then the scores.
 
     Attributes:
         num_unseen: number of words that share P(`<unk>`), V - (N - 1); 1 without V.
@@ -106,10 +102,9 @@ class Scorer:
         vocabulary_size: int | None = None,
         speller: Speller | None = None,
         details: bool = False,
-        mixture: Mixture | None = None,
     ) -> None:
         self.model, self.tokenizer, self.context, self.details = model, tokenizer, context, details
-        self.mixture, self._speller = mixture, speller
+        self._speller = speller
         self.num_unseen = 1
         self.tells_unknown_apart = speller is not None or vocabulary_size is not None
         if vocabulary_size is None:
@@ -140,16 +135,14 @@ class Scorer:
         assert isinstance(self.tokenizer, WordTokenizer)
         return self._speller.log_prob(self.tokenizer.unknown_occurrences(lines))
 
-    def sentences(
-        self, lines: Iterable[str], is_waiting: Callable[[], bool] | None = None
-    ) -> Iterator[LineScore]:
+    def sentences(self, lines: Iterable[str]) -> Iterator[LineScore]:
         """Score independent lines in their order.
 
-        They are computed in batches of similar length, which end where `is_waiting` is true. The
-        figures of a line do not depend on the others, except for rounding.
+        They are computed in batches of similar length. The figures of a line do not depend on the
+        others, except for rounding.
         """
         eos_id, limit = self.tokenizer.eos_id, self.model.backbone.receptive_field
-        for batch in line_batches(lines, is_waiting):
+        for batch in line_batches(lines):
             aligned = [self.tokenizer.align(line) for line in batch]
             ids = [np.append(line.ids, eos_id).astype(np.int32) for line in aligned]
             figures, index_of_line = [], []
@@ -213,10 +206,7 @@ class Scorer:
         for line, ids in zip(aligned, all_ids, strict=True):
             num_units, part = len(line.words) + 1, slice(begin, begin + len(ids))
             begin = part.stop
-            tokens, unmixed = TokenScores(*(column[part] for column in columns)), None
-            if self.mixture is not None:
-                both, ngram = self.mixture.log_prob(tokens.log_prob, ids)
-                tokens, unmixed = tokens._replace(log_prob=both), np.stack([tokens.log_prob, ngram])
+            tokens = TokenScores(*(column[part] for column in columns))
             unit = np.append(line.word_of_id, len(line.words))
             first = np.searchsorted(unit, np.arange(num_units))
             yield LineScore(
@@ -228,5 +218,4 @@ class Scorer:
                 word_id=np.where(unit[first] == np.arange(num_units), ids[first], -1),
                 unit_of_token=unit,
                 tokens=tokens,
-                unmixed=unmixed,
             )

@@ -11,29 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lm.model.language_model import LanguageModel
-from lm.output.sharded import DealtRows, PlacementName
-from lm.output.sharded.cost import CPU, GPU, Sizes, choose_placement
-from lm.run import Run
+from lm.output.sharded import DealtRows
 from lm.training.optimizers import CombinedOptimizer
 
 Convert = Callable[[DealtRows, Tensor], Tensor | None]
-
-
-def placement_of(run: Run) -> tuple[PlacementName, str]:
-    """How the rows of a run with `train.strategy: shard_output` are dealt, and why."""
-    train, name = run.config.train, run.config.train.shard_by
-    counts = torch.tensor(run.prepared.counts(), device="cpu")
-    assert run.tree is not None
-    if name != "auto":
-        return name, f"by {name}, as train.shard_by says"
-    sizes = Sizes(
-        run.config.model.hidden,
-        train.batch_size // run.num_devices * train.seq_len,
-        hidden_bytes={"32-true": 4, "64-true": 8}.get(train.precision, 2),
-        weight_bytes=2 if run.word_table.dtype == "bf16" else 4,
-    )
-    machine = GPU if run.on_gpu else CPU
-    return choose_placement(run.tree, run.num_devices, sizes, machine, counts)
 
 
 def held_rows(dealt: DealtRows, whole: Tensor) -> Tensor:

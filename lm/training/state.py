@@ -38,7 +38,6 @@ from lm.training.shards import (
     convert_optimizer_state,
     convert_weights,
     held_rows,
-    placement_of,
 )
 
 _log = logging.getLogger(__name__)
@@ -147,7 +146,7 @@ class TrainingState:
             "pieces": saved["model"][PIECES] if saved and PIECES in saved["model"] else run.pieces,
         }
         if config.train.strategy == "shard_output":
-            parts["placement"] = placement_of(run)[0]
+            parts["placement"] = "class" if config.train.shard_by == "class" else "word"
         torch.manual_seed(config.seed)
         device = without_weights() if saved else torch.device("cpu")  # a checkpoint has the weights
         with fabric.strategy.precision.module_init_context(), device:

@@ -1,8 +1,8 @@
 """Everything that measures.
 
 Each benchmark is run as `python -m scripts.benchmarks.NAME` from the top folder; `--help` describes
-it. `methods` and `peers` belong to `output_layer`, `scale_methods` to `scale`; the others use
-`measure` and `reporting`.
+it. `methods` and `peers` belong to `output_layer`; all use `measure` or
+`reporting`.
 """
 
 from lm import limit_spinning

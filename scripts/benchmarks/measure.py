@@ -260,7 +260,7 @@ def launched(action: Callable[[], object], *, on_gpu: bool) -> list[tuple[str, f
 
 def make_row(method: Method, peak: Work) -> Row:
     """The figures of a method, as the log has them."""
-    seconds, problem = method.seconds(), method.problem
+    seconds, problem = [timing() for timing in method.timings], method.problem
     floor = method.tree and least_work(problem, method.tree)
     median = statistics.median(seconds) if seconds else None
     floor_seconds = floor and max(floor.bytes / peak.bytes, floor.flops / peak.flops)
@@ -277,7 +277,6 @@ def make_row(method: Method, peak: Work) -> Row:
         "seconds_median": median,
         "seconds_min": min(seconds, default=None),
         "rounds": len(seconds),
-        "timed_positions": method.num_positions,
         "ratio_to_floor": median / floor_seconds if median and floor_seconds else None,
         "loss": None if method.refused else float(method.last_loss),
         "peak_bytes": method.peak_bytes,

@@ -6,7 +6,7 @@ A method runs its step eagerly or as a captured CUDA graph. The methods themselv
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -61,7 +61,6 @@ class Method:
     backend: str = "torch"  # this project's backend; "torch" for peers
     exact: bool = True  # whether its loss equals that of its tree, not rounded in half precision
     slow: bool = False  # timed in every third round only
-    num_positions: int = 0  # it is timed on the first of them; 0 means all
     refused: str | None = None  # why there is no figure
     last_loss: float | Tensor = float("nan")
     timings: list[Callable[[], float]] = field(default_factory=list)  # called after the last round
@@ -69,9 +68,7 @@ class Method:
     peak_bytes: int | None = None  # what one step holds in addition to what was held before
 
     def __post_init__(self) -> None:
-        self.num_positions = self.num_positions or self.problem.num_positions
-        self.hidden = parameter(self.problem.hidden[: self.num_positions])
-        self.target = self.problem.target[: self.num_positions]
+        self.hidden, self.target = parameter(self.problem.hidden), self.problem.target
         self.loss: Loss = _not_prepared
         self.parameters: list[Tensor] = []
 
@@ -95,17 +92,6 @@ class Method:
         loss = self.loss(self.hidden, self.target)
         torch.autograd.backward(loss)
         self.last_loss = loss.detach()
-
-    def find_loss(self) -> None:
-        """Compute the loss of all positions if the steps have fewer."""
-        if self.num_positions < self.problem.num_positions:
-            with torch.no_grad():
-                self.last_loss = self.loss(self.problem.hidden, self.problem.target)
-
-    def seconds(self) -> list[float]:
-        """Seconds of each timed step, scaled to all positions of the problem."""
-        scale = self.problem.num_positions / self.num_positions
-        return [scale * timing() for timing in self.timings]
 
     def free(self) -> None:
         """Release the gradients."""
@@ -177,47 +163,6 @@ def split_rows(weight: Tensor, bias: Tensor, *bounds: int) -> list[tuple[Tensor,
 def full_loss(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
     """The full softmax: holds logits, log-probabilities and their gradient."""
     return F.cross_entropy(F.linear(hidden, weight, bias), target)
-
-
-def full(tree: ClassTree, weight: Tensor, bias: Tensor) -> Layer:
-    """The full softmax, one level, by `full_loss`."""
-    weight, bias = parameter(weight), parameter(bias)
-    return lambda hidden, target: full_loss(hidden, weight, bias, target), [weight, bias]
-
-
-def loop(tree: ClassTree, weight: Tensor, bias: Tensor) -> Layer:
-    """Two levels, one position after the other; each class is a separate parameter."""
-    root, *words_of = split_rows(weight, bias, *tree.first_row.tolist(), tree.num_rows)
-
-    def loss(hidden: Tensor, target: Tensor) -> Tensor:
-        singles = (torch.split(x, 1) for x in (hidden, *class_and_place(tree, target)))
-        nll = []
-        for h, c, w in zip(*singles, strict=True):
-            nll += [full_loss(h, *root, c), full_loss(h, *words_of[int(c)], w)]
-        return torch.stack(nll).float().sum() / len(hidden)
-
-    return loss, [*root, *chain(*words_of)]
-
-
-def gather(tree: ClassTree, weight: Tensor, bias: Tensor) -> Layer:
-    """Two levels with the rows of each position's class copied.
-
-    The copies are positions × widest class of the batch × H numbers, and so is their gradient.
-    """
-    root, words = split_rows(weight, bias, 0, int(tree.num_children[0]), tree.num_rows)
-
-    def loss(hidden: Tensor, target: Tensor) -> Tensor:
-        word_class, place = class_and_place(tree, target)
-        width = tree.num_children[word_class + 1, None]
-        column = torch.arange(int(width.max()), device=width.device)
-        first = tree.first_row[word_class + 1, None] - tree.num_children[0]
-        rows = first + torch.minimum(column, width - 1)
-        copies = F.embedding(rows, words[0])  # [P, widest, H]
-        logits = torch.bmm(copies, hidden[:, :, None]).squeeze(2) + words[1][rows]
-        logits = torch.where(column < width, logits, -torch.inf)
-        return full_loss(hidden, *root, word_class) + F.cross_entropy(logits, place)
-
-    return loss, [*root, *words]
 
 
 def zipf(vocab_size: int, num_positions: int) -> tuple[Tensor, Tensor]:

@@ -25,10 +25,7 @@ users get, `auto`, and the reference. The methods:
   liger      Liger's fused linear cross-entropy, on CUDA, if installed
   adaptive   torch: AdaptiveLogSoftmaxWithLoss with the cutoffs of --cutoffs, projections divided
              by 4 from one cluster to the next
-  gather     the classes of `random`, the rows of each position's class copied
   grouped    the classes of `random`, padded to one size, by grouped_mm
-  loop       the classes of `random`, one position after the other; timed on a few positions and
-             scaled
 
 Methods that compute the same probabilities must have the same loss: a peer that has another one is
 refused, and if one of ours has, nothing is logged. A method that does not fit into the free memory
@@ -97,7 +94,6 @@ COLUMNS = {
     "floor GFLOP": "{floor_flops:.2f/1e9}",
     "peak MiB": "{peak_bytes:.1f/1048576}",
     "gradient MiB": "{gradient_bytes:.1f/1048576}",
-    "positions timed": "{timed_positions:,}",
     "page faults": "{page_faults:,.0f}",
     "refused": "{refused}",
 }
@@ -321,8 +317,6 @@ def measured(
         for method in methods:
             attempt(method, warm_up)
         time_rounds(methods, options.rounds, clock)
-        for method in methods:
-            attempt(method, Method.find_loss)
     rows_dtype = options.rows_dtype or options.dtype
     shared = {"dtype": options.dtype, "rows_dtype": rows_dtype, "seed": options.seed}
     rows = [measure.make_row(method, peak) | shared for method in methods]

@@ -20,8 +20,6 @@ from torch.nn import functional as F
 from scripts.benchmarks import methods
 from scripts.benchmarks.methods import Layer, Method, Problem
 
-LOOP_POSITIONS = 256
-"""Positions that the loop over positions is timed on; its time is proportional to their number."""
 GROUPS = 1023
 """Most matrices that one call of `grouped_mm` accepts on a GPU."""
 CHUNK_BYTES = 1 << 30
@@ -126,13 +124,6 @@ def adaptive(problem: Problem) -> Method:
     return Method("adaptive", problem, build)
 
 
-def gather(problem: Problem) -> Method:
-    """Two levels with the rows of each position's class copied."""
-    tree = problem.trees["random"]
-    build = partial(methods.gather, tree, problem.weight, problem.bias)
-    return Method("gather", problem, build, tree=tree, slow=True)
-
-
 def grouped(problem: Problem) -> Method:
     """Two levels with the products of all classes by grouped_mm.
 
@@ -190,22 +181,13 @@ def _grouped_products(hidden: Tensor, matrices: list[Tensor], ends: Tensor) -> T
     return torch.cat(products)
 
 
-def loop(problem: Problem) -> Method:
-    """Two levels, one position after the other; each class is a separate parameter."""
-    tree, num_run = problem.trees["random"], min(LOOP_POSITIONS, problem.num_positions)
-    build = partial(methods.loop, tree, problem.weight, problem.bias)
-    return Method("loop", problem, build, tree=tree, slow=True, num_positions=num_run)
-
-
 PEERS: dict[str, Callable[[Problem], Method]] = {
     "full": partial(full_softmax, name="full", load=lambda: methods.full_loss),
     "chunked": chunked,
     "cce": cce,
     "liger": partial(full_softmax, name="liger", load=liger),
     "adaptive": adaptive,
-    "gather": gather,
     "grouped": grouped,
-    "loop": loop,
 }
 """Peers by name in `--methods`."""
 PACKAGES = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}

@@ -13,12 +13,7 @@ from PIL import Image
 from data_prep.errors import UserError
 from lm.config.reference import sections
 from scripts import markdown
-from scripts.reproduction.figures import (
-    draw_curves,
-    draw_tree_curves,
-    draw_trees,
-    draw_vocabularies,
-)
+from scripts.reproduction.figures import draw_vocabularies
 from scripts.reproduction.runs import RESULTS, TOP
 from scripts.reproduction.tables import generate_tables
 
@@ -29,6 +24,7 @@ PAGES = (
     "lm/output/sharded/README.md",
     "scripts/*/*.md",
 )
+VOCABULARIES = RESULTS / "vocabularies.png"
 RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")
 """Labels in the header comment of every recipe."""
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -93,21 +89,12 @@ def pages() -> list[Path]:
 
 
 def write_pages() -> None:
-    """Write every page with its tables and figures made again; raises UserError as `update`."""
+    """Write every page with its tables, and the figure; raises UserError as `update`."""
     tables = all_tables()
     for page in pages():
         page.write_text(update(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
-    draw_figures(RESULTS)
-    for path in RESULTS.glob("**/*.png"):
-        shrink(path)
-
-
-def draw_figures(folder: Path) -> None:
-    """Draw the figures of all pages."""
-    draw_vocabularies(RESULTS, folder / "vocabularies.png")
-    draw_curves("ptb_time", RESULTS, folder / "ptb_time" / "perplexity_over_time.png")
-    draw_trees(RESULTS, folder / "trees.png")
-    draw_tree_curves(RESULTS, folder / "tree_curves.png")
+    draw_vocabularies(RESULTS, VOCABULARIES)
+    shrink(VOCABULARIES)
 
 
 def shrink(path: Path, num_colors: int = 256) -> None:

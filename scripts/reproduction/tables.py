@@ -10,18 +10,13 @@ from typing import Any, TypeVar
 import yaml
 
 from scripts import markdown
-from scripts.reproduction.protocol import PROTOCOL, PROTOCOLS, SEARCH, Protocol
-from scripts.reproduction.runs import Run, RunTable, read_tables
-from scripts.reproduction.search_tables import (
-    differences,
-    final_logs,
-    search_tables,
-    upper_bound,
-)
+from scripts.reproduction.runs import Run, RunTable, read_logs, read_tables
 
 Row = dict[str, Any]
 Key = TypeVar("Key", bound=Hashable)
 LOG_TABLES = Path(__file__).with_name("log_tables.yaml")
+SEARCHES = ("", "_ptb_650", "_wikitext2", "_hungarian", "_hungarian_all_words")
+"""Ends of the names of the declared comparisons, of Penn Treebank first: see `declaration`."""
 SUMMARY = {
     "corpus, model": "{corpus}",
     "published": "{published}",
@@ -48,7 +43,7 @@ COMPARISONS = {
     "classes, path sums": "{classes_path_sum:.1f}",
     "adaptive": "{adaptive:.1f}",
     "sampled": "{sampled:.1f}",
-    "5-gram": "{ngram:.1f}",
+    "5-gram": "{ngrams:.1f}",
 }
 VOCABULARIES = {
     "N": "{words:,}",
@@ -87,8 +82,6 @@ def generate_tables(results: Path) -> dict[str, str]:
     generated["summary"] = markdown.table_of_rows(SUMMARY, summary)
     generated["overview"] = markdown.table_of_rows(OVERVIEW, overview(results))
     generated["comparisons"] = markdown.table_of_rows(COMPARISONS, comparisons(results))
-    for corpus, path in PROTOCOLS.items():
-        generated |= search_tables(Protocol.read(path), results / f"{SEARCH.name}{corpus}")
     generated["gpu_layer"] = gpu_layer(results)
     generated["vocabularies"] = markdown.table_of_rows(VOCABULARIES, vocabularies(results))
     return generated
@@ -209,10 +202,9 @@ def vocabularies(results: Path) -> list[Row]:
             ours, *_ = compare(table, names, results)
             ours["text"], ours["words"] = table.title.split(",")[0], chosen["words"]
             ours["full_tokens_per_second"] = ours["tokens_per_second_median"] / ours["ratio"]
-            protocol = Protocol.read(PROTOCOLS[chosen["search"]])
-            finals = final_logs(protocol, results / f"{SEARCH.name}{chosen['search']}")
-            ours["perplexity"] = _mean_perplexity(finals[chosen["method"]])
-            ours["full_perplexity"] = _mean_perplexity(finals["full"]) if "full" in finals else None
+            finals = final_perplexities(chosen["search"], results)
+            ours["perplexity"] = _mean(finals[chosen["method"]])
+            ours["full_perplexity"] = _mean(finals["full"]) if "full" in finals else None
             found.append(ours)
     where = {"method": "step", "vocab_size": 10_000_000, "dtype": "fp32"}
     large = read_log(results, "scale", where)[-1]
@@ -220,42 +212,67 @@ def vocabularies(results: Path) -> list[Row]:
     return [*found, {"words": 10_000_000, "text": "synthetic", **speed}]
 
 
-def comparisons(results: Path) -> list[Row]:
-    """Test perplexities of all declared comparisons, of each method the mean over its seeds."""
-    found: list[Row] = []
-    for corpus, path in PROTOCOLS.items():
-        protocol = Protocol.read(path)
-        finals = final_logs(protocol, results / f"{SEARCH.name}{corpus}")
-        row: Row = {name: _mean_perplexity(logs) for name, logs in finals.items()}
-        row["ngram"] = row.get(protocol.ngram_name)
-        trained = [logs for name, logs in finals.items() if name in protocol.methods]
-        seeds = sorted({len(logs) for logs in trained})
-        row["seeds"] = " to ".join(map(str, dict.fromkeys([seeds[0], seeds[-1]])))
-        row["tokens"] = next(iter(trained[0].values()))["tokens"]
-        found.append(row | {"title": protocol.title.removesuffix(", equal search")})
+def declaration(search: str) -> dict[str, Any]:
+    """What was declared about a comparison before its first run, see PROTOCOL.md."""
+    text = LOG_TABLES.with_name(f"protocol{search}.yaml").read_text(encoding="utf-8")
+    found: dict[str, Any] = yaml.safe_load(text)
     return found
 
 
-def _mean_perplexity(logs: Mapping[int, Row]) -> float:
-    return statistics.fmean(log["test"]["perplexity"] for log in logs.values())
+def final_perplexities(search: str, results: Path) -> dict[str, dict[int, float]]:
+    """Test perplexities of the final runs of a comparison, by method and seed."""
+    finals: dict[str, dict[int, float]] = {}
+    for (method, seed), log in read_logs(results / f"search{search}").items():
+        if "test" in log:
+            finals.setdefault(method, {})[seed] = log["test"]["perplexity"]
+    return finals
+
+
+def comparisons(results: Path) -> list[Row]:
+    """Test perplexities of all declared comparisons, of each method the mean over its seeds."""
+    found: list[Row] = []
+    for search in SEARCHES:
+        declared, finals = declaration(search), final_perplexities(search, results)
+        row: Row = {method: _mean(of_seeds) for method, of_seeds in finals.items()}
+        trained = [method for method in declared["methods"] if method in finals]
+        seeds = sorted({len(finals[method]) for method in trained})
+        row["seeds"] = " to ".join(map(str, dict.fromkeys([seeds[0], seeds[-1]])))
+        row["tokens"] = read_logs(results / f"search{search}")[trained[0], 1]["tokens"]
+        found.append(row | {"title": declared["title"].removesuffix(", equal search")})
+    return found
+
+
+def _mean(of_seeds: Mapping[int, float]) -> float:
+    return statistics.fmean(of_seeds.values())
 
 
 def overview(results: Path) -> list[Row]:
     """The methods of the comparison on Penn Treebank that were tested."""
-    protocol = Protocol.read(PROTOCOL)
-    finals = final_logs(protocol, results / SEARCH.name)
-    found: list[Row] = []
-    for name, method in protocol.methods.items():
-        if logs := finals.get(name):
-            row: Row = {"title": method.title, "seeds": len(logs)}
-            row["perplexity"] = _mean_perplexity(logs)
-            if each := differences(logs, finals[protocol.baseline]):
-                row["difference"] = statistics.fmean(each)
-                row["bound"] = upper_bound(each) if len(each) > 1 else None
-            where = {"config": Path(protocol.config).name, "precision": "bf16-mixed"}
-            speeds = read_log(results, "training_speed", where | {"tree": method.speed})
-            found.append((speeds or [{}])[-1] | row)
+    declared, finals = declaration(SEARCHES[0]), final_perplexities(SEARCHES[0], results)
+    baseline, found = finals[declared["baseline"]], list[Row]()
+    for name, method in declared["methods"].items():
+        row: Row = {"title": method["title"], "seeds": len(finals[name])}
+        row["perplexity"] = _mean(finals[name])
+        if name != declared["baseline"]:
+            each = [value - baseline[seed] for seed, value in finals[name].items()]
+            row |= {"difference": statistics.fmean(each), "bound": upper_bound(each)}
+        where = {"config": Path(declared["config"]).name, "precision": "bf16-mixed"}
+        speeds = read_log(results, "training_speed", where | {"tree": method.get("speed")})
+        found.append((speeds or [{}])[-1] | row)
     return found
+
+
+def upper_bound(differences: Sequence[float]) -> float:
+    """The one-sided 95 % bound of the mean by Student's t.
+
+    Example:
+        >>> round(upper_bound([-1.0, 0.0, 1.0]), 3)
+        1.686
+    """
+    from scipy.stats import t  # takes a second
+
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.fmean(differences) + float(t.ppf(0.95, len(differences) - 1)) * error
 
 
 def short(value: float) -> str:

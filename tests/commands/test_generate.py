@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -11,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from lm.cli import main
 from lm.generation.text import encode_prompt
 from lm.output import HierarchicalSoftmax
 from lm.run import TrainedRun
-from tests.models import log_probs
 
 SONG = [
     "one man went to mow",
@@ -172,52 +171,19 @@ def test_unknown_words_of_prompts_are_reported(
     assert caplog.records == []
 
 
-def test_table_of_classes_multiplies_to_the_probability_of_each_word(
-    run: Path, printed: Printed
-) -> None:
-    options = [run, "--prompt=the cat\na", "--samples=2", "--tokens=9", "--show-classes"]
-    header, *rows = [line.split("\t") for line in printed(*options).splitlines()]
-    assert header == ["prompt", "sample", "P(class)", "P(word | class)", "word"]
-    assert [row[:2] for row in rows] == [["1", "1"]] * 9 + [["1", "2"]] * 9
-    values = json.loads(printed(*options, "--json"))
-    steps = [step for sample in values["steps"] for step in sample]
-    assert [step["word"] for step in steps] == [row[4] for row in rows]
-    opened = TrainedRun(run, "cpu")
-    model, tokenizer = opened.model, opened.tokenizer
-    for sample in values["steps"]:
-        tokens = encode_prompt(tokenizer, "the cat\na")
-        for step in sample:
-            log_prob = log_probs(model, tokens)[-1]
-            tokens += tokenizer.encode(step["word"])
-            expected = float(log_prob[tokens[-1]].exp())
-            assert math.prod(step["probabilities"]) == pytest.approx(expected, rel=1e-4)
-    for row, step in zip(rows, steps, strict=True):
-        assert [float(p) for p in row[2:4]] == pytest.approx(step["probabilities"], abs=1e-6)
-
-
-def test_words_without_a_class_are_reported(
-    letters: Callable[..., Path],
-    lstm_run: Path,
-    printed: Printed,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    notice = "frequent words are in no class: P(class) is theirs, P(word | class) 1"
-    with_shortlist = letters("shortlist", "--classes.shortlist=2")
-    for run, is_reported in ((with_shortlist, True), (lstm_run, False)):
-        caplog.clear()
-        rows = printed(run, "--show-classes", "--tokens=30").splitlines()[1:]
-        assert (notice in caplog.messages) == is_reported
-        assert any(row.split("\t")[3] == "1.000000" for row in rows) == is_reported
-
-
 def test_best_beam_is_printed_and_its_samples_are_in_order(run: Path, printed: Printed) -> None:
     options = [run, "--prompt=the cat", "--tokens=8", "--beams=5", "--length-penalty=0"]
     options += ["--allow-unk"]
-    values = json.loads(printed(*options, "--samples=3", "--json", "--show-classes"))
+    values = json.loads(printed(*options, "--samples=3", "--json"))
     assert values["log_probs"] == sorted(values["log_probs"], reverse=True)
-    for log_prob, steps in zip(values["log_probs"], values["steps"], strict=True):
-        probs = [p for step in steps for p in step["probabilities"]]
-        assert sum(map(math.log, probs)) == pytest.approx(log_prob, rel=1e-4)
+    opened = TrainedRun(run, "cpu")
+    prompt = encode_prompt(opened.tokenizer, "the cat")
+    for log_prob, text in zip(values["log_probs"], values["samples"], strict=True):
+        tokens = torch.tensor(encode_prompt(opened.tokenizer, f"the cat{text}\n"))
+        with torch.no_grad():
+            hidden, _ = opened.model(tokens[:-1, None])
+            nll = opened.model.output.loss(hidden[:, 0], tokens[1:], "none")
+        assert -float(nll[len(prompt) - 1 :][:8].sum()) == pytest.approx(log_prob, rel=1e-4)
     assert printed(*options) == f"the cat{values['samples'][0]}\n"
 
 

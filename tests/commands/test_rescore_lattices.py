@@ -1,4 +1,4 @@
-"""`lm rescore` with lattices, with a subtracted model, and with labels that are no words."""
+"""`lm rescore` with lattices, and with labels that are no words."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from lm.rescoring.nbest import read_nbest
-from tests.commands.test_rescore import lm_column
 
 Rescored = Callable[..., tuple[list[str], dict[str, Any]]]
 
@@ -51,52 +50,10 @@ def test_lattices_are_rescored_tuned_and_reported_as_lists(
     assert error.startswith("--beam applies to lattices")
 
 
-def test_a_second_model_is_subtracted_from_lists_and_lattices(
-    lstm_run: Path, transformer_run: Path, lists: Path, rescored: Rescored, tmp_path: Path
-) -> None:
-    (tmp_path / "nbest").write_text("u\t-3\tthe cat\nu\t-4\ta dog sees\nu\t-5\tthe old dog\n")
-    rows = "0 1 the 0,3\n1 9 cat\n0 2 a 0,4\n2 3 dog\n3 9 sees\n0 4 the 0,5\n4 5 old\n5 9 dog\n9\n"
-    (tmp_path / "lattice").write_text(f"u\n{rows}")
-    options = ["--lm-weight=0", "--all"]
-    ours, theirs = (
-        lm_column(rescored(run, tmp_path / "nbest", *options)[0])
-        for run in (lstm_run, transformer_run)
-    )
-    acoustic = {"the cat": -3, "a dog sees": -4, "the old dog": -5}
-    best = {
-        gamma: max(ours, key=lambda t: acoustic[t] + 0.7 * ours[t] + gamma * theirs[t])
-        for gamma in (-9.0, -0.3, 0.0, 5.0)
-    }
-    assert len(set(best.values())) > 1
-    for gamma, text in best.items():
-        weights = ["--lm-weight=0.7", "--with", transformer_run, f"--second-weight={gamma}"]
-        for name in ("nbest", "lattice"):
-            found, values = rescored(lstm_run, tmp_path / name, *weights)
-            assert found == [f"u\t{text}"]
-            assert values["weights"]["second_weight"] == gamma
-    tuning = ["--tune", lists / "dev.nbest", lists / "dev.ref", "--with", transformer_run]
-    _, plain = rescored(lstm_run, lists / "test.nbest", *tuning[:3])
-    _, values = rescored(lstm_run, lists / "test.nbest", *tuning, "--subtract")
-    assert values["weights"]["mixture"] == 1
-    assert values["weights"]["second_weight"] <= 0
-    assert values["development"]["wer_after"] <= plain["development"]["wer_after"]
-
-
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--lm-weight=-1"], "--lm-weight must be at least 0, .*by --second-weight=-0.3"),
-        (
-            ["--lm-weight=1", "--second-weight=-1"],
-            "--second-weight and --subtract require a second",
-        ),
-        (["--subtract", "--lm-weight=1"], "--second-weight and --subtract require a second model"),
-        (["--subtract", "--lm-weight=1", "--arpa=x"], "--subtract requires --tune; without it"),
-        (
-            ["--lm-weight=1", "--arpa=x", "--second-weight=1", "--mixture=0.5"],
-            "--second-weight excludes --mixture",
-        ),
-        (["--lm-weight=1", "--arpa=x", "--second-weight=nan"], "--second-weight must be finite"),
+        (["--lm-weight=-1"], "--lm-weight must be at least 0, and"),
         (["--lm-weight=1", "--non-words=("], r"--non-words '\(': no regular expression"),
     ],
 )

@@ -4,9 +4,6 @@ import csv
 import json
 import math
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -179,23 +176,3 @@ def test_mistakes_are_single_lines(
         message = complaint("score", lstm_run, text, f"--vocabulary-size={size}")
         assert message.startswith(f"vocabulary size {size}: expected at least 2")
     assert complaint("score", tmp_path, text).startswith(f"{tmp_path}: no trained model here")
-
-
-def test_a_program_that_waits_gets_each_answer_at_once(lstm_run: Path) -> None:
-    """A line that arrives in parts is one line; the rest is scored at the end."""
-    command = [sys.executable, "-m", "lm", "score", str(lstm_run), "-"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for parts in (["the cat\n"], ["a ", "dog sees\n"], ["\n"], ["a\na\n"]):
-            for part in parts:
-                process.stdin.write(part)
-                process.stdin.flush()
-                time.sleep(0.1)
-            for _ in range(parts[-1].count("\n")):
-                assert process.stdout.readline().startswith("Total: -")
-        printed, _ = process.communicate("the old dog")
-    assert process.returncode == 0
-    assert printed.startswith("Total: -")
-    assert printed.endswith("Tokens:\t16\n")

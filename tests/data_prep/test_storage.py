@@ -278,3 +278,19 @@ def test_the_longest_names_of_files_can_be_written(tmp_path: Path, name: str, sh
     with new_folder(tmp_path / "folder" / name) as unfinished:
         assert len(os.fsencode(unfinished.name)) < 143
     assert (tmp_path / "folder" / name).is_dir()
+
+
+def test_several_processes_may_write_one_shared_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(file: BinaryIO) -> None:
+        names.append(Path(file.name).name)
+        if len(names) == 1:  # another process begins and ends
+            monkeypatch.setattr(os, "getpid", lambda: 2)
+            write_atomically(path, write, shared=True)
+
+    names, path = list[str](), tmp_path / "a"
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    write_atomically(path, write, shared=True)
+    assert names == [".a.1.tmp", ".a.2.tmp"]
+    assert list(tmp_path.iterdir()) == [path]

@@ -156,34 +156,30 @@ def best_of_all(
     return totals
 
 
-@pytest.mark.parametrize("name", ["lstm_run", "transformer_run", "both", "subtracted"])
+@pytest.mark.parametrize("name", ["lstm_run", "transformer_run", "both"])
 def test_a_large_beam_finds_the_best_of_all_paths(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     (tmp_path / "model.arpa").write_text(ARPA)
     arpa = ArpaScores(NGramModel(tmp_path / "model.arpa"), 1000)
-    has_two = name in ("both", "subtracted")
+    has_two = name == "both"
     run: Path = request.getfixturevalue("lstm_run" if has_two else name)
     model = lm.load(run, vocabulary_size=1000)
     models: list[WordModel] = [model, arpa] if has_two else [model]
-    share, second = (0.3 if name == "both" else 1.0), (-0.4 if name == "subtracted" else 0.0)
+    share = 0.3 if has_two else 1.0
 
     def lm_scores(texts: list[str]) -> list[np.ndarray]:
         ours = [score.log_prob for score in model.score(texts)]
         with np.errstate(divide="ignore"):
             pairs = zip(ours, arpa(texts), strict=True)
             shares = np.log([share, 1 - share])
-            return [
-                np.logaddexp(shares[0] + x, shares[1] + y) + second / (0.7 * 0.75) * y
-                for x, y in pairs
-            ]
+            return [np.logaddexp(shares[0] + x, shares[1] + y) for x, y in pairs]
 
     weights = Weights(
         lm_weight=0.7,
         insertion_penalty=-0.4,
         first_pass_share=0.25,
         mixture=share,
-        second_weight=second,
     )
     lattice = made_lattice(3)
     totals = best_of_all(lattice, weights, lm_scores)

@@ -183,26 +183,6 @@ def visits_of_nodes(tree: ClassTree, counts: Tensor | None = None) -> Tensor:
     return tree.sum_below(counts.to(tree.row_of_word.device, torch.float64)).cpu()
 
 
-def columns_per_process(tree: ClassTree, plan: Plan, target: Tensor) -> Tensor:
-    """The work of each process for a batch [P], [W] fp64, in columns of visits.
-
-    A column costs three products of H numbers, and a row read and a gradient written in the memory
-    of the process. Positions belong to processes in equal shares.
-    """
-    counts = torch.bincount(target.flatten().cpu(), minlength=tree.vocab_size)
-    return held_columns(tree, plan, visits_of_nodes(tree, counts))
-
-
-def held_columns(tree: ClassTree, plan: Plan, visits: Tensor) -> Tensor:
-    """The columns of visits [I] that each process computes, [W] fp64."""
-    process, node = plan.process_of_row(tree), tree.node_of_row.cpu()
-    is_gathered, size = plan.owner == GATHERED, tree.num_children.cpu()
-    columns = torch.where((size > 1) & ~is_gathered, visits, 0)[node]
-    work = torch.zeros(plan.world_size, dtype=torch.float64).index_add_(0, process, columns)
-    own = (visits * size)[is_gathered].sum() / plan.world_size
-    return work + own
-
-
 def _parents(tree: ClassTree) -> Tensor:
     """The nodes that have a node as a child."""
     parent: Tensor = torch.unique(tree.node_of_row.cpu()[tree.row_of_node.cpu()[1:]])

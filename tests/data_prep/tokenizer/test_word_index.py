@@ -1,66 +1,16 @@
-"""Word ids and counts equal those of `str.split` and a dictionary."""
+"""Ids of words are their positions; compiled loops are cached where possible."""
 
 import runpy
-import sys
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numba
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from data_prep.compiled import compiled
-from data_prep.tokenizer import hash_table, word_index
-from data_prep.tokenizer.hash_table import WordCounter
 from data_prep.tokenizer.word_index import WordIndex
 
 
-@pytest.fixture(params=["dict", "hash table"])
-def _lookup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look words up in a dict, as for a small vocabulary, or in a compiled hash table."""
-    if request.param == "hash table":
-        monkeypatch.setattr(word_index, "MAX_DICT_BYTES", -1)
-
-
-def counted(texts: list[str]) -> dict[str, int]:
-    counter = WordCounter()
-    for text in texts:
-        counter.add(text)
-    raw, starts, counts = counter.result()
-    words = [raw[begin:end].tobytes() for begin, end in pairwise(starts)]
-    decoded = [word.decode("utf-8", "surrogatepass") for word in words]
-    return dict(zip(decoded, counts.tolist(), strict=True))
-
-
-@pytest.mark.usefixtures("_lookup")
-def test_whitespace_is_that_of_split() -> None:
-    index = WordIndex.of(["a"])
-    for point in range(sys.maxunicode + 1):
-        text = f"a{chr(point)}a"
-        if len(text.split()) == 2:
-            assert index.ids(text, 7).tolist() == [0, 0], hex(point)
-    others = "".join(map(chr, range(sys.maxunicode + 1)))
-    expected = [0 if word == "a" else 7 for word in others.split()]
-    assert index.ids(others, 7).tolist() == expected
-
-
-@given(st.lists(st.text("abé\u2003\u00a0漢😀 \n\x1c\ud800"), max_size=6))
-def test_counts_are_those_of_a_dictionary(texts: list[str]) -> None:
-    expected = Counter(word for text in texts for word in text.split())
-    assert list(counted(texts).items()) == list(expected.items())  # in order of first occurrence
-
-
-def test_the_hash_table_of_a_counter_grows_with_the_words() -> None:
-    words = [f"w{i * i % 7919}" for i in range(30_000)]
-    assert counted([" ".join(words[:20_000]), *words[20_000:]]) == Counter(words)
-    distinct = [str(i) for i in range(hash_table.MIN_SLOTS // 2)]  # exactly half full
-    assert counted([" ".join(distinct), "0"]) == {**dict.fromkeys(distinct, 1), "0": 2}
-
-
-@pytest.mark.usefixtures("_lookup")
 def test_ids_are_positions_and_newlines_may_have_one() -> None:
     words = [f"{i:x}" for i in range(5_000)]
     index = WordIndex.of(words)
@@ -80,6 +30,8 @@ def test_a_vocabulary_file_has_a_word_and_a_count_on_each_line() -> None:
     for wrong in (b"", b"a\t1\nb", b"a\t1\nb 2\n", b"a\t1\n\t2\n", b"a\t1\t1\nb\n", b"a\n\t1"):
         with pytest.raises(ValueError, match="expected lines word TAB count"):
             WordIndex.parse(wrong)
+    with pytest.raises(ValueError, match="invalid continuation byte"):
+        WordIndex.parse(b"aga\xe9n\t1\n")
 
 
 def test_loops_are_compiled_if_the_cache_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,20 +8,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lm.output import ClassTree
-from lm.output.backends.base import Needs
+from lm.output.backends.base import Needs, row_size
 from lm.output.backends.visits import route
 from lm.output.sharded import ShardedSoftmax
-from lm.output.sharded.cost import Sizes, bytes_of_batch, bytes_of_position
 from lm.output.sharded.exchange import forward
 from lm.output.sharded.placement import (
     GATHERED,
     PlacementName,
     Plan,
-    columns_per_process,
     recipients_of,
 )
 
-from .processes import in_processes
+from .processes import columns_per_process, in_processes
 
 NUM_POSITIONS, H = 100, 12
 
@@ -38,17 +36,23 @@ def streams(tree: ClassTree, tokens: Tensor, num_positions: int) -> Iterator[tup
     yield "one word", counts.argmax().expand(num_positions)
 
 
-def sent_bytes(tree: ClassTree, plan: Plan, target: Tensor, sizes: Sizes) -> Tensor:
-    """What each process sends for a batch of which each has an equal part, [W]."""
+def sent_bytes(tree: ClassTree, plan: Plan, target: Tensor) -> Tensor:
+    """What each process sends for a batch of which each has an equal part, [W].
+
+    For a position, to another process: the hidden vector, the target, and in the backward the
+    log-sum-exps and d_nll; back: log-sum-exps, logits and d_hidden. Besides numbers of positions,
+    and gathered rows with their gradients.
+    """
     world_size = plan.world_size
     recipients = recipients_of(target, tree, plan.owner, world_size)
     owner = torch.arange(len(target)) * world_size // len(target)
     pairs = torch.zeros(world_size, world_size, dtype=torch.int64)  # recipient, process
     pairs.index_add_(1, owner, recipients.long())
     pairs.fill_diagonal_(0)
-    there, back = bytes_of_position(sizes, tree.depth)
+    there, back = 4 * H + 8 + 4 * (tree.depth + 1), 8 * tree.depth + 4 * H
     gathered = int((plan.owner == GATHERED)[tree.node_of_row].sum())
-    return pairs.sum(0) * there + pairs.sum(1) * back + bytes_of_batch(sizes, gathered, world_size)
+    rows = 2 * -(-gathered // world_size) * (row_size(H) + 1) * 4
+    return pairs.sum(0) * there + pairs.sum(1) * back + (world_size - 1) * (8 + rows)
 
 
 class Traffic:
@@ -78,7 +82,7 @@ class Traffic:
 def _check_plans(rank: int, world_size: int, tree: ClassTree, tokens: Tensor) -> None:
     """One of the processes: columns computed and bytes sent of each kind of batch."""
     counts = torch.bincount(tokens, minlength=tree.vocab_size)
-    positions, sizes = NUM_POSITIONS * world_size, Sizes(H, NUM_POSITIONS)
+    positions = NUM_POSITIONS * world_size
     traffic = Traffic()
     by: dict[PlacementName, Plan] = {
         "word": Plan.by_word(tree, world_size),
@@ -106,7 +110,7 @@ def _check_plans(rank: int, world_size: int, tree: ClassTree, tokens: Tensor) ->
             done = torch.zeros(world_size, 2, dtype=torch.float64)
             done[rank] = torch.tensor([columns, sent])
             dist.all_reduce(done)
-            planned = columns_per_process(tree, plan, batch), sent_bytes(tree, plan, batch, sizes)
+            planned = columns_per_process(tree, plan, batch), sent_bytes(tree, plan, batch)
             assert torch.equal(done, torch.stack([each.double() for each in planned], dim=1)), name
 
 

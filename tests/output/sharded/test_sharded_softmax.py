@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.rowwise import RowGradient
 from lm.output.sharded import ShardedSoftmax
-from lm.output.sharded.placement import GATHERED, Plan, columns_per_process, place
+from lm.output.sharded.placement import GATHERED, Plan, place
 from tests.output.definition import TREES, H, N
 
-from .processes import in_processes
+from .processes import columns_per_process, in_processes
 
 
 def _positions(shares: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

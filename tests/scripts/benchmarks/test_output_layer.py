@@ -17,12 +17,13 @@ from scripts.benchmarks.measure import (
     Work,
     cpu_clock,
     least_work,
+    make_row,
     proc_bytes,
 )
 from scripts.benchmarks.methods import Method, Problem
 
 GPU_ONLY = ["cce", "liger"]
-SAME_TREE = {"random": ["gather", "grouped", "loop"], "tree_full": ["full", "chunked"]}
+SAME_TREE = {"random": ["grouped"], "tree_full": ["full", "chunked"]}
 Parse = Callable[..., argparse.Namespace]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -59,7 +60,7 @@ def by_name(methods: list[Method]) -> dict[str, Method]:
 def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(
     tmp_path: Path, run_benchmark: Run
 ) -> None:
-    trees, peers = ["random", "tree_full"], ["full", "cce", "adaptive", "loop"]
+    trees, peers = ["random", "tree_full"], ["full", "cce", "adaptive"]
     problem = ["--rows", "131:7", "--positions", "32", "--rounds", "4", "--methods", *trees, *peers]
     done = run_benchmark("output_layer", *problem, "--json", str(tmp_path / "rows"))
     assert done.returncode == 0, done.stderr
@@ -76,7 +77,7 @@ def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(
         assert row["ratio_to_ours"] == pytest.approx(seconds / rows[0]["seconds_median"])
         assert 0 < row["seconds_min"] <= seconds
         assert row["page_faults"] >= 0
-        slow = row["method"] in ("tree_full", "full", "loop")
+        slow = row["method"] in ("tree_full", "full")
         assert row["rounds"] == (2 if slow else 4)
         if row["method"] == "adaptive":
             assert row["ratio_to_floor"] is None
@@ -103,8 +104,30 @@ def test_methods_of_a_tree_have_its_loss_and_its_gradients(stepped: list[Method]
     num_classes = int(tree.num_children[0])
     for peer in (methods[peer] for peer in SAME_TREE["random"]):
         torch.testing.assert_close(peer.parameters[0].grad, d_weight[:num_classes])
-    torch.testing.assert_close(methods["gather"].parameters[2].grad, d_weight[num_classes:])
     assert len(methods["grouped"].parameters) == 2 + 3 + 1  # the root, 10 classes, their biases
+
+
+def test_a_peer_with_another_loss_is_refused_and_one_of_ours_stops_the_run(
+    stepped: list[Method], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for method in stepped:
+        method.timings.append(lambda: 0.5)
+    rows = [make_row(method, Work(1e9, 1e9)) | {"dtype": "fp32"} for method in stepped]
+    output_layer.check_losses(rows)
+    assert not any(row["refused"] for row in rows)
+    (grouped,) = (row for row in rows if row["method"] == "grouped")
+    grouped["loss"] += 0.001
+    output_layer.check_losses(rows)
+    assert [row["method"] for row in rows if row["refused"]] == ["grouped"]
+    assert str(grouped["refused"]).startswith("loss of grouped is ")
+    assert grouped["seconds_median"] is grouped["loss"] is None
+    both = [rows[0], rows[0] | {"loss": rows[0]["loss"] + 0.001}]
+    with pytest.raises(SystemExit, match=r"loss of random/reference is .*, of random/reference"):
+        output_layer.check_losses(both)
+    monkeypatch.setenv("SQRTLM_UNSAFE_TRITON", "1")  # for timing only
+    capsys.readouterr()
+    output_layer.check_losses(both)
+    assert "loss of random/reference is" in capsys.readouterr().out
 
 
 def test_the_floor_of_a_tiny_problem_is_the_count_by_hand() -> None:
