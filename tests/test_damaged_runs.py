@@ -9,7 +9,9 @@ from shutil import copytree
 import numpy as np
 import pytest
 
+from data_prep.errors import UserError
 from lm.cli import main
+from lm.model.files import read_description
 from lm.run import Run, TrainedRun
 
 Complaint = Callable[..., str]
@@ -85,8 +87,20 @@ def test_a_damaged_file_of_a_run_is_named(
     text.write_text("the cat sees a dog today\n")
     options = ["--text", text] if name == "vocab.txt" else []
     message = untouched("evaluate", copied_run, *options)
-    # A flipped bit in model.json can change the recorded checksum of the weights.
-    assert message.startswith((str(path), str(path.with_name("model.safetensors"))))
+    assert message.startswith(str(path))
+
+
+def test_a_flipped_bit_of_a_description_is_found_or_changes_no_value(copied_run: Path) -> None:
+    path = copied_run / "model.json"
+    content, truth = path.read_bytes(), read_description(copied_run)
+    for place, byte in enumerate(content):
+        path.write_bytes(content[:place] + bytes([byte ^ 1]) + content[place + 1 :])
+        message = str(path)
+        try:
+            assert read_description(copied_run) == truth  # the last of 17 digits of a float
+        except UserError as error:
+            message = str(error)
+        assert message.startswith(str(path))
 
 
 def test_a_damaged_checkpoint_is_named(

@@ -169,7 +169,7 @@ def run_readers(run: Path, data: Path, folder: Path) -> Iterator[tuple[str, Read
 
     def described(path: Path) -> object:
         description = json.loads((run / "model.json").read_text())
-        description["weights_sha256"] = sha256_file(path)
+        description |= {"weights_sha256": sha256_file(path), "sha256": ""}
         path.with_name("model.json").write_text(json.dumps(description))
         return load_model(path.parent)
 

@@ -4,12 +4,14 @@ Each is complete or absent, and refused if damaged. Loading executes no code and
 tensors are views of the file, mapped privately.
 """
 
+import hashlib
+import json
 import os
 import re
 import stat
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -46,6 +48,7 @@ class Description(Strict):
     weights_sha256: str = ""  # of `model.safetensors`; `save_model` fills it in
     step: NonNegative  # optimizer steps that led to the weights
     valid_perplexity: float | None  # by which the weights were chosen; None without the split
+    sha256: str = ""  # of all other keys; `save_model` fills it in, earlier versions did not
 
 
 def save_model(folder: Path, weights: dict[str, Tensor], description: Description) -> None:
@@ -62,7 +65,8 @@ def save_model(folder: Path, weights: dict[str, Tensor], description: Descriptio
         if reason is None:
             raise
         raise StorageError(f"{folder / WEIGHTS} cannot be written: {reason[1]}") from error
-    write_json_atomically(folder / DESCRIPTION, asdict(description) | {"weights_sha256": sha256})
+    content = asdict(description) | {"weights_sha256": sha256}
+    write_json_atomically(folder / DESCRIPTION, content | {"sha256": _sha256(content)})
 
 
 def load_model(
@@ -119,7 +123,15 @@ def read_description(folder: Path) -> Description:
             hint = f"`lm train {folder} --resume auto` continues the training"
         raise CheckpointError(f"{folder}: no trained model here ({DESCRIPTION} is missing); {hint}")
     description: Description = read_json(path, Description, FORMAT_VERSION)
+    if description.sha256 and description.sha256 != _sha256(json.loads(path.read_bytes())):
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the recorded one")
     return description
+
+
+def _sha256(content: dict[str, Any]) -> str:
+    """Checksum of `model.json` without its own key."""
+    others = {key: value for key, value in content.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def _tree(state: dict[str, Tensor], prefix: str) -> ClassTree:
