@@ -75,3 +75,15 @@ def test_the_arpa_file_has_the_probabilities_of_the_definition(tmp_path: Path) -
         probs = [math.exp(ngram.log_prob([*before, word])[-1]) for word in words]
         assert sum(probs) == pytest.approx(1, abs=1e-5)
         assert probs == pytest.approx([definition.prob(history, word) for word in words], rel=1e-5)
+
+
+def test_log_probs_without_a_file_are_those_of_the_arpa_file(tmp_path: Path) -> None:
+    tokens = np.array([token for line in lines() for token in [*line, EOS]])
+    train, text = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
+    names = ["<eos>", "<unk>", *(f"w{word}" for word in range(2, NUM_WORDS))]
+    for order in (2, 4):
+        model = KneserNey(train, NUM_WORDS, EOS, order)
+        model.write_arpa(tmp_path / "arpa", ["</s>", *names[1:], "<s>"])
+        ngram = NGramModel(tmp_path / "arpa", WordTokenizer(names))
+        assert model.log_prob(text) == pytest.approx(ngram.log_prob(text.tolist()), rel=1e-5)
+        assert np.isin(text, train).mean() < 1  # words that training lacks are among them
