@@ -213,9 +213,11 @@ def main() -> None:
         return
     prepared = open_prepared(options.folder)
     model = estimate(prepared, options.order, options.tokens, options.streams)
-    log_prob = model.log_prob(prepared.tokens(options.split).astype(np.int64))
+    tokens = prepared.tokens(options.split).astype(np.int64)
+    log_prob, known = model.log_prob(tokens), tokens != prepared.unk_id
     row = {"counted_tokens": int((model.stream < model.begin).sum()), "order": options.order}
-    print(json.dumps(row | {"split": options.split, "perplexity": np.exp(-log_prob.mean())}))
+    row |= {"split": options.split, "perplexity": np.exp(-log_prob.mean())}
+    print(json.dumps(row | {"perplexity_excluding_oov": np.exp(-log_prob[known].mean())}))
 
 
 if __name__ == "__main__":
