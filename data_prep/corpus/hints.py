@@ -146,13 +146,13 @@ def noted(
     lines: Iterable[str], name: str, warn: Callable[[list[str], str], None] = warn_of
 ) -> Iterator[str]:
     """Pass lines on; warn of what the first ones look like, without waiting for them."""
-    first: list[str] = []
-    for line in lines:
-        if len(first) < NUM_LINES:
-            first.append(line)
-            if len(first) == NUM_LINES:
-                warn(first, name)
+    first, lines = list[str](), iter(lines)
+    for line in islice(lines, NUM_LINES):
+        first.append(line)
+        if len(first) == NUM_LINES:
+            warn(first, name)
         yield line
+    yield from lines
     if len(first) < NUM_LINES:
         warn(first, name)
 
@@ -167,8 +167,9 @@ def compared(lines: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> Ite
             total[1] += len(line)
     before = {split: _totals(found) for split, found in unseen.items()}
     for line in lines:
+        hashed = hash(line.strip())
         for found in unseen.values():
-            found.pop(hash(line.strip()), None)
+            found.pop(hashed, None)
         yield line
     for split, (num_lines, size) in before.items():
         num_unseen, unseen_size = _totals(unseen[split])

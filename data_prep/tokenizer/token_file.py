@@ -82,9 +82,11 @@ def encode_split(
     is_one_id = isinstance(tokenizer, WordTokenizer) and not tokenizer.split_punctuation
 
     def encoded(bar: "tqdm[Any]") -> Iterator[NDArray[np.integer]]:
-        for batch in line_batches(counted_literals(lines, literals)):
+        for batch in line_batches(lines):
             # A newline separates words, so the joined batch has the words of its lines.
             text = "\n".join(batch)
+            for word in literals:
+                literals[word] += text.count(word)
             ids = tokenizer.encode_stream(batch)
             totals["lines"] += len(batch)
             totals["words"] += len(ids) - len(batch) if is_one_id else len(text.split())

@@ -18,6 +18,7 @@ Heafield et al. 2013, "Scalable Modified Kneser-Ney Language Model Estimation".
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ NEVER = 1e-99
 class Order(NamedTuple):
     """The distinct n-grams [g] of one order."""
 
+    key: Ids  # [g], ascending: history · (vocab_size + 1) + last word
     first: Ids  # [g] where each occurs first
     history: Ids  # [g] index of its first n - 1 words among the n-grams of that order
     suffix: Ids  # [g] the same of its last n - 1 words
@@ -57,9 +59,8 @@ class KneserNey:
     """
 
     def __init__(self, tokens: Ids, vocab_size: int, eos_id: int, order: int = 5) -> None:
-        starts = np.concatenate([[0], np.flatnonzero(tokens == eos_id)[:-1] + 1])
-        self.begin, self.vocab_size = vocab_size, vocab_size
-        self.stream = np.insert(tokens, starts, self.begin)
+        self.begin, self.eos_id, self.vocab_size = vocab_size, eos_id, vocab_size
+        self.stream = self._with_begins(tokens)
         self.orders = self._count(order)
         self.prob: list[Floats] = []
         self.backoff: list[Floats] = []
@@ -77,23 +78,43 @@ class KneserNey:
             self.prob.append(lower)
         self.backoff.append(np.ones(len(lower)))
 
+    def _with_begins(self, tokens: Ids) -> Ids:
+        starts = np.concatenate([[0], np.flatnonzero(tokens == self.eos_id) + 1])
+        return np.insert(tokens, starts[starts < len(tokens)], self.begin)
+
+    def log_prob(self, tokens: Ids) -> Floats:
+        """Log-probabilities, in nats, of the tokens [n] of a text of lines, as `tokens` above."""
+        stream = self._with_begins(tokens)
+        prob = self.prob[0][stream]
+        node = stream  # of the n-gram that ends at each place; -1: there is none
+        for n, ngrams in enumerate(self.orders[1:], 2):
+            history = np.where(stream == self.begin, -1, np.append(-1, node[:-1]))
+            key = history * (self.vocab_size + 1) + stream
+            place = np.minimum(np.searchsorted(ngrams.key, key), len(ngrams.key) - 1)
+            is_known, is_found = history >= 0, (history >= 0) & (ngrams.key[place] == key)
+            prob[is_known] *= self.backoff[n - 2][history[is_known]]
+            prob[is_found] = self.prob[n - 1][place[is_found]]
+            node = np.where(is_found, place, -1)
+        log_prob: Floats = np.log(prob[stream != self.begin])
+        return log_prob
+
     def _count(self, order: int) -> list[Order]:
         """The n-grams of each order; of order 1, all words and `<s>`, by id."""
         size = self.vocab_size + 1
         count = np.bincount(self.stream, minlength=size)
         nothing = np.zeros(size, np.int64)
-        orders = [Order(np.arange(size), nothing, nothing, count)]
+        orders = [Order(np.arange(size), np.arange(size), nothing, nothing, count)]
         index, valid = self.stream, np.ones(len(self.stream), bool)  # of the n-gram at each place
         for n in range(2, order + 1):
             last = self.stream[n - 1 :]
             valid = valid[:-1] & (last != self.begin)
             places = np.flatnonzero(valid)
             keys = index[places] * size + last[places]
-            _, first, inverse, count = np.unique(
+            key, first, inverse, count = np.unique(
                 keys, return_index=True, return_inverse=True, return_counts=True
             )
             first = places[first]
-            orders.append(Order(first, index[first], index[first + 1], count))
+            orders.append(Order(key, first, index[first], index[first + 1], count))
             index = np.zeros(len(valid), np.int64)
             index[places] = inverse
         return orders
@@ -150,10 +171,15 @@ class KneserNey:
         return ids
 
 
-def estimate(prepared: Prepared, order: int) -> KneserNey:
-    """The model of the training split of prepared data."""
-    tokens = prepared.tokens("train").astype(np.int64)
-    return KneserNey(tokens, prepared.vocab_size, prepared.eos_id, order)
+def estimate(
+    prepared: Prepared, order: int, num_tokens: int | None = None, num_streams: int = 1
+) -> KneserNey:
+    """The model of the training split of prepared data, or of the beginnings of equal parts."""
+    tokens = prepared.tokens("train")
+    if num_tokens is not None:
+        parts = tokens[: len(tokens) // num_streams * num_streams].reshape(num_streams, -1)
+        tokens = parts[:, : -(-num_tokens // num_streams)].ravel()
+    return KneserNey(tokens.astype(np.int64), prepared.vocab_size, prepared.eos_id, order)
 
 
 def write_model(folder: Path, arpa: Path, order: int) -> KneserNey:
@@ -167,13 +193,31 @@ def write_model(folder: Path, arpa: Path, order: int) -> KneserNey:
 
 
 def main() -> None:
-    """Write the ARPA file."""
+    """Write the ARPA file, or print the perplexity of a split."""
     parser = argparse.ArgumentParser(description="Kneser–Ney model of prepared data")
-    parser.add_argument("folder", type=Path, help="prepared data, for instance runs/demo/data")
-    parser.add_argument("arpa", type=Path, help="file to write, for `lm evaluate --arpa`")
-    parser.add_argument("--order", type=int, default=5, help="largest n, at least 2")
+    add = parser.add_argument
+    add("folder", type=Path, help="prepared data, for instance runs/demo/data")
+    output = parser.add_mutually_exclusive_group(required=True)
+    arpa = "file to write, for `lm evaluate --arpa`"
+    output.add_argument("arpa", type=Path, nargs="?", help=arpa)
+    perplexity = "print its perplexity instead, without a file"
+    output.add_argument("--split", choices=["valid", "test"], help=perplexity)
+    add("--order", type=int, default=5, help="largest n, at least 2")
+    count = "with --split: count so many tokens of training, default all"
+    add("--tokens", type=int, metavar="N", help=count)
+    streams = "the beginnings of so many parts, as a run of this train.batch_size reads first"
+    add("--streams", type=int, default=1, metavar="B", help=streams)
     options = parser.parse_args()
-    write_model(options.folder, options.arpa, options.order)
+    if options.split is None:
+        write_model(options.folder, options.arpa, options.order)
+        return
+    prepared = open_prepared(options.folder)
+    model = estimate(prepared, options.order, options.tokens, options.streams)
+    tokens = prepared.tokens(options.split).astype(np.int64)
+    log_prob, known = model.log_prob(tokens), tokens != prepared.unk_id
+    row = {"counted_tokens": int((model.stream < model.begin).sum()), "order": options.order}
+    row |= {"split": options.split, "perplexity": np.exp(-log_prob.mean())}
+    print(json.dumps(row | {"perplexity_excluding_oov": np.exp(-log_prob[known].mean())}))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The Kneser–Ney model has the probabilities of its equations, which sum to 1."""
 
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -8,9 +9,12 @@ from random import Random
 import numpy as np
 import pytest
 
+from data_prep.prepare import prepare
+from data_prep.settings import DataConfig, SplitFiles, TokenizerConfig
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.scoring.ngram import NGramModel
 from scripts.benchmarks.kneser_ney import KneserNey
+from tests.scripts.conftest import Run
 
 NUM_WORDS, EOS = 400, 0
 BEGIN = NUM_WORDS
@@ -75,3 +79,34 @@ def test_the_arpa_file_has_the_probabilities_of_the_definition(tmp_path: Path) -
         probs = [math.exp(ngram.log_prob([*before, word])[-1]) for word in words]
         assert sum(probs) == pytest.approx(1, abs=1e-5)
         assert probs == pytest.approx([definition.prob(history, word) for word in words], rel=1e-5)
+
+
+def test_log_probs_without_a_file_are_those_of_the_arpa_file(tmp_path: Path) -> None:
+    tokens = np.array([token for line in lines() for token in [*line, EOS]])
+    train, text = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
+    names = ["<eos>", "<unk>", *(f"w{word}" for word in range(2, NUM_WORDS))]
+    for order in (2, 4):
+        model = KneserNey(train, NUM_WORDS, EOS, order)
+        model.write_arpa(tmp_path / "arpa", ["</s>", *names[1:], "<s>"])
+        ngram = NGramModel(tmp_path / "arpa", WordTokenizer(names))
+        assert model.log_prob(text) == pytest.approx(ngram.log_prob(text.tolist()), rel=1e-5)
+        assert np.isin(text, train).mean() < 1  # words that training lacks are among them
+
+
+def test_a_part_of_the_text_is_the_beginnings_of_its_streams(
+    tmp_path: Path, run_benchmark: Run
+) -> None:
+    for split, text in (("train", "a b\nb c\na c\na d\n"), ("valid", "a c\nz b\n")):
+        (tmp_path / f"{split}.txt").write_text(text)
+    data = DataConfig(dir=str(tmp_path), files=SplitFiles(train="train.txt", valid="valid.txt"))
+    prepared = prepare(data, TokenizerConfig(), None, tmp_path / "data", progress=False)
+    options = "--split=valid", "--order=2", "--tokens=6", "--streams=2"
+    row = json.loads(run_benchmark("kneser_ney", prepared.folder, *options).stdout)
+    train, valid = (prepared.tokens(split).astype(np.int64) for split in ("train", "valid"))
+    model = KneserNey(np.r_[train[:3], train[6:9]], prepared.vocab_size, prepared.eos_id, 2)
+    log_prob = model.log_prob(valid)
+    assert row["counted_tokens"] == 6
+    assert row["perplexity"] == pytest.approx(np.exp(-log_prob.mean()))
+    known = log_prob[valid != prepared.unk_id]
+    assert (len(known), len(valid)) == (5, 6)
+    assert row["perplexity_excluding_oov"] == pytest.approx(np.exp(-known.mean()))

@@ -1,0 +1,163 @@
+"""Corpora of repositories have the stated words, splits and events."""
+
+import io
+import os
+import subprocess
+import tarfile
+from functools import partial
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from data_prep.corpus.events import event_lines
+from data_prep.settings import DataConfig, SplitFiles
+from scripts.repository_corpus import code_text, split_of
+from tests.scripts.conftest import Run
+
+FILES = {
+    "README.md": b"not code",
+    "b/z.PY": b"\xef\xbb\xbfx = 1  # \xc3\xa9t\xc3\xa9\r\n\r\n",
+    "b/copy.c": b"int main(void);\n",
+    "a.c": b"int main(void);\n",
+    "latin.c": b"\xe9",
+    "object.c": b"a\0b",
+    "empty.c": b" \n\n",
+}
+
+
+@pytest.fixture
+def make(run_benchmark: Run) -> Run:
+    """`make("code" or "git", *arguments)` runs the command."""
+    return partial(run_benchmark, "scripts.repository_corpus")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A folder with `FILES`, and files of one line that are in every split."""
+    for name, content in FILES.items() | {(f"n/{i:02}.rs", b"%d" % i) for i in range(40)}:
+        path = tmp_path / "tree" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (tmp_path / "tree/link.c").symlink_to("n/00.rs")
+    return tmp_path / "tree"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("a_1=b2->c;", "a_1 = b2 -> c ;"),
+        ("x<<=0x1Ful|1.5e3f", "x <<= 0x1Ful | 1.5e3f"),
+        ("for(i=0;i<10;++i)*p++", "for ( i = 0 ; i < 10 ; ++ i ) * p ++"),
+        ("1..10 a.b 1.", "1 .. 10 a . b 1 ."),
+        ("std::map<a,b<c>>&&r // it's", "std :: map < a , b < c >> && r // it ' s"),
+        ('\t"<eos> 日本" \x1f\f', '" < eos > 日本 "'),
+        ("a===b!==c...**d/**/", "a === b !== c ... ** d /* */"),
+    ],
+)
+def test_words_are_names_numbers_and_the_longest_operators(line: str, words: str) -> None:
+    assert code_text(line.encode()).decode() == f"{words}\n"
+
+
+def test_lines_stay_lines_without_empty_ones() -> None:
+    assert code_text(b"\n\n a b\r\n\t\r\n  \nc") == b"a b\nc\n"
+    assert code_text(b" \n\n") == b""
+
+
+def test_a_folder_and_its_archive_give_each_file_once_in_the_split_of_its_path(
+    tree: Path, tmp_path: Path, make: Run
+) -> None:
+    expected = dict.fromkeys(("train", "valid", "test"), "")
+    text = {"a.c": "int main ( void ) ;\n", "b/z.PY": "x = 1 # été\n"}
+    text |= {f"n/{i:02}.rs": f"{i}\n" for i in range(40)}
+    for name in sorted(text):
+        expected[split_of(name.encode(), 0.2)] += text[name]
+    assert all(expected.values())
+    with tarfile.open(tmp_path / "tree.tar.xz", "w:xz") as archive:
+        for path in sorted(tree.rglob("*")):
+            archive.add(path, str(path.relative_to(tree)), recursive=False)
+    for source in ("tree", "tree.tar.xz"):
+        out = tmp_path / f"{source}-text"
+        sources = [tmp_path / source, tmp_path / source]  # the second has no new content
+        done = make("code", *sources, "--out", out, "--held-out=0.2", "--no-progress")
+        assert done.stderr == ""
+        assert {split: (out / f"{split}.txt").read_text() for split in expected} == expected
+        assert f"test: {expected['test'].count(chr(10))} files," in done.stdout
+
+
+def test_shares_of_paths_are_those_asked_for() -> None:
+    splits = [split_of(b"src/%d.c" % i, 0.1) for i in range(20_000)]
+    assert splits.count("test") / 20_000 == pytest.approx(0.1, abs=0.01)
+    assert splits.count("valid") / 20_000 == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["absent"], "absent: No such file or directory"),
+        (["tree/a.c"], "tree/a.c: expected a folder or a tar archive that is complete: "),
+        (["cut.tar"], "cut.tar: expected a folder or a tar archive that is complete: "),
+        (["tree", "--suffixes=f77"], "train.txt has none of 0 files of source code: see --suff"),
+        (["tree", "--held-out=1e-6"], "valid.txt has none of 42 files of source code: give a lar"),
+        (["tree", "--held-out=0.5"], "--held-out: expected at least 1e-06, below 0.5, got 0.5"),
+    ],
+)
+def test_mistakes_are_single_line_errors(
+    tree: Path, make: Run, arguments: list[str], expected: str
+) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.add(tree / "n", "n")
+    (tree.parent / "cut.tar").write_bytes(buffer.getvalue()[:1200])
+    done = make("code", tree.parent / arguments[0], *arguments[1:], "--out", tree.parent / "out")
+    assert done.returncode == 1
+    message = done.stderr.splitlines()[-1].replace(f"{tree.parent}/", "")
+    assert message.startswith(f"make_corpus: {expected}")
+    assert not (tree.parent / "out").exists()
+
+
+def test_a_clone_gives_the_files_that_each_author_changes(tmp_path: Path, make: Run) -> None:
+    clone = tmp_path / "clone"
+    clone.mkdir()
+
+    def git(*arguments: str, author: str = "a@x", time: int = 0) -> None:
+        names = {f"GIT_{who}_{what}": author for who in ("AUTHOR", "COMMITTER") for what in
+                 ("NAME", "EMAIL")}  # fmt: skip
+        date = {"GIT_AUTHOR_DATE": f"@{time} +0000", "GIT_COMMITTER_DATE": f"@{time} +0000"}
+        isolated = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+        environment = os.environ | names | date | isolated
+        subprocess.run(["git", "-C", clone, *arguments], check=True, env=environment)
+
+    def commit(files: dict[str, str], author: str, time: int) -> None:
+        for name, text in files.items():
+            (clone / name).write_text(text)
+        git("add", "-A")
+        git("commit", "-qm", "//", "--allow-empty", author=author, time=time)
+
+    git("init", "-q", "-b", "main")
+    commit({"a, b.c": "1", "é.c": "1"}, "a@x", 10)
+    commit({}, "b@x", 20)
+    commit({"a, b.c": "2", "c.c": "1"}, "b@x", 30)
+    (clone / "é.c").unlink()
+    commit({"c.c": "2"}, "A@X", 40)
+    commit({str(i): "1" for i in range(4)}, "b@x", 50)
+    done = make("git", clone, "--out", tmp_path / "out", "--max-files=3")
+    path = tmp_path / "out/events.parquet"
+    assert (done.stderr, done.stdout) == ("", f"{path}: 5 events, 2 users, 3 items\n")
+    table = pyarrow.parquet.read_table(path).to_pydict()
+    first, second = table["user"][0], table["user"][2]
+    assert table["user"] == [first, first, second, second, first]
+    assert table["item"] == ["a, b.c", "é.c", "a, b.c", "c.c", "c.c"]
+    assert table["time"] == [10, 10, 30, 30, 40]
+    data = DataConfig(
+        files=SplitFiles(train=str(path)), format="parquet", sequences="independent",
+        user_field="user", item_field="item", time_field="time", split="leave_one_out",
+    )  # fmt: skip
+    assert [*event_lines(data, "train")] == ["a,%20b.c", "a,%20b.c c.c"]
+    assert [*event_lines(data, "test")] == ["a,%20b.c é.c\tc.c"]
+
+
+def test_a_folder_without_history_is_refused(tmp_path: Path, make: Run) -> None:
+    done = make("git", tmp_path, "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith(f"make_corpus: {tmp_path}: fatal: not a git repository")
