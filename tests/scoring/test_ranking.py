@@ -93,7 +93,7 @@ def measured(model: LanguageModel, sequences: Sequences, exclude: str) -> rankin
     (found,) = ranking._predict(
         model,
         sequences,
-        [model.output.log_prob],
+        [lambda hidden, _: model.output.log_prob(hidden)],
         special=[EOS, UNK],
         ks=KS,
         exclude=exclude,  # type: ignore[arg-type]
@@ -126,7 +126,12 @@ def test_users_do_not_affect_each_other(backbone: str) -> None:
     figures = []
     for each in (sequences, permuted):
         (found,) = ranking._predict(
-            model, each, [model.output.log_prob], special=[EOS, UNK], ks=KS, exclude="seen"
+            model,
+            each,
+            [lambda hidden, _: model.output.log_prob(hidden)],
+            special=[EOS, UNK],
+            ks=KS,
+            exclude="seen",
         )
         ranks: list[list[float]] = [[] for _ in each.begin]
         for user, rank in zip(found.sequence, found.rank, strict=True):
