@@ -78,8 +78,14 @@ def evaluate(
 
     Raises:
         ValueError: if there is no token.
+        UserError: if none of the items to predict is in the catalogue.
     """
     num_tokens = len(tokens) if sequences is None else int(sequences.num_predicted.sum())
+    if num_tokens == 0 and sequences is not None:
+        raise UserError(
+            f"{int(sequences.num_left_out.sum())} items to predict, of which the training split has"
+            " none: leave out the validation split (data.split: files), or take more events"
+        )
     if num_tokens == 0:
         raise ValueError("no tokens to evaluate")
     was_training = model.training

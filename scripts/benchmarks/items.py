@@ -132,6 +132,7 @@ class Comparison:
         self.source, self.folder, self.overrides = options.config, options.runs, overrides
         self.seeds, self.points = SEEDS[: options.seeds], options.points
         self.table = Table(COLUMNS, options.json)
+        self.corpus = Path(str(Run.read(self.source, overrides).config.data.files.train)).stem
 
     def train(self, way: str, point: str, seed: int) -> TrainedRun:
         """Train a run, unless it has been trained."""
@@ -139,9 +140,9 @@ class Comparison:
         seconds = folder / "cpu_seconds"
         if not seconds.exists():
             shutil.rmtree(folder, ignore_errors=True)
-            options = [*self.overrides, *TRAINED[way], *POINTS[point], f"seed={seed}"]
-            keys = [f"--{option.removeprefix('--')}" for option in options]
-            run = Run.read(self.source, [*keys, f"--run_dir={folder}"])
+            keys = [*TRAINED[way], *POINTS[point], f"seed={seed}", f"run_dir={folder}"]
+            options = [*self.overrides, *(f"--{key}" for key in keys)]
+            run = Run.read(self.source, options)
             set_num_threads(run.config.train.threads)
             run = run.prepare(progress=False)
             start = time.process_time()
@@ -164,7 +165,8 @@ class Comparison:
             del figures["expected_hit_rate"]
         seconds = {} if scores else {"cpu_seconds": float(path.read_text())}
         settings = {"epochs": run.config.train.max_epochs, "batch": run.config.train.batch_size}
-        self.table.add({**row, "split": split, **figures, "mrr": found.mrr, **seconds, **settings})
+        name = {"corpus": self.corpus, **row, "split": split}
+        self.table.add({**name, **figures, "mrr": found.mrr, **seconds, **settings})
         return found
 
     def search(self, way: str) -> None:
@@ -183,14 +185,14 @@ class Comparison:
 
     def untrained(self, run: TrainedRun) -> None:
         """Measure popularity and item-kNN on the data of a run."""
-        self.measure(run, "test", popularity(run), way="popularity", point="", seed=0)
+        self.measure(run, "test", popularity(run), way="popularity", point="", seed=1)
 
         def ndcg(num_recent: int) -> float:
-            row = {"way": "item-knn", "point": f"last {num_recent}", "seed": 0}
+            row = {"way": "item-knn", "point": f"last {num_recent}", "seed": 1}
             return self.measure(run, "valid", item_knn(run, num_recent), **row).at[0].ndcg
 
         best = max(RECENT, key=ndcg)
-        row = {"way": "item-knn", "point": f"last {best}", "seed": 0}
+        row = {"way": "item-knn", "point": f"last {best}", "seed": 1}
         self.measure(run, "test", item_knn(run, best), **row)
 
 

@@ -288,6 +288,8 @@ def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path, tmp_p
     assert evaluate_text(run, lines, progress=False) == evaluate_split(run, "test", progress=False)
     with pytest.raises(UserError, match="an open vocabulary requires a text"):
         evaluate_text(run, lines, open_vocabulary=True)
+    with pytest.raises(UserError, match="has items, which are not spelled: no open vocabulary"):
+        lm.load(items_run, open_vocabulary=True)
 
 
 def test_options_that_do_not_fit_are_refused(
