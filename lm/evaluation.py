@@ -82,10 +82,8 @@ def evaluate(
     """
     num_tokens = len(tokens) if sequences is None else int(sequences.num_predicted.sum())
     if num_tokens == 0 and sequences is not None:
-        raise UserError(
-            f"{int(sequences.num_left_out.sum())} items to predict, of which the training split has"
-            " none: leave out the validation split (data.split: files), or take more events"
-        )
+        num_left_out = int(sequences.num_left_out.sum())
+        raise UserError(f"{num_left_out} items to predict, of which the training split has none")
     if num_tokens == 0:
         raise ValueError("no tokens to evaluate")
     was_training = model.training

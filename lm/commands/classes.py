@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,13 +55,28 @@ def _report_tree(run: Run, options: argparse.Namespace) -> None:
     tree, counts = run.tree, torch.tensor(run.prepared.counts())
     assert tree is not None
     report = tree_report(tree, counts, num_nodes=options.nodes, num_top_words=options.words)
-    token = run.prepared.tokenizer().token
+    token = _name(run)
     if options.plot:
         draw_tree(tree, counts, token, options.plot)
     values = asdict(report)
     for node in values["nodes"]:
         node["top_words"] = list(map(token, node["top_words"]))
     print(json.dumps(values, ensure_ascii=False) if options.json else _tree_lines(values))
+
+
+def _name(run: Run) -> Callable[[int], str]:
+    """The word of an id; an item of a table as it is there, in quotation marks if it has spaces."""
+    from data_prep.corpus.events import word_item  # imports pyarrow
+
+    token = run.prepared.tokenizer().token
+    if run.config.data.user_field is None:
+        return token
+
+    def item(id: int) -> str:
+        found = word_item(token(id))
+        return json.dumps(found, ensure_ascii=False) if " " in found else found
+
+    return item
 
 
 def _tree_lines(report: dict[str, Any]) -> str:
@@ -101,8 +117,7 @@ def _report_classes(run: Run, options: argparse.Namespace) -> None:
         shortlist=prepared.shortlist,
         num_top_words=options.words,
     )
-    token = prepared.tokenizer().token
-    top_words = [list(map(token, words)) for words in report.top_words]
+    top_words = [list(map(_name(run), words)) for words in report.top_words]
     if options.plot:
         _draw(report, top_words, options.plot)
     if options.json:

@@ -20,7 +20,7 @@ from data_prep.prepared import open_prepared
 from data_prep.settings import ClassesConfig, DataConfig, SplitFiles, TokenizerConfig
 from data_prep.tokenizer.serialization import MODEL_FILE, save_tokenizer
 from data_prep.tokenizer.tokenizer import WordTokenizer
-from tests.data_prep.conftest import FILES, VOCABULARY, Corpus, write_table
+from tests.data_prep.conftest import FILES, VOCABULARY, Corpus
 
 Contents = Callable[[Path], dict[str, str]]
 
@@ -369,38 +369,3 @@ def test_what_makes_figures_misleading_is_warned_of(
     starts = ("train: the lines begin with <s>, ", "train: the lines end with </s>, ", "valid: 75")
     for start, warning in zip(starts, sorted(warnings), strict=True):
         assert warning.startswith(start)
-
-
-@pytest.mark.parametrize(
-    "classes",
-    [
-        ClassesConfig(method="file", file="map"),
-        ClassesConfig(method="embedding", vectors="map", num_word_classes=2),
-    ],
-    ids=["file", "vectors"],
-)
-def test_classes_of_items_come_from_files_of_items_as_their_table_has_them(
-    corpus: Corpus, classes: ClassesConfig
-) -> None:
-    items = ["Heat (1995)", "5 % off", "c", "d"]
-    write_table(corpus.folder / "events.csv", [{"user": 1, "item": item} for item in items])
-    corpus.data = DataConfig(
-        dir=str(corpus.folder),
-        files=SplitFiles(train="events.csv"),
-        format="csv",
-        sequences="independent",
-        user_field="user",
-        time_field=None,
-    )
-    corpus.write("map", "Heat (1995)\t1\nd\t1\nc\t-1\n5 % off\t-1\n")
-    corpus.classes = classes
-    prepared = corpus.prepare()
-    class_of = {
-        prepared.tokenizer().token(id): number for id, number in enumerate(prepared.word_class())
-    }
-    assert class_of["Heat%20(1995)"] == class_of["d"] != class_of["c"]
-    assert class_of["c"] == class_of["5%20%25%20off"]
-    assert "speller.npz" not in corpus.written()
-    assert corpus.rewritten() == set()
-    corpus.write("map", "Heat (1995)\t1\nd\t-1\nc\t-1\n5 % off\t1\n")
-    assert corpus.rewritten() == {"classes.npy"}
