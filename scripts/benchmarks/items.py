@@ -14,7 +14,8 @@ the first run, and equal for all that are trained:
 
 Ways:
 
-- `exchange`, `embedding`, `uniform`: classes of these methods. `file`: those of `classes.file`.
+- `exchange`, `embedding`, `uniform`: classes of these methods. `file` and `vectors`: classes from
+  the file that the override `classes.file` or `classes.vectors` names.
 - `full`: cross-entropy over all items.
 - `sampled`: cross-entropy over the target and S = 256 items that are drawn in proportion to
   1 + count, once for each batch, with the correction of their logits by log(S · Q).
@@ -66,6 +67,7 @@ TRAINED = {
     "sampled": [*FULL, "output.num_samples=256"],
     "gbce": [*FULL, "output.num_samples=256"],
     "embedding": ["classes.method=embedding"],
+    "vectors": ["classes.method=embedding"],
     "uniform": ["classes.method=uniform"],
     "file": ["classes.method=file"],
 }
