@@ -30,7 +30,7 @@ Source: gSASRec: Petrov & Macdonald 2023, equations 10 and 17; item-kNN: Sarwar 
 """
 
 import argparse
-import shutil
+import json
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -77,6 +77,8 @@ RECENT = (1, 10, 100)
 CONFIDENCE = 0.75
 """t of gBCE."""
 K = 10
+SECONDS = "cpu_seconds.json"
+"""File of a complete run: processor seconds of its training; null if it resumed."""
 COLUMNS = {
     "way": "{way}",
     "point": "{point}",
@@ -137,38 +139,40 @@ class Comparison:
         self.corpus = Path(str(Run.read(self.source, overrides).config.data.files.train)).stem
 
     def train(self, way: str, point: str, seed: int) -> TrainedRun:
-        """Train a run, unless it has been trained."""
+        """Train a run, or continue it, unless it is complete."""
         folder = self.folder / f"{way}-{point}-{seed}"
-        seconds = folder / "cpu_seconds"
+        keys = [*TRAINED[way], *POINTS[point], f"seed={seed}", f"run_dir={folder}"]
+        run = Run.read(self.source, [*self.overrides, *(f"--{key}" for key in keys)])
+        seconds = folder / SECONDS
         if not seconds.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            keys = [*TRAINED[way], *POINTS[point], f"seed={seed}", f"run_dir={folder}"]
-            options = [*self.overrides, *(f"--{key}" for key in keys)]
-            run = Run.read(self.source, options)
+            resumes = (folder / "config.yaml").exists()
             set_num_threads(run.config.train.threads)
             run = run.prepare(progress=False)
             start = time.process_time()
             loss = patch("lm.model.build.SampledSoftmax", GeneralizedBCE)
             with loss if way == "gbce" else nullcontext():
-                train(run, resume=None, progress=False)
-            seconds.write_text(f"{time.process_time() - start:.0f}")
+                train(run, resume="auto", progress=False)
+            used = (
+                None if resumes else time.process_time() - start
+            )  # not known of several processes
+            seconds.write_text(json.dumps(used))
         return TrainedRun.open(folder)
 
     def measure(
         self, run: TrainedRun, split: str, scores: Scores | None = None, **row: Any
     ) -> Ranked:
         """Rank by the model of a run, or by other scores, and add a row."""
-        path = run.folder / "cpu_seconds"
         ways = [scores or (lambda hidden, histories: run.model.output.log_prob(hidden))]
         ((found,), _) = rank_by(run, split, ways, [K], "seen", progress=False)
         figures = as_json(found.at[0])
         del figures["calibration"]
         if row["way"] == "item-knn":  # its scores are no probabilities
             del figures["expected_hit_rate"]
-        seconds = {} if scores else {"cpu_seconds": float(path.read_text())}
+        if scores is None:
+            figures["cpu_seconds"] = json.loads((run.folder / SECONDS).read_text())
         settings = {"epochs": run.config.train.max_epochs, "batch": run.config.train.batch_size}
         name = {"corpus": self.corpus, **row, "split": split}
-        self.table.add({**name, **figures, "mrr": found.mrr, **seconds, **settings})
+        self.table.add({**name, **figures, "mrr": found.mrr, **settings})
         return found
 
     def search(self, way: str) -> None:
