@@ -1,7 +1,7 @@
 """`lm new` for a table of events: a recipe for sequences of items, by the last item of each user.
 
 The table is read where it is. The settings are those of `configs/items.yaml`, and of small texts
-below 20,000 events.
+below 20,000 events; size, epochs and dropout depend on the number of events as on that of tokens.
 """
 
 import shlex
@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from data_prep.corpus.events import count_events
 from data_prep.corpus.hints import find_columns
-from data_prep.corpus.split import check_file
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig, SplitFiles
 from data_prep.storage import folder_to_fill, write_hashed
@@ -29,8 +28,8 @@ train: {max_epochs: $epochs, batch_size: 64, seq_len: 64, threads: $threads}
 
 
 def has_events(path: Path) -> bool:
-    """Whether a file is a table with the columns `COLUMNS` and without a column `text`."""
-    _, names = find_columns(path)
+    """Whether there is a table with the columns `COLUMNS` and without a column `text`."""
+    names = find_columns(path)[1] if path.is_file() else []
     return {*COLUMNS} <= {*names} and "text" not in names
 
 
@@ -56,7 +55,6 @@ def new_item_recipe(
         raise UserError(f"--items: expected USER ITEM [TIME], got {len(columns)} names")
     run = Config(name=path.stem).run_path
     check_names(path, run, [table])
-    check_file(table)
     format, _ = find_columns(table)
     if format == "text":
         raise UserError(f"{table}: plain text has no columns: leave out --items")

@@ -82,8 +82,9 @@ def test_without_a_time_the_order_is_that_of_the_rows(printed: Callable[..., str
 
 def test_more_events_have_the_settings_of_the_recipe_for_items() -> None:
     lstm = {20_000: SETTINGS[20_000], float("inf"): SETTING}
-    content, _ = fit(Path("my.yaml"), {}, 190_000, 4_000, ITEMS, lstm=lstm, events={"split": "x"})
-    Path("my.yaml").write_text(content.replace("split", "format").replace('"x"', "csv"))
+    events = {"sequences": "independent"}
+    content, _ = fit(Path("my.yaml"), {}, 190_000, 4_000, ITEMS, lstm=lstm, events=events)
+    Path("my.yaml").write_text(content)
     shipped = load_config(Path(__file__).parents[1] / "configs/items.yaml")
     mine = load_config("my.yaml")
     assert (mine.model.hidden, mine.optim) == (shipped.model.hidden, shipped.optim)
@@ -91,14 +92,15 @@ def test_more_events_have_the_settings_of_the_recipe_for_items() -> None:
     assert mine.train.max_epochs == 24
 
 
-def test_what_does_not_fit_is_refused(complaint: Callable[..., str]) -> None:
+def test_what_does_not_fit_is_refused(
+    complaint: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
     write("a.csv", "who", "what", "when", [2, 1])
     Path("a.txt").write_text("the cat\n")
-    new = ("new", "my.yaml", "--text=a.csv")
-    columns = ("--items", "who", "what", "when")
-    assert "or for sequences of items those of events, --items USER ITEM TIME, of" in complaint(
-        *new
-    )
+    write_table(Path("b.csv"), [{"who": 1, "what": 2, "when": 3}])
+    new, columns = ("new", "my.yaml", "--text=a.csv"), ("--items", "who", "what", "when")
+    hint = complaint("new", "my.yaml", "--text=b.csv")
+    assert "or for sequences of items those of events, --items USER ITEM TIME, of 'who'," in hint
     assert "--items excludes --text-field" in complaint(*new, *columns, "--text-field=who")
     assert complaint(*new, "--items", "who").startswith("--items: expected USER ITEM [TIME], got 1")
     assert "no user has three events" in complaint(*new, *columns)
@@ -106,3 +108,7 @@ def test_what_does_not_fit_is_refused(complaint: Callable[..., str]) -> None:
     plain = ("new", "my.yaml", "--text=a.txt", *columns)
     assert "plain text has no columns" in complaint(*plain)
     assert not Path("my.yaml").exists()
+    assert main([*new]) == 0  # the only column of text
+    assert (
+        "column who has single words: a table of events needs --items USER ITEM TIME" in caplog.text
+    )

@@ -64,6 +64,9 @@ def find_text(path: Path, field: str | None) -> TextFile:
         problem += "name the column of the text, --text-field=NAME, or for sequences of items"
         problem += f" those of events, --items USER ITEM TIME, of {columns}"
         raise DataError(f"{path}: {problem}")
+    if field is None and len(names) > 1 and not any(" " in cell for cell in cells[found[0]]):
+        text = "%s, column %s has single words: a table of events needs --items USER ITEM TIME"
+        logger.warning(text, path, found[0])
     return TextFile(path, format, found[0])
 
 
