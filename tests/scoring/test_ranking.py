@@ -269,7 +269,7 @@ def test_classes_show_items_as_their_table_has_them(
     items_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert main(["classes", str(items_run), "--words=2"]) == 0
+    assert main(["classes", str(items_run), "--words=9"]) == 0
     shown = capsys.readouterr().out
     assert '"item 3"' in shown
     assert "%20" not in shown
