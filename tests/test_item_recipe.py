@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused(
     write_table(Path("b.csv"), [{"who": 1, "what": 2, "when": 3}])
     new, columns = ("new", "my.yaml", "--text=a.csv"), ("--items", "who", "what", "when")
     hint = complaint("new", "my.yaml", "--text=b.csv")
-    assert "or for sequences of items those of events, --items USER ITEM TIME, of 'who'," in hint
+    assert "(those of a table of events: --items USER ITEM TIME), --text-field=NAME, of" in hint
     assert "--items excludes --text-field" in complaint(*new, *columns, "--text-field=who")
     assert complaint(*new, "--items", "who").startswith("--items: expected USER ITEM [TIME], got 1")
     assert "no user has three events" in complaint(*new, *columns)

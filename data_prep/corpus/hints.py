@@ -61,8 +61,10 @@ def find_text(path: Path, field: str | None) -> TextFile:
     if not found or not all(isinstance(cell, str) for cell in cells.get(found[0], [0])):
         columns = ", ".join(map(repr, names))
         problem = f"{found[0]!r} is no column of text: " if found else ""
-        problem += "name the column of the text, --text-field=NAME, or for sequences of items"
-        problem += f" those of events, --items USER ITEM TIME, of {columns}"
+        problem += (
+            "name the column of the text (those of a table of events: --items USER ITEM TIME)"
+        )
+        problem += f", --text-field=NAME, of {columns}"
         raise DataError(f"{path}: {problem}")
     if field is None and len(names) > 1 and not any(" " in cell for cell in cells[found[0]]):
         text = "%s, column %s has single words: a table of events needs --items USER ITEM TIME"

@@ -66,11 +66,11 @@ def _report_tree(run: Run, options: argparse.Namespace) -> None:
 
 def _name(run: Run) -> Callable[[int], str]:
     """The word of an id; an item of a table as it is there, in quotation marks if it has spaces."""
-    from data_prep.corpus.events import word_item  # imports pyarrow
-
     token = run.prepared.tokenizer().token
     if run.config.data.user_field is None:
         return token
+
+    from data_prep.corpus.events import word_item  # imports pyarrow
 
     def item(id: int) -> str:
         found = word_item(token(id))
