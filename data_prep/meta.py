@@ -93,7 +93,9 @@ class Meta(Strict):
     settings: Settings  # sections `data`, `tokenizer`, `classes`: the keys that affect the files
     inputs: dict[str, list[InputFile]]  # of each split in reading order; `classes`: the class file
     tokenizer: TokenizerInfo | None = None
-    speller_sha256: str | None = None  # None with sentencepiece, and in folders of earlier versions
+    speller_sha256: str | None = (
+        None  # None unless `has_speller`, and in folders of earlier versions
+    )
     splits: dict[Split, SplitInfo] = field(default_factory=dict)
     counts: ArrayInfo | None = None
     classes: ClassesInfo | None = None  # None in a complete folder: it was prepared without classes
@@ -178,6 +180,12 @@ def requested_settings(
     return settings if classes is None else settings | {"classes": asdict(classes)}
 
 
+def has_speller(settings: Settings) -> bool:
+    """Whether a preparation has spellings of unknown words; items have none."""
+    is_independent = settings["data"].get("sequences") == "independent"
+    return settings["tokenizer"]["kind"] == "words" and not is_independent
+
+
 def requested_meta(
     data: DataConfig,
     tokenizer: TokenizerConfig,
@@ -191,8 +199,9 @@ def requested_meta(
     """
     settings = requested_settings(data, tokenizer, classes)
     paths = {split: input_files(data, split) for split in _splits(data, settings, found)}
-    if classes is not None and classes.method == "file" and classes.file is not None:
-        paths["classes"] = [Path(data.dir, classes.file)]
+    given = None if classes is None else classes.file or classes.vectors
+    if given is not None:
+        paths["classes"] = [Path(data.dir, given)]
     for path in chain.from_iterable(paths.values()):
         if path.resolve().parent == folder.resolve():
             raise DataError(f"{path} is in the prepared folder: the corpus must be elsewhere")

@@ -29,6 +29,7 @@ from data_prep.meta import (
     Meta,
     Split,
     find_changes,
+    has_speller,
     read_meta,
     requested_meta,
     requested_settings,
@@ -231,7 +232,7 @@ def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Se
         return valid
     valid = _with_valid_classes(replace(valid, counts=found.counts), folder, found, changed)
     is_complete = valid.classes is not None or "classes" not in valid.settings
-    is_complete &= speller is not None or found.tokenizer.kind != "words"
+    is_complete &= speller is not None or not has_speller(requested.settings)
     return replace(valid, complete=is_complete and set(splits) == valid.inputs.keys() - {"classes"})
 
 
@@ -287,7 +288,7 @@ class _Stages:
             tokenizer, info = self._build_tokenizer(found)
             meta = replace(meta, tokenizer=info)
             write_meta(self.folder, meta)
-        if has_words and meta.speller_sha256 is None:
+        if has_speller(meta.settings) and meta.speller_sha256 is None:
             meta = replace(meta, speller_sha256=self._build_speller(meta, found))
             write_meta(self.folder, meta)
         del found  # large
@@ -364,5 +365,9 @@ class _Stages:
         )
 
     def _words(self) -> list[str]:
+        """The words as a file of the user's has them: items as in their table."""
+        from data_prep.corpus.events import word_item  # imports pyarrow
+
         tokenizer = load_tokenizer(self.folder, verify=False)
-        return [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
+        words = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
+        return words if self.data.user_field is None else list(map(word_item, words))

@@ -175,6 +175,12 @@ class ClassesConfig(Strict):
     """embedding, exchange: maximum number of words in one class; default ⌈N / C⌉ (equal sizes),
     twice that for exchange. With `clustered_words`, N and C are those of the clustered words.
     """
+    vectors: str | None = None
+    """embedding: file of given vectors, such as those of descriptions of items, in place of those
+    of neighbours: a word and its numbers in each line, separated by a tab, or by spaces as in
+    word2vec and GloVe. k-means balances the classes of these; the text does not refine them. A
+    relative path starts at `data.dir`. Not with `clustered_words` and multi_level.
+    """
     file: str | None = None
     """file: the word → class file; a relative path starts at `data.dir`."""
     file_format: Literal["mkcls", "brown", "srilm", "taxonomy"] = "mkcls"

@@ -78,8 +78,12 @@ def evaluate(
 
     Raises:
         ValueError: if there is no token.
+        UserError: if none of the items to predict is in the catalogue.
     """
     num_tokens = len(tokens) if sequences is None else int(sequences.num_predicted.sum())
+    if num_tokens == 0 and sequences is not None:
+        num_left_out = int(sequences.num_left_out.sum())
+        raise UserError(f"{num_left_out} items to predict, of which the training split has none")
     if num_tokens == 0:
         raise ValueError("no tokens to evaluate")
     was_training = model.training

@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from string import Template
@@ -42,9 +43,7 @@ from lm.training.memory_estimate import estimate_memory
 RECIPE = """\
 # Every key can be changed here or on the command line; lm config explains them.
 name: $name
-# Empty lines are left out.
-data: {files: {$files}, keep_empty_lines: false}
-# Words that are rarer than min_count are <unk>; pieces are for text without spaces.
+$data
 tokenizer: {$tokenizer}
 # The words are divided into about √N classes, found in the text.
 classes: {method: exchange, shortlist: $shortlist$clustered}
@@ -55,7 +54,15 @@ word_table: {tied: true}
 # A start for texts of this size. Larger hidden and layers: better with more text, and slower. A
 # lower lr if the loss is not finite. The best model on the validation text is kept, else the last.
 """
-SETTINGS = {
+TEXT = """\
+# Empty lines are left out.
+data: {files: {$files}, keep_empty_lines: false}
+# Words that are rarer than min_count are <unk>; pieces are for text without spaces."""
+EVENTS = """\
+# Items of one user, in the order of time_field, are a sequence.
+data: {files: {$files}, $events}
+# All items are in the catalogue."""
+SETTINGS: dict[float, str] = {
     20_000: """\
 model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden}
 optim: {optimizer: adamw, lr: 0.005, schedule: cosine}
@@ -143,7 +150,8 @@ def new_recipe(
     """
     files = {"train": text} | ({"valid": valid} if valid else {}) | ({"test": test} if test else {})
     run = Config(name=path.stem).run_path
-    texts = _check(path, run, files, text_field)
+    check_names(path, run, files.values())
+    texts = {split: find_text(file, text_field) for split, file in files.items()}
     samples = {split: read_sample(each) for split, each in texts.items()}
     last_change = text.stat().st_mtime_ns
     sample = samples["train"]
@@ -192,19 +200,17 @@ def new_recipe(
     return f"{summary}then: lm train {recipe}\n      lm generate {run_dir}"
 
 
-def _check(
-    path: Path, run: Path, files: dict[str, Path], text_field: str | None
-) -> dict[str, TextFile]:
-    """The texts of files; UserError if there are none, or a name exists or is unusable."""
+def check_names(path: Path, run: Path, files: Iterable[Path]) -> None:
+    """UserError if the recipe or the run exists, a name is unusable, or a file is none."""
     for each in (path, run / "config.yaml"):
         if each.exists():
             raise UserError(f"{each} already exists: choose another name")
-    for each in (path, *files.values()):
+    files = [*files]
+    for each in (path, *files):
         if CONTROL_CHARACTERS.search(str(each)):
             raise UserError(f"{str(each)!a}: a name must not have control characters")
-    for each in files.values():
+    for each in files:
         check_file(each)
-    return {split: find_text(file, text_field) for split, file in files.items()}
 
 
 def _shares(unit: Unit, sizes: Sizes, tokens: dict[str, float], period: int) -> str:
@@ -310,8 +316,14 @@ def fit(
     num_words: int,
     tokenizer: str,
     backbone: Literal["lstm", "transformer"] = "lstm",
+    *,
+    lstm: Mapping[float, str] = SETTINGS,
+    events: Mapping[str, object] | None = None,
 ) -> tuple[str, str]:
     """Choose the settings for a text, with the largest model that fits into the available memory.
+
+    `lstm` has the settings of an LSTM by the number of tokens that they are below. `events` are
+    further keys of the section `data`, for a table of events.
 
     Returns:
         The YAML of the configuration, and a line about the model.
@@ -319,23 +331,28 @@ def fit(
     Raises:
         UserError: if the path is no name for a run, or not even the smallest model fits.
     """
-    limit = next(limit for limit in SETTINGS if num_tokens < limit)
+    limit = next(limit for limit in lstm if num_tokens < limit)
+    is_small = num_tokens < 5_000_000
     tree = ClassTree.balanced(num_words, math.isqrt(num_words) + 1)  # of about the same size
     names = {split: json.dumps(str(file), ensure_ascii=False) for split, file in files.items()}
-    epochs = 12 if limit < math.inf else 2 if num_tokens < 20_000_000 else 1
+    epochs = 12 if is_small else 2 if num_tokens < 20_000_000 else 1
     dropout = 0.1
-    if backbone == "lstm" and limit < math.inf:
+    if backbone == "lstm" and is_small:
         epochs, dropout = repetition(num_tokens)
     batch = min(8, max(1, num_tokens // 200))
-    template, layers, threads = SETTINGS[limit], 1, min(8, torch.get_num_threads())
+    template, layers, threads = lstm[limit], 1, min(8, torch.get_num_threads())
     if backbone == "transformer":
-        template, layers = TRANSFORMER, 2 if limit < math.inf else 4
+        template, layers = TRANSFORMER, 2 if is_small else 4
         batch = min(32, batch if limit == 20_000 else 32)
     pieces = min(INPUT_PIECES, max(8, num_words // 4))
     steps = max(1, num_tokens // (batch * 64)) * epochs
     values = {
         "name": json.dumps(path.stem, ensure_ascii=False),
         "files": ", ".join(map(": ".join, names.items())),
+        "events": ", ".join(
+            f"{key}: {json.dumps(value, ensure_ascii=False)}"
+            for key, value in (events or {}).items()
+        ),
         "tokenizer": tokenizer,
         "shortlist": min(1000, num_words // 33),
         "clustered": f", clustered_words: {ALL_CLUSTERED}" if num_words > ALL_CLUSTERED else "",
@@ -350,9 +367,10 @@ def fit(
         "warmup": min(400, steps // 10),
         "threads": threads,
     }
+    recipe = RECIPE.replace("$data", TEXT if events is None else EVENTS)
     by_tokens = HIDDEN_SIZES[backbone]
     for hidden in by_tokens[next(below for below in by_tokens if num_tokens < below)]:
-        content = Template(RECIPE + template).substitute(values, hidden=hidden)
+        content = Template(recipe + template).substitute(values, hidden=hidden)
         config = validate(yaml.safe_load(content), str(path))
         run = Run(config, Parts(tree=tree))
         used, available = estimate_memory(run).total, run.available_bytes

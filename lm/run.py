@@ -322,6 +322,8 @@ class TrainedRun:
         from data_prep.tokenizer.speller import SPELLER, Speller
 
         path = self.folder / SPELLER
+        if self.is_independent:
+            raise UserError(f"{self.folder} has items, which are not spelled: no open vocabulary")
         if self.tokenizer.kind != "words":
             raise UserError(
                 f"{self.folder} has pieces that do not spell every word: an open vocabulary"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lm.cli import main
+from tests.data_prep.conftest import write_table
 
 TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
@@ -19,6 +20,7 @@ VALUES = {
     "[KEY]": "model.hidden",
     "TEXT": "my.txt",
     "NBEST": "list.nbest",
+    "FILE": "users.txt",
 }
 """Arguments for the placeholders in the table of commands."""
 SMALL = {
@@ -51,15 +53,21 @@ def test_the_example_of_training_on_your_own_text_and_all_commands_run(
 ) -> None:
     shutil.copy(corpus / "train.txt", tmp_path / "my.txt")
     monkeypatch.chdir(tmp_path)
-    (block,) = (block for block in blocks("sh") if "lm train" in block)
-    example = [shlex.split(command)[1:] for command in commands(block)]
+    found = (block for block in blocks("sh") if "lm train" in block)
+    example, items = ([shlex.split(each)[1:] for each in commands(block)] for block in found)
     assert [verb for verb, *_ in example] == ["new", "train", "generate"]
+    assert [verb for verb, *_ in items] == ["new", "train", "evaluate"]
+    events = [{"user": n % 9, "item": n % 12, "time": n} for n in range(120)]
+    write_table(Path("events.parquet"), events)
+    Path("users.txt").write_text("3 4 5\n")
     Path("list.nbest").write_text("a-1 the cat\na-2 a cat\n")
     table = re.findall(r"^\| `lm ([^`]+)`", README, re.MULTILINE)
     others = [command.split() for command in table if command.split()[0] not in ("new", "train")]
     assert len(others) >= 5
-    for verb, *arguments in example + others:
+    for verb, *arguments in example + items + others:
         values = [VALUES.get(argument, argument) for argument in arguments]
+        if verb == "recommend":
+            values[0] = "runs/shop"
         assert main([verb, *values, *SMALL.get(verb, [])]) == 0, verb
     assert "tokens predicted" in capsys.readouterr().out
     names: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""Word classes read from files: of mkcls, Brown clustering, SRILM, and taxonomies."""
+"""Files of word classes (of mkcls, Brown clustering, SRILM, and taxonomies) and of vectors."""
 
 import logging
 import re
@@ -16,6 +16,8 @@ _log = logging.getLogger(__name__)
 
 FileFormat = Literal["mkcls", "brown", "srilm", "taxonomy"]
 
+_WORD2VEC = re.compile(r"\d+ \d+ *")
+"""First line of a file of word2vec: the numbers of words and of dimensions."""
 SENTENCE_WORDS = ("<unk>", "<eos>")
 """Words that class files may lack; they then share an additional class."""
 
@@ -82,6 +84,44 @@ def lowest_classes(levels: NDArray[np.int32]) -> NDArray[np.int32]:
     if len(levels) == 1:
         return levels.ravel()
     return np.unique(levels, axis=1, return_inverse=True)[1].astype(np.int32)
+
+
+def read_vectors(path: Path, words: Sequence[str]) -> NDArray[np.float32]:
+    """Read the vectors of a vocabulary [N, D] from a file with a line per word, after `_WORD2VEC`.
+
+    In each, a tab separates the word from its numbers; without one, spaces do. Words outside the
+    vocabulary are ignored; those that the file lacks have zeros, and are counted in a warning.
+    UserError if the file is absent or not UTF-8, a line has another format or another number of
+    numbers, a word is in two lines, or no word of the vocabulary is in the file.
+    """
+    id_of_word = {word: index for index, word in enumerate(words)}
+    rows: dict[int, NDArray[np.float32]] = {}
+    size: int | None = None
+    for number, line in enumerate(TextFile(path).lines(), start=1):
+        if not line.strip() or (number == 1 and _WORD2VEC.fullmatch(line)):
+            continue
+        place = f"{path}, line {number}"
+        word, _, rest = line.partition("\t" if "\t" in line else " ")
+        try:
+            row = np.array(rest.split(), np.float32)
+        except ValueError:
+            row = np.zeros(0, np.float32)
+        if not len(row) or not np.isfinite(row).all() or len(row) != (size or len(row)):
+            expected = f"{size} numbers" if size else "numbers"
+            raise DataError(f"{place}: expected a word and {expected}, got {line[:80]!r}")
+        size = len(row)
+        index = id_of_word.get(word)
+        if index is not None and rows.setdefault(index, row) is not row:
+            raise DataError(f"{place}: {word!r} already has another vector")
+    if not rows:
+        raise DataError(f"{path}: no word of the vocabulary has a vector")
+    missing = [w for i, w in enumerate(words) if i not in rows and w not in SENTENCE_WORDS]
+    if missing:
+        text = "%s: %d of %d words have no vector, the first is %r: they fill the smallest classes"
+        _log.warning(text, path, len(missing), len(words), missing[0])
+    vectors = np.zeros((len(words), size or 0), np.float32)
+    vectors[list(rows)] = np.stack(list(rows.values()))
+    return vectors
 
 
 def _parts(name: str, file_format: FileFormat) -> tuple[str, ...]:

@@ -59,6 +59,31 @@ def embedding_classes(
     ⌈N / C⌉, equal sizes; UserError if that is too few). Words that never occur are in the smallest
     classes. The same seed, text and processor give the same classes.
     """
+    options = num_word_classes, _capacity(counts, num_word_classes, max_words), seed, progress
+    vectors = _word_vectors(bigrams, counts, dimensions, seed)
+    word_class = _balanced_kmeans(vectors, counts, *options)
+    return _refined(bigrams, counts, word_class, *options).astype(np.int32)
+
+
+def vector_classes(
+    vectors: FloatArray,
+    counts: IntArray,
+    num_word_classes: int,
+    *,
+    max_words: int | None = None,
+    seed: int = 1,
+    progress: bool = False,
+) -> NDArray[np.int32]:
+    """Cluster words by the directions of given vectors [N, D], 0 where there is none.
+
+    Balanced k-means, weighted by the counts [N]; the result is that of `embedding_classes`.
+    """
+    options = num_word_classes, _capacity(counts, num_word_classes, max_words), seed, progress
+    return _balanced_kmeans(_unit_rows(vectors), counts, *options).astype(np.int32)
+
+
+def _capacity(counts: IntArray, num_word_classes: int, max_words: int | None) -> int:
+    """The largest number of words in a class; UserError if classes of it do not hold all."""
     vocab_size = len(counts)
     capacity = max_words or -(-vocab_size // num_word_classes)
     if capacity * num_word_classes < vocab_size:
@@ -66,10 +91,7 @@ def embedding_classes(
             f"classes.max_words: {num_word_classes} classes of at most {capacity} words hold "
             f"{num_word_classes * capacity} words, but {vocab_size} are to be clustered"
         )
-    vectors = _word_vectors(bigrams, counts, dimensions, seed)
-    word_class = _balanced_kmeans(vectors, counts, num_word_classes, capacity, seed, progress)
-    options = num_word_classes, capacity, seed, progress
-    return _refined(bigrams, counts, word_class, *options).astype(np.int32)
+    return capacity
 
 
 def _word_vectors(

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from data_prep.classes.bigrams import IntArray, Tokens, count_bigrams
-from data_prep.classes.class_file import lowest_classes, read_class_levels
-from data_prep.classes.embedding import embedding_classes
+from data_prep.classes.class_file import lowest_classes, read_class_levels, read_vectors
+from data_prep.classes.embedding import embedding_classes, vector_classes
 from data_prep.errors import DataError
 from data_prep.settings import ClassesConfig
 
@@ -42,7 +42,7 @@ def build_class_levels(
         counts: int64 [N], occurrences of each word in the training split.
         settings: the section; C is at most N, and a file determines its own number of classes.
         tokens: [T], word ids of the training split; may be a memory map.
-        words: returns the N words by id; called for the method `file` only.
+        words: returns the N words by id; called if there is a file of classes or vectors.
         folder: folder at which a relative `settings.file` starts.
         progress: whether bars are shown on stderr.
 
@@ -60,6 +60,17 @@ def build_class_levels(
     if settings.method == "file":
         return _levels_from_file(settings, words(), folder)
     lowest = min(settings.num_word_classes or round(vocab_size ** (1 - 1 / depth)), vocab_size)
+    if settings.vectors is not None:
+        vectors = read_vectors(folder / settings.vectors, words())
+        classes = vector_classes(
+            vectors,
+            counts,
+            lowest,
+            max_words=settings.max_words,
+            seed=settings.seed,
+            progress=progress,
+        )
+        return classes[None]
     levels: list[WordClass] = []
     for level in reversed(range(1, depth)):
         num_word_classes = max(1, round(lowest ** (level / (depth - 1))))

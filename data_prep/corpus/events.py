@@ -4,6 +4,7 @@ An item is one word of its line. `item_word` writes white space and `%` in it as
 `word_item` restores it.
 """
 
+import logging
 import re
 from collections.abc import Iterator
 from itertools import islice
@@ -29,6 +30,7 @@ SHARES = {"valid_from": 0.8, "test_from": 0.9}
 _ESCAPED = re.compile(r"^<(?:unk|eos)>$|[%\s\x00-\x1f\x7f-\xa0\ufeff]")
 """What is written as in URLs: special words too, which no item is."""
 Ints = NDArray[np.int64]
+_log = logging.getLogger("data_prep")
 
 
 def item_word(item: str | int) -> str:
@@ -57,6 +59,22 @@ class _Events(NamedTuple):
     is_date: bool  # whether times are microseconds since 1970
 
 
+class EventCounts(NamedTuple):
+    """Numbers of a table of events."""
+
+    events: int
+    users: int
+    items: int
+    short: int  # users with fewer than three events
+
+
+def count_events(data: DataConfig) -> EventCounts:
+    """Count the events of the training files; raises UserError as `event_lines`."""
+    events = _read(data, "train")
+    num_short = int((events.end - events.begin < 3).sum())
+    return EventCounts(len(events.item), len(events.begin), len(events.words), num_short)
+
+
 def event_lines(data: DataConfig, split: str) -> Iterator[str]:
     """Yield a line for each user with items to predict; before a tab are those that are known.
 
@@ -70,6 +88,9 @@ def event_lines(data: DataConfig, split: str) -> Iterator[str]:
     if data.split == "leave_one_out":
         is_long = end - begin >= 3
         valid, test = end - 2 * is_long, end - is_long
+        if split == "valid" and not is_long.all():
+            text = "%d of %d users have fewer than three events and are in training alone"
+            _log.info(text, (~is_long).sum(), len(is_long))
     elif data.split == "time":
         valid, test = (_first_from(events, name, data) for name in ("valid_from", "test_from"))
     cuts = {

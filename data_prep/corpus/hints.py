@@ -52,11 +52,7 @@ def find_text(path: Path, field: str | None) -> TextFile:
         format = "csv"
     if format == "text":
         return TextFile(path)
-    with reading(str(path)):
-        rows = list(islice(records(path, format), NUM_LINES))
-    if not rows:
-        raise DataError(f"{path}: the file has no row")
-    names = [str(name) for name in dict.fromkeys(chain.from_iterable(rows))]
+    rows, names = _first_rows(path, format)
     cells = {name: [row[name] for row in rows if row.get(name)] for name in names}
     texts = [name for name in names if cells[name] and all(map(_is_text, cells[name]))]
     sentences = [name for name in texts if all(" " in cell for cell in cells[name])]
@@ -65,9 +61,30 @@ def find_text(path: Path, field: str | None) -> TextFile:
     if not found or not all(isinstance(cell, str) for cell in cells.get(found[0], [0])):
         columns = ", ".join(map(repr, names))
         problem = f"{found[0]!r} is no column of text: " if found else ""
-        problem += f"name the column of the text, --text-field=NAME, of {columns}"
+        problem += (
+            "name the column of the text (those of a table of events: --items USER ITEM TIME)"
+        )
+        problem += f", --text-field=NAME, of {columns}"
         raise DataError(f"{path}: {problem}")
+    if field is None and len(names) > 1 and not any(" " in cell for cell in cells[found[0]]):
+        text = "%s, column %s has single words: a table of events needs --items USER ITEM TIME"
+        logger.warning(text, path, found[0])
     return TextFile(path, format, found[0])
+
+
+def find_columns(path: Path) -> tuple[str, list[str]]:
+    """The format of a file, as `find_text` finds it, and the names of its columns."""
+    format = _format(path)
+    return format, [] if format == "text" else _first_rows(path, format)[1]
+
+
+def _first_rows(path: Path, format: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The first rows of a table, and the names of their columns."""
+    with reading(str(path)):
+        rows = list(islice(records(path, format), NUM_LINES))
+    if not rows:
+        raise DataError(f"{path}: the file has no row")
+    return rows, [str(name) for name in dict.fromkeys(chain.from_iterable(rows))]
 
 
 def _format(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -30,10 +31,25 @@ def run(options: argparse.Namespace) -> None:
     tree, counts = run.input_tree or run.tree, torch.tensor(run.prepared.counts())
     assert tree is not None
     report = tree_report(tree, counts, num_nodes=options.nodes, num_top_words=options.words)
-    values, token = asdict(report), run.prepared.tokenizer().token
+    values, token = asdict(report), _name(run)
     for node in values["nodes"]:
         node["top_words"] = list(map(token, node["top_words"]))
     print(json.dumps(values, ensure_ascii=False) if options.json else _lines(values))
+
+
+def _name(run: Run) -> Callable[[int], str]:
+    """The word of an id; an item of a table as it is there, in quotation marks if it has spaces."""
+    token = run.prepared.tokenizer().token
+    if run.config.data.user_field is None:
+        return token
+
+    from data_prep.corpus.events import word_item  # imports pyarrow
+
+    def item(id: int) -> str:
+        found = word_item(token(id))
+        return json.dumps(found, ensure_ascii=False) if " " in found else found
+
+    return item
 
 
 def _lines(report: dict[str, Any]) -> str:

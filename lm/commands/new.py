@@ -1,11 +1,12 @@
-"""`lm new`: a recipe for a text of the user's."""
+"""`lm new`: a recipe for a text or a table of events of the user's."""
 
 import argparse
 from pathlib import Path
 
+from data_prep.errors import UserError
 from lm.commands.arguments import FILE, Options
 
-HELP = "write a recipe for your own text"
+HELP = "write a recipe for your own text, or table of events"
 _PATH = FILE | {"type": Path}
 OPTIONS: Options = {
     "config": {"metavar": "CONFIG", "type": Path, "help": "YAML file to write"},
@@ -18,6 +19,12 @@ OPTIONS: Options = {
         "metavar": "NAME",
         "help": "column of the text in JSON, CSV or parquet (default: text, or the only one)",
     },
+    "--items": {
+        "nargs": "+",
+        "metavar": "NAME",
+        "help": "a table of events, for sequences of items: the columns of the user, the item and"
+        " the time, if there is one (default: user, item and time if these are columns)",
+    },
     "--split-by": {
         "choices": ("lines", "documents"),
         "help": "documents are between empty lines; those of a table are its rows (default there)",
@@ -28,11 +35,21 @@ OPTIONS: Options = {
 def run(options: argparse.Namespace) -> None:
     """Write the recipe and the splits; print what was chosen."""
     from lm.device import set_num_threads
+    from lm.item_recipe import COLUMNS, has_events, new_item_recipe
     from lm.recipe import new_recipe
 
     set_num_threads(None)  # as training will have them
     files = {"valid": options.valid, "test": options.test}
     chosen = {"unit": options.split_by, "backbone": options.backbone}
+    others = [options.text_field, options.split_by, *files.values()]
+    columns = options.items
+    if columns is None and not any(others) and has_events(options.text):
+        columns = COLUMNS
+    if columns is not None:
+        if any(others):
+            raise UserError("--items excludes --text-field, --split-by, --valid and --test")
+        print(new_item_recipe(options.config, options.text, columns, options.backbone))
+        return
     print(
         new_recipe(options.config, options.text, text_field=options.text_field, **files, **chosen)
     )

@@ -45,6 +45,7 @@ OPTIONS: Options = (
     | COMPUTING
 )
 EXCLUSIVE = (*VOCABULARY_SIZE, *OPEN_VOCABULARY)
+_NO_END = "has items, but no end of a sequence: use lm evaluate --ranking or lm recommend"
 _log = logging.getLogger(__name__)
 
 
@@ -61,6 +62,8 @@ def run(options: argparse.Namespace) -> None:
 
     return_freed_memory()
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
+    if run.is_independent and not run.config.data.predict_eos:
+        raise UserError(f"{run.folder} {_NO_END}")
     scorer = Scorer.of(
         run,
         vocabulary_size=options.vocabulary_size,

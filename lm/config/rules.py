@@ -128,6 +128,9 @@ def _class_problems(config: Config) -> dict[str, bool]:
         f"classes.file requires classes.method: file, got {classes.method}": (
             not by_file and classes.file is not None
         ),
+        "classes.vectors requires classes.method: embedding and output.tree: two_level, and no"
+        " classes.clustered_words": classes.vectors is not None
+        and (classes.method != "embedding" or multi_level or classes.clustered_words is not None),
         "output.tree: multi_level requires classes.file_format: brown or taxonomy, got"
         f" {classes.file_format}": (
             multi_level and by_file and classes.file_format not in ("brown", "taxonomy")

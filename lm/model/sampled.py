@@ -57,11 +57,18 @@ class SampledSoftmax(HierarchicalSoftmax):
         rows, drawn = (self._rows(each)[:, : self.hidden_size] for each in (words, sample))
         own = (flat * rows.to(flat.dtype)).sum(-1, dtype=torch.float32) + self._bias(words)
         others = F.linear(flat, drawn.to(flat.dtype)).float()
-        others = others + (self._bias(sample) - self.log_expected[sample])
-        others = others.masked_fill(sample == words[:, None], -torch.inf)
-        nll = torch.cat([own[:, None], others], 1).logsumexp(1) - own
+        others = (others + self._bias(sample)).masked_fill(sample == words[:, None], -torch.inf)
+        nll = self.sampled_nll(own, others, sample)
         nll = nll.where(valid, 0.0)
         return reduced(nll.view(target.shape), target, reduction, self.ignore_index)
+
+    def sampled_nll(self, own: Tensor, others: Tensor, sample: Tensor) -> Tensor:
+        """The loss [P] by the logits of the targets [P] and of the words of `sample` [P, S].
+
+        The logit of a word that is the target is -∞.
+        """
+        corrected = others - self.log_expected[sample]
+        return torch.cat([own[:, None], corrected], 1).logsumexp(1) - own
 
     def _rows(self, words: Tensor) -> Tensor:
         return lookup(self.weight, words) if self.row_wise else self.weight[words]

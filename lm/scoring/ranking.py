@@ -33,6 +33,9 @@ from lm.run import TrainedRun
 
 Exclude = Literal["nothing", "seen"]
 Interval = tuple[float, float]
+Scores = Callable[[Tensor, Sequence[Ints]], Tensor]
+"""Log-probabilities [P, N], or what ranks as these, by the hidden vectors [P, H] of P predictions
+and the items that each is made from."""
 NUM_SAMPLES = 1_000
 """Draws of users for an interval."""
 BLOCK_ELEMENTS = 1 << 23
@@ -156,58 +159,90 @@ def evaluate_ranking(
         UserError: if the run has no independent sequences, the split has no item to predict, or a k
             is more than the catalogue; or as `evaluate_split`.
     """
-    prepared = run.prepared
+    ways = [lambda hidden, _: run.model.output.log_prob(hidden), popularity(run)]
+    (model, by_count), excluded_targets = rank_by(run, split, ways, ks, exclude, progress=progress)
+    sequences = run.prepared.sequences(split)
+    per_user = sequences.num_predicted + sequences.num_left_out
+    return RankingReport(
+        users=int((per_user > 0).sum()),
+        predictions=int(per_user.sum()),
+        items=run.prepared.vocab_size - len(_special(run)),
+        excluded=exclude,
+        unknown_targets=int(sequences.num_left_out.sum()),
+        excluded_targets=excluded_targets,
+        model=model,
+        popularity=by_count,
+    )
+
+
+def popularity(run: TrainedRun) -> Scores:
+    """The log of the share of each item of the events of training."""
+    counts = torch.from_numpy(run.prepared.counts().copy()).double()
+    log_prob = (counts / counts.sum()).log().to(run.model.device)
+    return lambda hidden, _: log_prob.repeat(len(hidden), 1)
+
+
+def rank_by(
+    run: TrainedRun,
+    split: str,
+    ways: Sequence[Scores],
+    ks: Sequence[int],
+    exclude: Exclude,
+    *,
+    progress: bool = True,
+) -> tuple[list[Ranked], int]:
+    """Rank the items to predict of a split in several ways.
+
+    Returns:
+        The figures of each way, and the number of targets that are excluded.
+
+    Raises:
+        UserError: as `evaluate_ranking`.
+    """
+    prepared, special = run.prepared, _special(run)
     if not prepared.is_independent:
         raise UserError(f"{run.folder}: --ranking requires data.sequences: independent")
-    sequences, special = prepared.sequences(split), [prepared.eos_id, prepared.unk_id]
-    ks = sorted(set(ks))
+    sequences, ks = prepared.sequences(split), sorted(set(ks))
     num_items = prepared.vocab_size - len(special)
     if ks[-1] > num_items:
         raise UserError(f"--k {ks[-1]}: the catalogue has {num_items} items")
     if not sequences.num_predicted.any():
         raise UserError(f"{split}: there is no item of the catalogue to predict")
-    counts = torch.from_numpy(prepared.counts().copy()).double()
-    popularity = (counts / counts.sum()).log().to(run.model.device)
     found = _predict(
         run.model,
         sequences,
-        [run.model.output.log_prob, lambda hidden: popularity.repeat(len(hidden), 1)],
+        ways,
         special=special,
         ks=ks,
         exclude=exclude,
         progress=f"ranking {split}" if progress else None,
     )
     group = _popularity_groups(prepared.counts(), special)
-    model, by_count = (_figures(each, sequences, ks, group, num_items) for each in found)
-    per_user = sequences.num_predicted + sequences.num_left_out
-    return RankingReport(
-        users=int((per_user > 0).sum()),
-        predictions=int(per_user.sum()),
-        items=num_items,
-        excluded=exclude,
-        unknown_targets=int(sequences.num_left_out.sum()),
-        excluded_targets=int(np.isinf(found[0].rank).sum()),
-        model=model,
-        popularity=by_count,
-    )
+    figures = [_figures(each, sequences, ks, group, num_items) for each in found]
+    return figures, int(np.isinf(found[0].rank).sum())
+
+
+def _special(run: TrainedRun) -> list[int]:
+    """The token ids that are no items."""
+    return [run.prepared.eos_id, run.prepared.unk_id]
 
 
 @torch.no_grad()
 def _predict(
     model: LanguageModel,
     sequences: Sequences,
-    log_probs_of: Sequence[Callable[[Tensor], Tensor]],
+    ways: Sequence[Scores],
     *,
     special: Sequence[int],
     ks: Sequence[int],
     exclude: Exclude,
     progress: str | None = None,
 ) -> list[_Predictions]:
-    """Rank every target in several ways, each of which makes [P, N] of hidden vectors [P, H]."""
+    """Rank every target in several ways."""
     lines, num_known = sequences.lines(), sequences.num_known
     num_read = np.zeros_like(num_known)  # targets so far
-    is_recommended = np.zeros((len(log_probs_of), len(ks), model.vocab_size), bool)
-    found: list[list[tuple[NDArray[Any], ...]]] = [[] for _ in log_probs_of]
+    is_recommended = np.zeros((len(ways), len(ks), model.vocab_size), bool)
+    found: list[list[tuple[NDArray[Any], ...]]] = [[] for _ in ways]
     total, disable = int(sequences.num_predicted.sum()), True if progress is None else None
     step = max(1, BLOCK_ELEMENTS // model.vocab_size)
     with tqdm(total=total, desc=progress, unit="item", disable=disable) as bar:
@@ -217,14 +252,15 @@ def _predict(
             for first in range(0, len(index), step):
                 block = slice(first, first + step)
                 hidden, target, sequence = all_hidden[block], all_targets[block], index[block]
-                pairs = zip(sequence, place[block] * (exclude == "seen"), strict=True)
+                pairs = zip(sequence, place[block], strict=True)
                 seen = [lines[each][:end].astype(np.int64) for each, end in pairs]
                 row = np.repeat(np.arange(len(seen)), list(map(len, seen)))
-                for way, log_prob_of in enumerate(log_probs_of):
-                    log_prob = log_prob_of(hidden)
+                for way, scores in enumerate(ways):
+                    log_prob = scores(hidden, seen)
                     own = log_prob.gather(1, target[:, None])
                     log_prob[:, special] = -torch.inf
-                    log_prob[row, np.concatenate(seen)] = -torch.inf
+                    if exclude == "seen":
+                        log_prob[row, np.concatenate(seen)] = -torch.inf
                     rank, expected, best = _rank(log_prob, own, target, ks)
                     for number, k in enumerate(ks):
                         items = best[:, :k]

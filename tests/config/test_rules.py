@@ -45,6 +45,9 @@ output.tree: multi_level requires classes.file_format: brown or taxonomy, got mk
 classes.depth requires output.tree: multi_level, got two_level
 classes: {method: random, file: c.txt}
 classes.file requires classes.method: file, got random
+classes: {vectors: v.txt}
+classes.vectors requires classes.method: embedding and output.tree: two_level, and no \
+classes.clustered_words
 data: {hub: a/b, files: {valid: v.txt}}
 data.hub and data.files exclude each other: omit the files, or set data.hub to null
 {train: {max_steps: 5, seq_len: 1}, model: {backbone: transformer, hidden: 16}}

@@ -9,7 +9,8 @@ from data_prep.errors import UserError
 from data_prep.prepare import prepare
 from data_prep.prepared import Prepared
 from data_prep.sequences import find_sequences
-from data_prep.settings import DataConfig, SplitFiles, TokenizerConfig
+from data_prep.settings import ClassesConfig, DataConfig, SplitFiles, TokenizerConfig
+from tests.data_prep.conftest import Corpus, write_table
 
 EOS, UNK = 0, 1
 
@@ -74,3 +75,38 @@ def test_other_tabs_and_ends_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=problem):
         prepared(tmp_path, **texts)
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [
+        ClassesConfig(method="file", file="map"),
+        ClassesConfig(method="embedding", vectors="map", num_word_classes=2),
+    ],
+    ids=["file", "vectors"],
+)
+def test_classes_of_items_come_from_files_of_items_as_their_table_has_them(
+    corpus: Corpus, classes: ClassesConfig
+) -> None:
+    items = ["Heat (1995)", "5 % off", "c", "d"]
+    write_table(corpus.folder / "events.csv", [{"user": 1, "item": item} for item in items])
+    corpus.data = DataConfig(
+        dir=str(corpus.folder),
+        files=SplitFiles(train="events.csv"),
+        format="csv",
+        sequences="independent",
+        user_field="user",
+        time_field=None,
+    )
+    corpus.write("map", "Heat (1995)\t1\nd\t1\nc\t-1\n5 % off\t-1\n")
+    corpus.classes = classes
+    prepared = corpus.prepare()
+    class_of = {
+        prepared.tokenizer().token(id): number for id, number in enumerate(prepared.word_class())
+    }
+    assert class_of["Heat%20(1995)"] == class_of["d"] != class_of["c"]
+    assert class_of["c"] == class_of["5%20%25%20off"]
+    assert "speller.npz" not in corpus.written()
+    assert corpus.rewritten() == set()
+    corpus.write("map", "Heat (1995)\t1\nd\t-1\nc\t-1\n5 % off\t1\n")
+    assert corpus.rewritten() == {"classes.npy"}

@@ -93,7 +93,7 @@ def measured(model: LanguageModel, sequences: Sequences, exclude: str) -> rankin
     (found,) = ranking._predict(
         model,
         sequences,
-        [model.output.log_prob],
+        [lambda hidden, _: model.output.log_prob(hidden)],
         special=[EOS, UNK],
         ks=KS,
         exclude=exclude,  # type: ignore[arg-type]
@@ -126,7 +126,12 @@ def test_users_do_not_affect_each_other(backbone: str) -> None:
     figures = []
     for each in (sequences, permuted):
         (found,) = ranking._predict(
-            model, each, [model.output.log_prob], special=[EOS, UNK], ks=KS, exclude="seen"
+            model,
+            each,
+            [lambda hidden, _: model.output.log_prob(hidden)],
+            special=[EOS, UNK],
+            ks=KS,
+            exclude="seen",
         )
         ranks: list[list[float]] = [[] for _ in each.begin]
         for user, rank in zip(found.sequence, found.rank, strict=True):
@@ -260,6 +265,16 @@ def test_recommended_items_are_the_most_probable_ones(
         model.topk("item 19", 2)
 
 
+def test_classes_show_items_as_their_table_has_them(
+    items_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["classes", str(items_run), "--words=9"]) == 0
+    shown = capsys.readouterr().out
+    assert '"item 3"' in shown
+    assert "%20" not in shown
+
+
 def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
     items_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -283,17 +298,20 @@ def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path, tmp_p
     assert evaluate_text(run, lines, progress=False) == evaluate_split(run, "test", progress=False)
     with pytest.raises(UserError, match="an open vocabulary requires a text"):
         evaluate_text(run, lines, open_vocabulary=True)
+    with pytest.raises(UserError, match="has items, which are not spelled: no open vocabulary"):
+        lm.load(items_run, open_vocabulary=True)
 
 
 def test_options_that_do_not_fit_are_refused(
     items_run: Path, lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
 ) -> None:
+    history = tmp_path / "users.txt"
     assert "requires data.sequences: independent" in complaint("evaluate", lstm_run, "--ranking")
     assert "requires data.sequences: independent" in complaint("recommend", lstm_run, "--history=-")
     assert complaint("evaluate", items_run, "--k=5") == "--k and --exclude require --ranking"
     assert "has independent sequences" in complaint("evaluate", items_run, "--by-frequency")
+    assert "has items, but no end of a sequence: use" in complaint("score", items_run, history)
     assert complaint("evaluate", items_run, "--ranking", "--k=21").startswith("--k 21: the cat")
-    history = tmp_path / "users.txt"
     recommend = ("recommend", items_run, f"--history={history}")
     for content, problem in (("[1", "is not JSON"), ("[1.5]", "expected items that are text")):
         history.write_text(content)

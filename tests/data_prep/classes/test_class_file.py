@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.classes.class_file import read_class_levels
+from data_prep.classes.class_file import read_class_levels, read_vectors
 from data_prep.classes.word_classes import WordClass, build_class_levels
 from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
@@ -105,3 +105,45 @@ def test_settings_that_contradict_the_file_are_refused(tmp_path: Path) -> None:
         build(replace(settings, file=None), tmp_path)
     with pytest.raises(UserError, match=r"nowhere cannot be read: No such file"):
         build(replace(settings, file="nowhere"), tmp_path)
+
+
+def test_given_vectors_are_clustered_by_their_directions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ["<unk>", "a b", "c", "d", "e", "<eos>"]
+    lines = ["4 2", "a b\t3 0.1", "d\t-1e3 9", "c\t0.5 0", "z\t1 1", ""]
+    (tmp_path / "vectors").write_text("\n".join(lines))
+    vectors = read_vectors(tmp_path / "vectors", words)
+    expected = [[0, 0], [3, 0.1], [0.5, 0], [-1000, 9], [0, 0], [0, 0]]
+    assert vectors.tolist() == np.array(expected, np.float32).tolist()
+    assert "1 of 6 words have no vector, the first is 'e'" in caplog.text
+    counts, settings = np.ones(6, np.int64), ClassesConfig(method="embedding", vectors="vectors")
+    (found,) = build_class_levels(
+        counts,
+        replace(settings, num_word_classes=3),
+        tokens=np.arange(6, dtype=np.uint16),
+        words=lambda: words,
+        folder=tmp_path,
+        progress=False,
+    )
+    assert found[1] == found[2] != found[3]
+    assert np.bincount(found).tolist() == [2, 2, 2]
+    spaced = tmp_path / "spaced"
+    spaced.write_text("c 0.5 0\nd -1000 9\n")
+    assert read_vectors(spaced, words)[2:4].tolist() == vectors[2:4].tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a 1 2\nb 1\n", "line 2: expected a word and 2 numbers, got 'b 1'"),
+        ("a x y\n", "line 1: expected a word and numbers, got 'a x y'"),
+        ("a nan 1\n", "line 1: expected a word and numbers"),
+        ("a 1 2\na 1 2\n", "line 2: 'a' already has another vector"),
+        ("z 1 2\n", "no word of the vocabulary has a vector"),
+    ],
+)
+def test_files_that_have_no_vectors_are_refused(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "vectors").write_text(text)
+    with pytest.raises(UserError, match=problem):
+        read_vectors(tmp_path / "vectors", WORDS)

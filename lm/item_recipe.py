@@ -1,0 +1,92 @@
+"""`lm new` for a table of events: a recipe for sequences of items, by the last item of each user.
+
+The table is read where it is. The settings are those of `configs/items.yaml`, and of small texts
+below 20,000 events; size, epochs and dropout depend on the number of events as on that of tokens.
+"""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from data_prep.corpus.events import count_events
+from data_prep.corpus.hints import find_columns
+from data_prep.errors import UserError
+from data_prep.settings import DataConfig, SplitFiles
+from data_prep.storage import folder_to_fill, write_hashed
+from lm.config import Config
+from lm.recipe import ITEMS, SETTINGS, check_names, fit
+
+COLUMNS = ("user", "item", "time")
+"""Columns of a table that is one of events unless another option says otherwise."""
+SETTING = """\
+model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: $dropout,
+  count_word_dropout: 5, init_range: 0.1}
+optim: {optimizer: sgd, lr: 20, clip: 0.25, schedule: cosine}
+train: {max_epochs: $epochs, batch_size: 64, seq_len: 64, threads: $threads}
+"""
+
+
+def has_events(path: Path) -> bool:
+    """Whether there is a table with the columns `COLUMNS` and without a column `text`."""
+    names = find_columns(path)[1] if path.is_file() else []
+    return {*COLUMNS} <= {*names} and "text" not in names
+
+
+def new_item_recipe(
+    path: Path,
+    table: Path,
+    columns: Sequence[str] = COLUMNS,
+    backbone: Literal["lstm", "transformer"] = "lstm",
+) -> str:
+    """Write a recipe; return a summary for the user.
+
+    Args:
+        path: the recipe to write; its name is that of the run.
+        table: the events, a parquet, JSON or CSV file.
+        columns: those of the user, the item and, if there is one, the time.
+        backbone: network of the model.
+
+    Raises:
+        UserError: if the recipe or the run exists, the table cannot be read, has not these columns
+            or not the values that they need, or no user has three events.
+    """
+    if len(columns) not in (2, 3):
+        raise UserError(f"--items: expected USER ITEM [TIME], got {len(columns)} names")
+    run = Config(name=path.stem).run_path
+    check_names(path, run, [table])
+    format, _ = find_columns(table)
+    if format == "text":
+        raise UserError(f"{table}: plain text has no columns: leave out --items")
+    user, item, *time = columns
+    settings: dict[str, Any] = {
+        "format": format,
+        "sequences": "independent",
+        "user_field": user,
+        "item_field": item,
+        "time_field": time[0] if time else None,
+        "split": "leave_one_out",
+    }
+    counts = count_events(DataConfig(files=SplitFiles(train=str(table)), **settings))
+    if counts.short == counts.users:
+        raise UserError(f"{table}: no user has three events, of which the last two are held out")
+    lstm = {20_000: SETTINGS[20_000], float("inf"): SETTING}
+    sizes = counts.events, counts.items + 2, ITEMS
+    files = {"train": table}
+    content, model = fit(path, files, *sizes, backbone, lstm=lstm, events=settings)
+    order = f"in the order of {time[0]}" if time else "in the order of the rows"
+    summary = (
+        f"{path}: for {table}, {counts.events:,} events of {counts.users:,} users with"
+        f" {counts.items:,} items, {order}\nsplit: the last item of each user is test, the one"
+        f" before it valid; {counts.short:,} users with fewer than three events are in train"
+        f" alone\n"
+        f"model: {model}\n"
+    )
+    header = "".join(f"# {line}" for line in summary.splitlines(keepends=True))
+    with folder_to_fill(path.parent):
+        write_hashed(path, [header.encode(), content.encode()])
+    recipe, run_dir = shlex.quote(str(path)), shlex.quote(str(run))
+    return (
+        f"{summary}then: lm train {recipe}\n      lm evaluate {run_dir} --ranking --exclude seen\n"
+        f"      lm recommend {run_dir} --history FILE --exclude seen"
+    )

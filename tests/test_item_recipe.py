@@ -1,0 +1,114 @@
+"""`lm new` of a table of events: from the table to a ranking without an edited file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lm.cli import main
+from lm.config import load_config
+from lm.item_recipe import SETTING
+from lm.recipe import ITEMS, SETTINGS, fit
+from tests.data_prep.conftest import write_table
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, user: str, item: str, time: str, lengths: list[int]) -> None:
+    """Users with so many events, of the items 1, 2, …, 11, 0, 1, …, the last event first."""
+    rows = [
+        {user: f"u{number}", item: place % 12, time: place}
+        for number, length in enumerate(lengths)
+        for place in reversed(range(1, length + 1))
+    ]
+    write_table(Path(name), rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "options"),
+    [
+        ("shop.parquet", ("user", "item", "time"), []),
+        ("shop.csv", ("who", "what", "when"), ["--items", "who", "what", "when"]),
+    ],
+)
+def test_a_table_becomes_a_ranking_in_three_commands(
+    name: str,
+    columns: tuple[str, str, str],
+    options: list[str],
+    printed: Callable[..., str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write(name, *columns, [14] * 10 + [2, 1])
+    summary = printed("new", "my.yaml", f"--text={name}", *options)
+    assert (
+        f"{name}, 143 events of 12 users with 12 items, in the order of {columns[2]}\n" in summary
+    )
+    assert "2 users with fewer than three events are in train alone\n" in summary
+    assert Path("my.yaml").read_text().startswith(f"# {summary.splitlines()[0]}\n# split: ")
+    train, evaluate = (line.removeprefix("then: ").split() for line in summary.splitlines()[3:5])
+    caplog.set_level("INFO")
+    assert main([*train[1:], "--no-progress", "--train.max_steps=2"]) == 0
+    assert "2 of 12 users have fewer than three events and are in training alone" in caplog.text
+    assert "spelling" not in caplog.text
+    assert not list(Path("runs/my").glob("**/speller.npz"))
+    found = json.loads(printed(*evaluate[1:], "--json"))
+    assert (found["predictions"], found["items"], found["excluded"]) == (10, 12, "seen")
+    assert (found["unknown_targets"], found["excluded_targets"]) == (0, 10)  # all had item 2
+    assert main(["prepare", "runs/my"]) == 0
+    assert "runs/my/data is up to date" in caplog.text
+
+
+def test_a_validation_without_items_of_the_catalogue_is_a_mistake_of_the_user(
+    complaint: Callable[..., str],
+) -> None:
+    write("a.csv", "user", "item", "time", [4] * 3)
+    assert main(["new", "my.yaml", "--text=a.csv"]) == 0
+    train = ("train", "my.yaml", "--no-progress", "--train.max_steps=1")
+    assert "3 items to predict, of which the training split has none" in complaint(*train)
+
+
+def test_without_a_time_the_order_is_that_of_the_rows(printed: Callable[..., str]) -> None:
+    write("a.jsonl", "u", "i", "t", [3, 4])
+    summary = printed("new", "my.yaml", "--text=a.jsonl", "--items", "u", "i")
+    assert "with 4 items, in the order of the rows\n" in summary
+    data = load_config("my.yaml").data
+    assert (data.format, data.user_field, data.item_field) == ("json", "u", "i")
+    assert (data.time_field, data.split, data.sequences) == (None, "leave_one_out", "independent")
+
+
+def test_more_events_have_the_settings_of_the_recipe_for_items() -> None:
+    lstm = {20_000: SETTINGS[20_000], float("inf"): SETTING}
+    events = {"sequences": "independent"}
+    content, _ = fit(Path("my.yaml"), {}, 190_000, 4_000, ITEMS, lstm=lstm, events=events)
+    Path("my.yaml").write_text(content)
+    shipped = load_config(Path(__file__).parents[1] / "configs/items.yaml")
+    mine = load_config("my.yaml")
+    assert (mine.model.hidden, mine.optim) == (shipped.model.hidden, shipped.optim)
+    assert (mine.train.batch_size, mine.train.seq_len) == (64, 64)
+    assert mine.train.max_epochs == 24
+
+
+def test_what_does_not_fit_is_refused(
+    complaint: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    write("a.csv", "who", "what", "when", [2, 1])
+    Path("a.txt").write_text("the cat\n")
+    write_table(Path("b.csv"), [{"who": 1, "what": 2, "when": 3}])
+    new, columns = ("new", "my.yaml", "--text=a.csv"), ("--items", "who", "what", "when")
+    hint = complaint("new", "my.yaml", "--text=b.csv")
+    assert "(those of a table of events: --items USER ITEM TIME), --text-field=NAME, of" in hint
+    assert "--items excludes --text-field" in complaint(*new, *columns, "--text-field=who")
+    assert complaint(*new, "--items", "who").startswith("--items: expected USER ITEM [TIME], got 1")
+    assert "no user has three events" in complaint(*new, *columns)
+    assert "has no column 'x'" in complaint(*new, "--items", "x", "what")
+    plain = ("new", "my.yaml", "--text=a.txt", *columns)
+    assert "plain text has no columns" in complaint(*plain)
+    assert not Path("my.yaml").exists()
+    assert main([*new]) == 0  # the only column of text
+    assert (
+        "column who has single words: a table of events needs --items USER ITEM TIME" in caplog.text
+    )
