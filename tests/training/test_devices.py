@@ -184,6 +184,7 @@ def test_several_processes_continue_bit_for_bit_or_refuse_another_number_of_them
         assert len(load_checkpoint(whole / "checkpoints" / "last.ckpt")["devices"]) == devices
         assert_same(stopped, whole)
     options = [f"--run_dir={tmp_path / 'lstm' / 'stopped'}", "--train.accelerator=cpu"]
+    options += [*CONTINUED["lstm"], "--output.backend=reference", "--train.val_every_steps=6"]
     assert complaint(*command, *options, "--train.max_steps=15", "--resume=auto") == (
         f"the checkpoint was written by {devices} devices, this continuation has 1 (train.devices)"
     )
