@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from data_prep.errors import UserError
 from lm.device import launch
 from lm.model.files import load_model
+from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
 
@@ -37,12 +39,12 @@ def two(arguments: list[str]) -> Two:
     return begin
 
 
-def launched(launcher: str, *options: str) -> list[subprocess.Popen[str]]:
-    """The processes of torchrun, or of two tasks of SLURM, with options for `lm train`."""
-    command = [sys.executable, "-m"]
+def launched(launcher: str, *command: str, devices: int = 2) -> list[subprocess.Popen[str]]:
+    """The processes of torchrun, or of two tasks of SLURM, with arguments for Python."""
+    python = [sys.executable]
     environments = [{"OMP_NUM_THREADS": "1"}]
     if launcher == "torchrun":
-        command += ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
+        python += ["-m", "torch.distributed.run", f"--nproc-per-node={devices}", "--standalone"]
     else:
         given = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(os.getpid())}
         given |= {"SLURM_STEP_ID": "0", "SLURM_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
@@ -50,7 +52,7 @@ def launched(launcher: str, *options: str) -> list[subprocess.Popen[str]]:
         environments = [given | each | environments[0] for each in ranks]
     return [
         subprocess.Popen(
-            [*command, "lm", *options, "--train.accelerator=cpu"],
+            [*python, *command, "--train.accelerator=cpu"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -103,8 +105,7 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
 def test_devices_are_the_processes_that_a_launcher_has_started(
     arguments: list[str], tmp_path: Path, launcher: str, devices: list[str]
 ) -> None:
-    options = [*arguments, "--train.max_steps=2", *devices]
-    processes = launched(launcher, *options)
+    processes = launched(launcher, "-m", "lm", *arguments, "--train.max_steps=2", *devices)
     code = 0 if "--train.devices=3" not in devices else 1 if launcher == "torchrun" else 2
     printed, message = map("".join, zip(*(finish(each, code) for each in processes), strict=True))
     if code == 0:
@@ -114,6 +115,78 @@ def test_devices_are_the_processes_that_a_launcher_has_started(
         expected = f"lm: train.devices: 3, but {launcher} started 2 on each machine: omit"
         assert message.count("lm: ") == message.count(expected) == 1
         assert not (tmp_path / "run").exists()
+
+
+STOPPED = 7
+"""Batches before one of the processes receives a signal."""
+CONTINUED = {
+    "lstm": ["--model.dropout_weight=0.3", "--model.dropout_variational=true"],
+    "lstm, row-wise in bf16, accumulate": [
+        *("--word_table.optimizer=adagrad", "--train.strategy=shard_output"),
+        *("--word_table.dtype=bf16", "--train.precision=bf16-mixed", "--train.accumulate=2"),
+    ],
+    "transformer, bf16, accumulate": [
+        *("--model.backbone=transformer", "--train.precision=bf16-true", "--train.accumulate=2")
+    ],
+    "transformer, bf16, row-wise": [
+        *("--model.backbone=transformer", "--train.precision=bf16-mixed"),
+        *("--word_table.optimizer=adam", "--train.strategy=shard_output"),
+    ],
+    "transformer, row-wise, accumulate": [
+        *("--model.backbone=transformer", "--train.accumulate=2"),
+        *("--word_table.optimizer=sgd", "--train.strategy=shard_output"),
+    ],
+}
+"""Every pair of a backbone, a kind of gradients, a number of batches per step and a precision.
+
+Rows are dealt where gradients are row-wise, which several processes require.
+"""
+
+
+def train_and_continue(folder: Path, arguments: list[str]) -> None:
+    """Be one of several processes that train each recipe as a whole, and with a stop."""
+    read, before = Batches.__getitem__, [-1]
+
+    def read_or_stop(self: Batches, number: int) -> Any:
+        if number == before[0] and self.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return read(self, number)
+
+    Batches.__getitem__ = read_or_stop  # type: ignore[method-assign]
+    for name, options in CONTINUED.items():
+        command = [*arguments, *options, "--output.backend=reference", "--train.val_every_steps=6"]
+        assert main([*command, f"--run_dir={folder}/{name}/whole"]) == 0
+        command += [f"--run_dir={folder}/{name}/stopped", "--resume=auto"]
+        before[0] = STOPPED
+        with pytest.raises(SystemExit, match="143"):
+            main(command)
+        before[0] = -1
+        assert main(command) == 0
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_several_processes_continue_bit_for_bit_or_refuse_another_number_of_them(
+    tiny: Path,
+    prepared_dir: Path,
+    tmp_path: Path,
+    assert_same: Callable[[Path, Path], None],
+    complaint: Callable[..., str],
+    devices: int,
+) -> None:
+    data = f"--data.prepared_dir={prepared_dir}"
+    command = ["train", tiny, "--no-progress", data, "--train.batch_size=6", "--train.max_steps=12"]
+    words = [__file__, tmp_path, *command]
+    (processes,) = launched("torchrun", *map(str, words), devices=devices)
+    finish(processes)
+    for name in CONTINUED:
+        whole, stopped = tmp_path / name / "whole", tmp_path / name / "stopped"
+        assert len(load_checkpoint(whole / "checkpoints" / "last.ckpt")["devices"]) == devices
+        assert_same(stopped, whole)
+    options = [f"--run_dir={tmp_path / 'lstm' / 'stopped'}", "--train.accelerator=cpu"]
+    options += [*CONTINUED["lstm"], "--output.backend=reference", "--train.val_every_steps=6"]
+    assert complaint(*command, *options, "--train.max_steps=15", "--resume=auto") == (
+        f"the checkpoint was written by {devices} devices, this continuation has 1 (train.devices)"
+    )
 
 
 TIED_ADAGRAD = ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"]
@@ -250,3 +323,7 @@ def test_settings_that_require_a_gpu_are_refused_without_one(
             found = failed(run, f"--train.accelerator={accelerator}", option)
             assert found.startswith(message)
     assert not run.exists()
+
+
+if __name__ == "__main__":
+    train_and_continue(Path(sys.argv[1]), sys.argv[2:])
