@@ -25,7 +25,9 @@ def build_fabric(run: Run) -> Fabric:
     if config.train.strategy != "auto" or run.num_devices > 1:
         strategy = DDPStrategy(
             broadcast_buffers=False,  # the class tree is constant
-            find_unused_parameters=config.output.tree == "adaptive",  # clusters without a target
+            # clusters without a target; and then DDP keeps its buckets after the first step, so
+            # that a continued run adds up three or more gradients in the same order
+            find_unused_parameters=True,
         )
     found = launch()
     alone = found is None and SLURMEnvironment.detect()  # as a job's script, which has no tasks

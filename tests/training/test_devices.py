@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from data_prep.errors import UserError
+from lm.cli import main
 from lm.device import launch
 from lm.model.files import load_model
 from lm.training.batches import Batches
