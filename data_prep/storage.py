@@ -5,11 +5,13 @@ Knows nothing of what the files contain.
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ from data_prep.errors import BusyError, DataError, StorageError, UserError
 from data_prep.settings import NonNegative, Strict
 
 CHUNK_BYTES = 1 << 24
+ABANDONED_SECONDS = 3600
+"""Age from which a temporary file of another process is that of one that was killed."""
 LONGEST_NAME = 128
 """Bytes of a file name that its temporary one is made of: file systems allow 143 to 255."""
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -140,7 +144,7 @@ def write_atomically(
 
     `writer` is called with a seekable binary file in the same folder, open for writing; returns
     what it returns. Several processes may write a `shared` file at once; the temporary file of one
-    that is killed is then not overwritten by the next one.
+    that is killed is then not overwritten by the next one, but deleted after an hour.
 
     Raises:
         UserError: the file system refuses (full, read-only, no permission).
@@ -155,10 +159,21 @@ def write_atomically(
                 _sync(file.fileno())
             os.replace(temporary, path)
             sync(path.parent)
+        if shared:
+            _delete_abandoned(temporary)
     finally:
         with suppress(OSError):  # of a read-only file system
             temporary.unlink(missing_ok=True)
     return result
+
+
+def _delete_abandoned(temporary: Path) -> None:
+    """Delete files that other processes wrote in its place and left an hour ago."""
+    start = temporary.name.removesuffix(f"{os.getpid()}.tmp")
+    for other in temporary.parent.glob(f"{glob.escape(start)}*.tmp"):
+        with suppress(OSError):
+            if time.time() - other.stat().st_mtime > ABANDONED_SECONDS:
+                other.unlink()
 
 
 def copy_atomically(source: Path, target: Path) -> None:

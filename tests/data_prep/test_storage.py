@@ -280,6 +280,18 @@ def test_the_longest_names_of_files_can_be_written(tmp_path: Path, name: str, sh
     assert (tmp_path / "folder" / name).is_dir()
 
 
+def test_what_a_killed_process_left_of_a_shared_file_is_deleted_after_an_hour(
+    tmp_path: Path,
+) -> None:
+    old, new, other = (tmp_path / name for name in (".a.1.tmp", ".a.2.tmp", ".b.1.tmp"))
+    for path in (old, new, other):
+        path.touch()
+    for path in (old, other):
+        os.utime(path, times=(0, 0))
+    write_atomically(tmp_path / "a", lambda file: file.write(b"abc"), shared=True)
+    assert {*tmp_path.iterdir()} == {tmp_path / "a", new, other}
+
+
 def test_several_processes_may_write_one_shared_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
