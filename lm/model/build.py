@@ -167,7 +167,7 @@ def _build_softmax(
     counts: Tensor | None,
     placement: PlacementName | None,
 ) -> OutputLayer:
-    if tree is None:
+    if tree is None:  # output.tree: adaptive, whose clusters are by count
         assert counts is not None
         dropout = output.tail_dropout
         try:

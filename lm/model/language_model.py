@@ -48,7 +48,7 @@ class OutputLayer(Protocol):
         """Log-probabilities of candidate words [..., K] int64 of each position, [..., K]."""
 
     def sample(self, *arguments: Any, **options: Any) -> Tensor:
-        """Draw a word for each position, [...] int64."""
+        """Draw a word for each position, [...] int64; arguments of `HierarchicalSoftmax.sample`."""
 
     def topk(self, hidden: Tensor, k: int, *, excluded: Sequence[int] | Tensor = ()) -> TopK:
         """The k most probable words of each position that are not excluded, [..., k]."""

@@ -90,7 +90,7 @@ class InputBuffers:
 
 
 class StepGraph:
-    """Runs the steps of a process: eagerly, and once warmed up as a graph.
+    """Runs the steps of a process: as they are, and on a GPU, once warmed up, as a graph.
 
     Attributes:
         records: whether steps may be recorded. Then the learning rates of the optimizer are

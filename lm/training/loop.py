@@ -196,7 +196,7 @@ def train_step(state: TrainingState) -> float:
     batches, is_usual = state.next_batches()
     step = partial(update, state, batches)
     if is_usual:
-        state.graph.run(step)  # recorded once, then launched as a whole
+        state.graph.run(step)  # on a GPU, recorded once and then launched as a whole
     else:
         step()
     return learning_rate

@@ -5,9 +5,9 @@ A visit costs no call of PyTorch, rows are read where they are, and they are sti
 (5) follows (1). Work is divided among PyTorch's number of threads, forward by positions and
 backward by rows; the results are the same bit for bit for any number.
 
-This file says what the backend takes; `step` is a training step, of the loops in `loops`. The
-reference backend computes softmaxes with so many columns that errors are not saved (such as most
-full softmaxes, which are one large product, best left to PyTorch) and shards.
+This file says what the backend takes; `step` has the forward and the backward, of the loops in
+`loops`. The reference backend computes softmaxes with so many columns that errors are not saved
+(such as most full softmaxes, which are one large product, best left to PyTorch) and shards.
 """
 
 import sys

@@ -188,7 +188,7 @@ def _draw_word(layer, p, seed, power, is_exact, trials):
         if begins:
             point = _uniform(seed, count[USED])
             count[USED] += 1
-            column = _draw(known_log_weight, count[KNOWN], point, cumulative)
+            column = _draw(known_log_weight, count[KNOWN], point, cumulative)  # a class, say
             item, above = known[column], float(trials.log_prob[column])
             weight = known_log_weight[column]
             if item >= 0:
@@ -217,7 +217,7 @@ def _draw_word(layer, p, seed, power, is_exact, trials):
             known_log_weight[base : base + n] = log_weight[:n]
             count[KNOWN] += n
         if not begins:
-            child = _draw(log_weight, n, point, cumulative)
+            child = _draw(log_weight, n, point, cumulative)  # a word of it
             column, item, above = base + child, items[child], float(log_q[child])
             weight = log_weight[child]
             if item >= 0:

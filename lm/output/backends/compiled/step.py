@@ -1,4 +1,4 @@
-"""A training step of the compiled backend: its forward and its backward.
+"""The forward and the backward of the compiled backend.
 
 Row-wise gradients are formed when they are used, see `factors`.
 """

@@ -1,7 +1,8 @@
 """Tile shapes of the fused kernels, and how they are compiled.
 
 Those for half precision on sm_90 are the best of the shapes timed on an H100; the others are chosen
-by what the compiler reports.
+by what the compiler reports. To change one, try it with `launch.instrumented(tiles=...)`, write it
+into `_TILES` or where `tiles` replaces it, and run `python -m scripts.kernels.compilation_matrix`.
 """
 
 import importlib
@@ -41,7 +42,7 @@ class Tiles(NamedTuple):
     """Tile shapes of the kernels."""
 
     forward: Tile
-    errors: Tile  # its `c` is that of the forward
+    errors: Tile  # with `c` of the forward, see `Plan.errors_tile`
     heavy: Tile  # `v` x `h` of d_hidden, `step` children at a time, and `c` x `h` of d_weight
     light: Tile  # its `v` is the most visits of a light node, its warps those of rows of heavy ones
     chunk: int = 512  # least number of visits per program where several share the rows of a node
@@ -51,7 +52,7 @@ class Tiles(NamedTuple):
     bias: Tile = Tile(16, 128, 16, 4, 1, 16)
 
 
-_HALF_ERRORS, _SINGLE_ERRORS = Tile(16, 128, 0, 4, 1), Tile(16, 64, 0, 4, 1)
+_ERRORS = Tile(16, 0, 0, 4, 1)
 NARROW, WIDE = 256, 2048
 """Children of a node, on average. In half precision on sm_90, up to the first number tiles of fewer
 children are the fastest in the forward, and between them more loads in flight for light nodes.
@@ -66,33 +67,33 @@ _SINGLE_UPDATE, _EXACT_UPDATE = Tile(16, 32, 32, 4, 3, 16), Tile(16, 32, 32, 4, 
 _TILES = {
     # Without wgmma all operands pass through registers.
     ("half", 80): Tiles(
-        Tile(64, 128, 32, 8, 3), _HALF_ERRORS, Tile(128, 128, 64, 8, 3, 32), Tile(64, 32, 64, 8, 2)
+        Tile(64, 128, 32, 8, 3), _ERRORS, Tile(128, 128, 64, 8, 3, 32), Tile(64, 32, 64, 8, 2)
     ),
     # The best on an H100 for 33k to 10M words, or level with it: several programs of 4 warps on a
     # processor hide each other's waits.
     ("half", 90): Tiles(
-        Tile(64, 128, 64, 4, 4, flatten=True), _HALF_ERRORS, Tile(128, 128, 128, 4, 4, 32),
+        Tile(64, 128, 64, 4, 4, flatten=True), _ERRORS, Tile(128, 128, 128, 4, 4, 32),
         Tile(64, 64, 64, 4, 3), norm=Tile(16, 64, 64, 4, 3, 16, registers=128),
         update=Tile(16, 16, 64, 1, 3, 16, registers=224),
     ),
     # The logits of a block pass from tensor memory through registers.
     ("half", 100): Tiles(
-        _NARROW_FORWARD, _HALF_ERRORS, Tile(128, 128, 128, 8, 3, 64), Tile(64, 64, 128, 8, 3)
+        _NARROW_FORWARD, _ERRORS, Tile(128, 128, 128, 8, 3, 64), Tile(64, 64, 128, 8, 3)
     ),
     # Twice the bytes.
     ("single", 80): Tiles(
-        Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 2),
+        Tile(64, 64, 32, 8, 2), _ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 2),
         norm=_SINGLE_UPDATE, update=_SINGLE_UPDATE,
     ),
     # With a second stage, the light loop loads into the operands of a wgmma that still runs.
     ("single", 90): Tiles(
-        Tile(64, 64, 32, 8, 2), _SINGLE_ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 1),
+        Tile(64, 64, 32, 8, 2), _ERRORS, Tile(64, 64, 64, 8, 2, 32), Tile(64, 32, 32, 8, 1),
         norm=_SINGLE_UPDATE, update=_SINGLE_UPDATE,
     ),
     # No tensor cores: products by threads, so that positions without a visit cost as much as
     # others.
     ("exact", 80): Tiles(
-        Tile(32, 32, 32, 8, 2), _SINGLE_ERRORS._replace(c=32), Tile(32, 32, 32, 8, 2, 32),
+        Tile(32, 32, 32, 8, 2), _ERRORS, Tile(32, 32, 32, 8, 2, 32),
         Tile(16, 32, 16, 8, 3), norm=_EXACT_UPDATE, update=_EXACT_UPDATE, adam=_EXACT_UPDATE,
     ),
 }  # fmt: skip
