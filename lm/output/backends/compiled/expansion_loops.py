@@ -118,7 +118,7 @@ def expand(layer, position, node, above, log_q, bias_of_child):
 
 @compiled
 def item_log_weight(power, log_prob, num_words):
-    """Logarithm of (1) of `decoding.rejection`, of a node with so many words below, or of a word."""
+    """Logarithm of (1) of `decoding.rejection`, for a node of so many words, or for a word."""
     if power >= 1:
         return power * log_prob
     return power * log_prob + (1 - power) * math.log(num_words)
