@@ -89,22 +89,25 @@ class LoadedModel:
 
     def id(self, word: str) -> int:
         """The token id of a word, `<unk>`'s if it is unknown; see `encode` for one of several."""
-        ids = self.encode(word)
+        ids = self._encode(word)
         if len(ids) != 1:
             raise ValueError(f"{word!r} has {len(ids)} tokens, not one")
         return ids[0]
 
     def word(self, id: int) -> str:
-        """The word, or piece of one, of a token id."""
-        return self.tokenizer.token(*self._ids([id]))
+        """The word, or piece of one, of a token id; an item as its table has it."""
+        (token,) = self._ids([id])
+        return (
+            self.tokenizer.token(token) if self._catalogue is None else self._catalogue.item(token)
+        )
 
     def unknown_words(self, text: str) -> list[str]:
         """The distinct words of a text that contain something unknown, in their order."""
         return unknown_words(self.tokenizer, [text])
 
-    def start(self, prefix: str | Sequence[int] = "") -> State:
-        """The state after a text or token ids; by default that before the first word."""
-        ids = self.encode(prefix) if isinstance(prefix, str) else self._ids(prefix)
+    def start(self, prefix: str | Sequence[Word] = "") -> State:
+        """The state after a text, token ids or items; by default that before the first word."""
+        ids = self.encode(prefix) if isinstance(prefix, str) else self._prefix_ids(prefix)
         tokens = torch.tensor([self.eos_id, *ids], device=self.model.device)[:, None]
         hidden, backbone = read_prefix(self.model, tokens, self.model.init_state(1))
         return State(
@@ -341,6 +344,17 @@ class LoadedModel:
         """The items of a model of independent sequences."""
         return Catalogue(self._run) if self._run.is_independent else None
 
+    def _encode(self, word: str) -> list[int]:
+        """Token ids of a word, or of an item."""
+        if self._catalogue is None:
+            return self.encode(word)
+        return self._catalogue.find([word])[0] or [self.tokenizer.unk_id]
+
+    def _prefix_ids(self, prefix: Sequence[Word]) -> list[int]:
+        """Token ids that are given, or those of items."""
+        has_items = self._catalogue is not None and not isinstance(prefix, bytes)
+        return self._item_ids(prefix) if has_items else self._ids(prefix)  # type: ignore[arg-type]
+
     def _item_ids(self, words: Sequence[Word]) -> list[int]:
         """Token ids of words or items; items that are not in the catalogue are left out."""
         if self._catalogue is None:
@@ -366,7 +380,7 @@ class LoadedModel:
     def _tokens_of_all(self, words: Sequence[Word]) -> tuple[list[list[int]], list[float]]:
         """The token ids of each word, at least one, and Σ log P(word | `<unk>`) of unknown ones."""
         words = listed("words", words)
-        tokens = [self._ids(self.encode(w) if isinstance(w, str) else [w]) for w in words]
+        tokens = [self._ids(self._encode(w) if isinstance(w, str) else [w]) for w in words]
         for word, word_tokens in zip(words, tokens, strict=True):
             if not word_tokens:
                 raise ValueError(f"{word!r} has no token")

@@ -109,6 +109,4 @@ def test_what_does_not_fit_is_refused(
     assert "plain text has no columns" in complaint(*plain)
     assert not Path("my.yaml").exists()
     assert main([*new]) == 0  # the only column of text
-    assert (
-        "column who has single words: a table of events needs --items USER ITEM TIME" in caplog.text
-    )
+    assert "column who has few words: a table of events needs --items USER ITEM TIME" in caplog.text

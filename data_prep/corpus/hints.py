@@ -19,6 +19,10 @@ from data_prep.storage import open_to_read
 
 NUM_LINES = 100
 """Lines and rows that decide."""
+SENTENCE_SPACES = 5
+"""Least spaces in a cell, on average, of a column that is taken for text and not for names, in a
+table of more than two columns.
+"""
 MANY_REPEATED = 0.2
 """Share of a split's characters, so that short lines that all texts have are few."""
 UNSPACED = re.compile(
@@ -55,7 +59,8 @@ def find_text(path: Path, field: str | None) -> TextFile:
     rows, names = _first_rows(path, format)
     cells = {name: [row[name] for row in rows if row.get(name)] for name in names}
     texts = [name for name in names if cells[name] and all(map(_is_text, cells[name]))]
-    sentences = [name for name in texts if all(" " in cell for cell in cells[name])]
+    least = SENTENCE_SPACES if len(names) > 2 else 1
+    sentences = [name for name in texts if _num_spaces(cells[name]) >= least]
     likely = (["text"] if "text" in names else texts, sentences)
     found = [each[0] for each in likely if len(each) == 1] if field is None else [field]
     if not found or not all(isinstance(cell, str) for cell in cells.get(found[0], [0])):
@@ -66,8 +71,8 @@ def find_text(path: Path, field: str | None) -> TextFile:
         )
         problem += f", --text-field=NAME, of {columns}"
         raise DataError(f"{path}: {problem}")
-    if field is None and len(names) > 1 and not any(" " in cell for cell in cells[found[0]]):
-        text = "%s, column %s has single words: a table of events needs --items USER ITEM TIME"
+    if field is None and len(names) > 1 and _num_spaces(cells[found[0]]) < least:
+        text = "%s, column %s has few words: a table of events needs --items USER ITEM TIME"
         logger.warning(text, path, found[0])
     return TextFile(path, format, found[0])
 
@@ -100,6 +105,11 @@ def _format_of_lines(lines: Iterable[str], name: str) -> str:
         return "json"
     suffix = Path(COMPRESSED_NAME.sub("", name)).suffix.lower()
     return _FORMAT_OF_SUFFIX.get(suffix, "text")
+
+
+def _num_spaces(cells: list[str]) -> float:
+    """Spaces in a cell, on average."""
+    return sum(cell.count(" ") for cell in cells) / len(cells)
 
 
 def _is_text(value: Any) -> bool:

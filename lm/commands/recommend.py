@@ -44,7 +44,12 @@ def run(options: argparse.Namespace) -> None:
     catalogue = Catalogue(run)
     retired = list[int]()
     if options.retired is not None:
-        retired, unknown = catalogue.find(list(read_text(options.retired)))
+        retired, unknown = catalogue.find([line for line in read_text(options.retired) if line])
+        if unknown and not retired:
+            raise UserError(
+                f"{options.retired}: no line is an item of the catalogue, the first is"
+                f" {unknown[0]!r}: expected one in each line"
+            )
         if unknown:
             text = "%s: %d items are not in the catalogue, the first is %r"
             _log.warning(text, options.retired, len(unknown), unknown[0])

@@ -235,12 +235,15 @@ def test_recommended_items_are_the_most_probable_ones(
     assert lines.pop() == lines[1]
     model = lm.load(items_run, device="cpu")
     for items, values, line in zip(users, found, lines, strict=True):
-        known = [item.replace(" ", "%20") for item in items if item != "unheard of"]
+        known = [item for item in items if item != "unheard of"]
         ids = list(map(model.id, known))
-        probs = model.log_prob(ids).exp()
+        log_prob = model.log_prob(ids)
+        probs = log_prob.exp()
         probs[[model.eos_id, model.unk_id, *(ids if exclude == "seen" else ())]] = 0
         best = probs.sort(descending=True, stable=True)
-        names = [model.word(id).replace("%20", " ") for id in best.indices[:4].tolist()]
+        names = list(map(model.word, best.indices[:4].tolist()))
+        candidates = model.candidate_log_prob(model.start(known), names)
+        torch.testing.assert_close(candidates, log_prob[best.indices[:4]])
         assert values["items"] == names
         assert values["probabilities"] == pytest.approx(best.values[:4].tolist(), rel=1e-4)
         assert line.startswith(f"{names[0]} ({best.values[0]:.4f})\t{names[1]} (")
@@ -280,7 +283,7 @@ def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
 ) -> None:
     history, retired = tmp_path / "users.txt", tmp_path / "retired.txt"
     history.write_text('["item 3"]\nitem 3\n["item 4", "Nope"]\n')
-    retired.write_text("item 3\nitme 4\n")
+    retired.write_text("item 3\n\nitme 4\n")
     files = [f"--history={history}", f"--retired={retired}"]
     assert main(["recommend", str(items_run), *files]) == 0
     lost = "are not in the catalogue"
@@ -289,6 +292,8 @@ def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
         f"{history}: 3 items {lost} and are left out, the first is 'item' in line 2; nothing is"
         " left of 1 users" in caplog.text
     )
+    retired.write_text('["item 3"]\n')
+    assert main(["recommend", str(items_run), *files]) == 2
 
 
 def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path, tmp_path: Path) -> None:

@@ -83,6 +83,12 @@ def test_the_column_of_parquet_is_found_in_a_file_of_any_name(tmp_path: Path) ->
     ("name", "content", "field", "message"),
     [
         ("a.jsonl", lines(UNCLEAR), None, "name the column .*--text-field=NAME, of 'title', 'body"),
+        (
+            "a.jsonl",
+            lines([{"a": "user 1", "b": "So What", "c": 1}]),
+            None,
+            "name the column .*, of 'a'",
+        ),
         ("a.csv", table(ROWS), "body", "'body' is no column of text: .*, of 'id', 'title', 'text'"),
         ("a.json", lines(ROWS), "id", "'id' is no column of text: .*, of 'id', 'title', 'text'$"),
         ("a.json", lines([{"n": 1}]), None, "name the column .*, of 'n'$"),
