@@ -88,13 +88,11 @@ BAD_INPUTS = """\
 3 | rescore {run} {binary} --lm-weight=1 | binary.txt
 2 | rescore {run} {nbest} --lm-weight=x | --lm-weight
 2 | rescore {run} {nbest} --mixture=0.5 | --lm-weight
-2 | rescore {run} {nbest} --subtract | --lm-weight
 2 | rescore {run} {nbest} --lm-weight=1 --beam=3 | --beam
 2 | rescore {run} {nbest} --tune={nbest} --lm-weight=1 | --tune
 3 | rescore {run} {nbest} --lm-weight=1 --references={absent} | absent
 4 | rescore {run} {nbest} --lm-weight=1 --with={absent} | absent
 2 | classes {run} --words=0 | --words
-2 | classes {run} --plot=picture.xyz | --plot
 """
 """The exit code, a command, and what its message names."""
 FILES = {

@@ -99,7 +99,7 @@ def test_the_check_for_a_gpu_runs_all_steps_without_one_and_continues(tmp_path: 
     ("step", "message"),
     [
         ("preflight", "gpu_check: torch finds no CUDA device; --dry-run runs without one\n"),
-        ("nothing", "no step 'nothing', only preflight, compile, tests, training, benchmark-33k,"),
+        ("nothing", "no step 'nothing', only preflight, compile, tests, training, benchmark-268k,"),
     ],
 )
 def test_what_is_missing_is_named(step: str, message: str, tmp_path: Path) -> None:
