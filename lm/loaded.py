@@ -24,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
-from operator import index
 from typing import Any, Literal
 
 import numpy as np
@@ -39,7 +38,7 @@ from lm.generation.text import checked_text, encode_prompt, unknown_words
 from lm.model.reader import read_prefix
 from lm.run import TrainedRun
 from lm.scoring import LineScore, Scorer
-from lm.states import Prefix, State, Step, listed, warn_of
+from lm.states import Prefix, State, Step, checked_ids, listed, warn_of
 
 Word = str | int
 
@@ -107,7 +106,8 @@ class LoadedModel:
 
     def start(self, prefix: str | Sequence[Word] = "") -> State:
         """The state after a text, token ids or items; by default that before the first word."""
-        ids = self.encode(prefix) if isinstance(prefix, str) else self._prefix_ids(prefix)
+        of_ids = self._ids if self._catalogue is None else self._item_ids
+        ids = self.encode(prefix) if isinstance(prefix, str) else of_ids(prefix)
         tokens = torch.tensor([self.eos_id, *ids], device=self.model.device)[:, None]
         hidden, backbone = read_prefix(self.model, tokens, self.model.init_state(1))
         return State(
@@ -350,11 +350,6 @@ class LoadedModel:
             return self.encode(word)
         return self._catalogue.find([word])[0] or [self.tokenizer.unk_id]
 
-    def _prefix_ids(self, prefix: Sequence[Word]) -> list[int]:
-        """Token ids that are given, or those of items."""
-        has_items = self._catalogue is not None and not isinstance(prefix, bytes)
-        return self._item_ids(prefix) if has_items else self._ids(prefix)  # type: ignore[arg-type]
-
     def _item_ids(self, words: Sequence[Word]) -> list[int]:
         """Token ids of words or items; items that are not in the catalogue are left out."""
         if self._catalogue is None:
@@ -400,15 +395,5 @@ class LoadedModel:
             warn_of(word)
         self._warns = False
 
-    def _ids(self, tokens: Iterable[int]) -> list[int]:
-        """Token ids, checked."""
-        if isinstance(tokens, bytes):
-            raise ValueError(f"expected text or token ids, got {tokens!r}")
-        try:
-            ids = [index(token) for token in tokens]
-        except TypeError as error:
-            raise ValueError(f"expected text or token ids, got {tokens!r}") from error
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
-        return ids
+    def _ids(self, tokens: Iterable[Any]) -> list[int]:
+        return checked_ids(tokens, self.vocab_size)

@@ -189,11 +189,10 @@ def new_recipe(
         if sample.num_bytes <= COUNTED_BYTES and "kind: words" in tokenizer:
             about, num_words, unknown = "", *count_vocabulary(training, tokenizer)
         content, model = fit(path, files, num_tokens, num_words, tokenizer, backbone)
-        column = "" if texts["train"].format == "text" else f", column {texts['train'].field}"
         summary = (
-            f"{path}: for {text}{column}, {sample.num_bytes:,} bytes, about {num_tokens:,} tokens"
-            f" and a vocabulary of {about}{num_words:,}{unknown}\nsplit: {cut}\n"
-            f"model: {model}\n"
+            f"{path}: for {texts['train'].source}, {sample.num_bytes:,} bytes, about"
+            f" {num_tokens:,} tokens and a vocabulary of {about}{num_words:,}{unknown}\n"
+            f"split: {cut}\nmodel: {model}\n"
         )
         header = "".join(f"# {line}" for line in summary.splitlines(keepends=True))
         write_hashed(path, [header.encode(), content.encode()])

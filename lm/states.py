@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -42,6 +43,20 @@ def listed(what: str, values: object) -> list[Any]:
     if isinstance(values, str | bytes | State) or not isinstance(values, Iterable):
         raise ValueError(f"expected a list of {what}, got {values!r:.60}")
     return list(values)
+
+
+def checked_ids(tokens: Iterable[Any], vocab_size: int) -> list[int]:
+    """Token ids; ValueError if they are none, or outside of a vocabulary."""
+    if isinstance(tokens, bytes):
+        raise ValueError(f"expected text or token ids, got {tokens!r}")
+    try:
+        ids = [index(token) for token in tokens]
+    except TypeError as error:
+        raise ValueError(f"expected text or token ids, got {tokens!r}") from error
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
+    return ids
 
 
 def warn_of(word: str | int) -> None:

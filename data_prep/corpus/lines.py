@@ -92,6 +92,11 @@ class TextFile(NamedTuple):
     format: str = "text"  # see `data.format`
     field: str = "text"  # the column
 
+    @property
+    def source(self) -> str:
+        """The path, and which column if there are some."""
+        return f"{self.path}" + f", column {self.field}" * (self.format != "text")
+
     def lines(self) -> Iterator[str]:
         """Yield the lines; raises as `read_text`."""
         return chain.from_iterable(self.rows())
