@@ -354,7 +354,7 @@ class LoadedModel:
         """Token ids of words or items; items that are not in the catalogue are left out."""
         if self._catalogue is None:
             return self._ids(self.id(word) if isinstance(word, str) else word for word in words)
-        return self._ids(self._catalogue.ids(words))
+        return self._ids(self._catalogue.ids(listed("items", words)))
 
     def _excluded(self, allow_unk: bool) -> tuple[int, ...]:
         return () if allow_unk else (self.tokenizer.unk_id,)

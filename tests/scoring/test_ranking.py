@@ -266,6 +266,8 @@ def test_recommended_items_are_the_most_probable_ones(
         model.topk(model.start(), exclude="seen")
     with pytest.raises(ValueError, match="expected a list of items, got 'item 19'"):
         model.topk("item 19", 2)
+    with pytest.raises(ValueError, match="expected a list of items, got b'a'"):
+        model.start(b"a")
 
 
 def test_classes_show_items_as_their_table_has_them(
