@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_prep.corpus.hints import compared, noted
 from data_prep.corpus.lines import read_lines
@@ -144,6 +145,33 @@ def prepare(
             meta = _Stages(data, tokenizer, classes, folder, progress).run(meta)
     # Every file was verified or has just been written, except classes that are not needed.
     return Prepared(folder, meta, verified=set(FILES) - ({CLASSES} if classes is None else set()))
+
+
+def prepare_with(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    classes: ClassesConfig | None,
+    folder: Path,
+    words: WordTokenizer,
+    counts: NDArray[np.int64],
+    word_class: NDArray[np.int32],
+) -> Prepared:
+    """Prepare a new folder with words [N] that are given, their counts, and classes if needed.
+
+    The settings are those that the folder is said to be made by, as in `prepare`.
+    """
+    make_folder(folder)
+    requested = requested_meta(data, tokenizer, classes, folder, None)
+    meta = replace(requested, tokenizer=save_tokenizer(folder, words, counts))
+    if classes is not None:
+        found = ClassesInfo(
+            method=classes.method,
+            num_word_classes=int(word_class.max()) + 1,
+            shortlist=classes.shortlist,
+            array=write_array(folder / CLASSES, [word_class], "int32"),
+        )
+        meta = replace(meta, classes=found)
+    return Prepared(folder, _Stages(data, tokenizer, classes, folder, False).run(meta))
 
 
 def open_made_by(

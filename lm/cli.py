@@ -20,6 +20,7 @@ from lm.commands import (
     classes,
     config,
     evaluate,
+    extend,
     generate,
     info,
     new,
@@ -35,7 +36,7 @@ from lm.config.reference import describe_usual_keys
 _VERBS = {
     module.__name__.rpartition(".")[2]: module
     for module in (
-        *(new, prepare, train, evaluate, generate, recommend),
+        *(new, prepare, train, evaluate, generate, recommend, extend),
         *(score, rescore, classes, info, config),
     )
 }
