@@ -1,5 +1,6 @@
 """`lm extend`: classes, rows and biases of new items by their definition, and what is refused."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 import lm
 from lm.cli import main
 from lm.loaded import LoadedModel
+from lm.output import HierarchicalSoftmax
 
 RECIPE = """\
 name: shop
@@ -59,8 +61,13 @@ def extended(*options: str) -> tuple[LoadedModel, LoadedModel]:
     return models
 
 
+def softmax(model: LoadedModel) -> HierarchicalSoftmax:
+    assert isinstance(model.model.output, HierarchicalSoftmax)
+    return model.model.output
+
+
 def class_of(model: LoadedModel, items: list[str]) -> list[int]:
-    tree = model.model.output.tree
+    tree = softmax(model).tree
     return [tree.path(model.id(item))[-1][0] for item in items]
 
 
@@ -71,11 +78,13 @@ def test_new_items_are_what_the_model_expects_where_they_occur(
     before, after = extended(*SHAPES[shape])
     ids = {item: before.id(item) for item in OLD}
     assert {item: after.id(item) for item in OLD} == ids
-    old, new = before.model.output, after.model.output
-    tables = [(old.weight, new.weight, True)]
-    if after.model.embedding is not None:
-        table = before.model.embedding.weight, after.model.embedding.weight
-        tables.append((*table, shape == "untied"))
+    old, new = softmax(before), softmax(after)
+    assert old.bias is not None
+    assert new.bias is not None
+    tables: list[tuple[Tensor, Tensor, bool]] = [(old.weight, new.weight, True)]
+    if before.model.embedding is not None and after.model.embedding is not None:
+        grown = after.model.embedding.weight
+        tables.append((before.model.embedding.weight, grown, shape == "untied"))
     members = torch.tensor([*range(before.vocab_size)])
     node = old.tree.node_of_row[old.tree.row_of_word]
     count = torch.ones(after.vocab_size)  # one more than the events of training
@@ -123,7 +132,9 @@ def test_probabilities_sum_to_one_and_old_items_keep_their_ratios(shape: str) ->
 
 
 def test_an_extended_run_is_a_run(
-    printed: Callable[..., str], contents: Callable[[Path], dict[str, str]]
+    printed: Callable[..., str],
+    contents: Callable[[Path], dict[str, str]],
+    sequences: list[list[str]],
 ) -> None:
     Path("shop.yaml").write_text(RECIPE)
     assert main(["train", "shop.yaml", "--no-progress"]) == 0
@@ -132,6 +143,14 @@ def test_an_extended_run_is_a_run(
         printed("extend", "runs/shop", "--name=next", "--data.files.train=new.csv") == "runs/next\n"
     )
     assert contents(Path("runs/shop")) == before
+    histories = [json.dumps(line) for line in sequences]
+    Path("histories").write_text("\n".join(histories))
+    options = ("recommend", "runs/next", "--k=4", "--json")
+    by_line = printed(*options, "--history=histories").splitlines()
+    by_user = printed(*options, "--events=new.csv").splitlines()
+    assert [json.loads(each) for each in by_user] == [
+        {"user": str(user)} | json.loads(line) for user, line in enumerate(by_line)
+    ]
     report = printed("evaluate", "runs/next", "--ranking", "--no-progress")
     assert "among all 11 items" in report
     assert "0 not in the catalogue" in report

@@ -7,6 +7,7 @@ An item is one word of its line. `item_word` writes white space and `%` in it as
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from data_prep.corpus.formats import one_line, reading
 from data_prep.corpus.lines import records
 from data_prep.corpus.loader import input_files
 from data_prep.errors import DataError, UserError
-from data_prep.settings import DataConfig
+from data_prep.settings import DataConfig, SplitFiles
 
 ROWS = 1 << 16
 """Rows of a file without columns that are in memory as Python objects."""
@@ -50,6 +51,7 @@ def word_item(word: str) -> str:
 class _Events(NamedTuple):
     """All events, user by user in the order of their first rows, each user's in that of time."""
 
+    names: list[str]  # [U]
     words: NDArray[Any]  # [I] str
     item: Ints  # [n]
     begin: Ints  # [U], the first event of each user
@@ -73,6 +75,18 @@ def count_events(data: DataConfig) -> EventCounts:
     events = _read(data, "train")
     num_short = int((events.end - events.begin < 3).sum())
     return EventCounts(len(events.item), len(events.begin), len(events.words), num_short)
+
+
+def histories(data: DataConfig, path: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the users of a table with columns as `data` has them, and their items in order.
+
+    Raises:
+        UserError: as `event_lines`.
+    """
+    given = replace(data, dir=".", files=SplitFiles(train=path))
+    events = _read(given, "train")
+    for name, begin, end in zip(events.names, events.begin, events.end, strict=True):
+        yield name, list(map(word_item, events.words[events.item[begin:end]]))
 
 
 def event_lines(data: DataConfig, split: str) -> Iterator[str]:
@@ -135,7 +149,8 @@ def _read(data: DataConfig, split: str) -> _Events:
     end = np.cumsum(num_events)
     words = np.array([item_word(each) for each in item.dictionary.to_pylist()], object)
     items = item.indices.to_numpy().astype(np.int64)[order]
-    return _Events(words, items, end - num_events, end, users[order], times[order], is_date)
+    names = user.dictionary.to_pylist()
+    return _Events(names, words, items, end - num_events, end, users[order], times[order], is_date)
 
 
 def _table(path: Path, data: DataConfig) -> Any:

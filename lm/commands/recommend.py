@@ -16,11 +16,11 @@ OPTIONS: Options = (
     RUN
     | {
         "--history": {
-            "required": True,
             "metavar": "FILE|-",
             "help": "the items of one user in each line, oldest first: separated by white space, or"
             " a JSON list",
         },
+        "--events": FILE | {"help": "a table instead, of the format and with the columns of RUN's"},
         "--k": COUNT | {"default": 10, "help": "number of items (default 10)"},
     }
     | EXCLUDE
@@ -28,8 +28,11 @@ OPTIONS: Options = (
     | COMPUTING
     | {"--json": SWITCH | {"help": "print one JSON object for each user"}}
 )
+EXCLUSIVE = ("--history", "--events")
 AT_ONCE = 1024
 """Users that are computed together."""
+_User = tuple[str | None, list[Any]]
+"""The name of a user, if there is one, and the items."""
 _log = logging.getLogger(__name__)
 
 
@@ -38,6 +41,9 @@ def run(options: argparse.Namespace) -> None:
     from data_prep.corpus.lines import read_text
     from lm.generation.items import Catalogue, recommend
 
+    source = options.history or options.events
+    if source is None:
+        raise UserError("lm recommend requires --history or --events")
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     if not run.is_independent:
         raise UserError(f"{run.folder}: recommending requires data.sequences: independent")
@@ -54,31 +60,37 @@ def run(options: argparse.Namespace) -> None:
             text = "%s: %d items are not in the catalogue, the first is %r"
             _log.warning(text, options.retired, len(unknown), unknown[0])
     excluded = [*catalogue.special, *retired]
-    users = (
-        _items(line, f"{options.history}, line {number}")
-        for number, line in enumerate(read_text(options.history), 1)
-    )
-    lost = _Lost(options.history)
+    users: Iterator[_User]
+    if options.events is None:
+        lines = enumerate(read_text(source), 1)
+        users = ((None, _items(line, f"{source}, line {number}")) for number, line in lines)
+    elif run.config.data.user_field is None:
+        raise UserError(f"--events: {run.folder} has no columns of a table, use --history")
+    else:
+        from data_prep.corpus.events import histories  # imports pyarrow
+
+        users = iter(histories(run.config.data, source))
+    lost = _Lost(source)
     for chunk in _chunks(users):
-        found = [catalogue.find(items) for items in chunk]
-        histories = [ids for ids, _ in found]
+        found = [catalogue.find(items) for _, items in chunk]
+        known = [ids for ids, _ in found]
         for ids, unknown in found:
             lost.add(ids, unknown)
         try:
             log_prob, word = recommend(
-                run.model, histories, options.k, excluded=excluded, exclude=options.exclude
+                run.model, known, options.k, excluded=excluded, exclude=options.exclude
             )
         except ValueError as error:
             raise UserError(f"--k {options.k}: {error}") from error
-        rows = zip(word.tolist(), log_prob.exp().tolist(), found, strict=True)
-        for ids, probs, (_, unknown) in rows:
-            items = list(map(catalogue.item, ids))
+        rows = zip(chunk, word.tolist(), log_prob.exp().tolist(), found, strict=True)
+        for (user, _), ids, probs, (_, unknown) in rows:
+            items, named = list(map(catalogue.item, ids)), {} if user is None else {"user": user}
             if options.json:
-                row = {"items": items, "probabilities": probs, "unknown": unknown}
+                row = named | {"items": items, "probabilities": probs, "unknown": unknown}
                 print(json.dumps(row, ensure_ascii=False))
             else:
-                pairs = zip(items, probs, strict=True)
-                print("\t".join(f"{item} ({prob:.4f})" for item, prob in pairs))
+                shown = (f"{item} ({prob:.4f})" for item, prob in zip(items, probs, strict=True))
+                print("\t".join([*named.values(), *shown]))
     lost.report()
 
 
@@ -120,6 +132,6 @@ def _items(line: str, name: str) -> list[Any]:
     return list(items)
 
 
-def _chunks(users: Iterator[list[Any]]) -> Iterator[list[list[Any]]]:
+def _chunks(users: Iterator[_User]) -> Iterator[list[_User]]:
     while chunk := list(islice(users, AT_ONCE)):
         yield chunk
