@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output import ClassTree
 from lm.output.backends import BACKENDS
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton import backend as triton_backend
@@ -16,7 +15,7 @@ from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.triton.plan import path_slots
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
-from ...definition import SMALL_TILES, gradients, two_level, zipf_targets
+from ...definition import SMALL_TILES, gradients, nll, two_level, zipf_targets
 
 pytest.importorskip("triton")
 
@@ -115,10 +114,10 @@ def test_a_batch_that_would_save_too_much_is_computed_in_parts(
     assert one.new_saved(whole, needs) == []
     results = []
     for name in ("triton", "reference"):
-        options: dict[str, Any] = {"reduction": reduction, "row_wise": row_wise, "backend": name}
-        nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, **options)
-        found = torch.autograd.grad(nll, inputs, upstream)
-        results.append([nll.detach(), *(each.to_dense() for each in found)])
+        options = {"reduction": reduction, "row_wise": row_wise, "backend": name}
+        each = nll([*inputs, target], tree, **options)
+        found = torch.autograd.grad(each, inputs, upstream)
+        results.append([each.detach(), *(grad.to_dense() for grad in found)])
     if reduction == "none":
         assert torch.equal(results[0][0], expected)
     for ours, plain in zip(*results, strict=True):
@@ -131,8 +130,8 @@ def test_nan_in_the_weight_is_nan_in_the_nll() -> None:
     weight[2] = torch.nan  # a class that no target is in
     target = torch.where(tree.rows_on_path(target.clamp(min=0))[:, 1] == 2, 59, target)
     for backend in ("reference", "triton"):
-        nll, *_ = gradients([hidden, weight, bias], target, tree, torch.ones(20), backend)
-        assert torch.equal(nll.isnan(), target >= 0)
+        found, *_ = gradients([hidden, weight, bias], target, tree, torch.ones(20), backend)
+        assert torch.equal(found.isnan(), target >= 0)
 
 
 def test_gradients_of_a_small_loss_survive_half_precision() -> None:
@@ -141,9 +140,9 @@ def test_gradients_of_a_small_loss_survive_half_precision() -> None:
     hidden, weight, _, target = problem(tree, 40, 32, torch.float32)
     half, weight = hidden.half(), weight.requires_grad_()
     with torch.autocast("cpu", torch.float16):
-        nll = hierarchical_cross_entropy(half, weight, target, tree, backend="triton")
-    (ours,) = torch.autograd.grad(nll, weight, torch.tensor(3e-7))
-    truth = hierarchical_cross_entropy(half.float(), weight, target, tree)
+        found = nll([half, weight, target], tree, reduction="mean", backend="triton")
+    (ours,) = torch.autograd.grad(found, weight, torch.tensor(3e-7))
+    truth = nll([half.float(), weight, target], tree, reduction="mean")
     (true,) = torch.autograd.grad(truth, weight, torch.tensor(3e-7))
     assert 0 < true.abs().max() < 1e-7
     torch.testing.assert_close(ours, true, rtol=0.01, atol=1e-3 * float(true.abs().max()))
