@@ -90,6 +90,12 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     return argname if isinstance(val, bytes) else None
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip GPU tests without a GPU."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _nan_filled_memory() -> None:
     """Uninitialized memory is NaN."""

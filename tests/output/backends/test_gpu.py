@@ -17,10 +17,7 @@ from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD
 
 from ..definition import assert_errors_are_small, gradients, nll
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 PAGE = Path(__file__).parents[3] / "lm" / "output" / "README.md"
 TREES: dict[str, Callable[[], ClassTree]] = {
     "two_level": lambda: ClassTree.two_level(torch.arange(3000) // 55),
