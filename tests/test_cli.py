@@ -108,12 +108,7 @@ def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_what_cannot_be_trained_is_named_before_the_run_begins(
-    tiny: Path,
-    prepared_dir: Path,
-    tmp_path: Path,
-    untouched: Complaint,
-    option: str,
-    message: str,
+    tiny: Path, prepared_dir: Path, tmp_path: Path, untouched: Complaint, option: str, message: str
 ) -> None:
     for name in TREE_FILES:
         content = "thé 0 0\ncat 0 1\n".encode(name[:-4] if "-" in name else "utf-8")
@@ -227,10 +222,7 @@ def test_evaluating_a_split_that_was_not_prepared_says_which_there_are(
 
 
 def test_a_terminal_shows_progress_bars_unless_they_are_switched_off(
-    tiny: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for option in ([], ["--no-progress"]):
@@ -241,11 +233,7 @@ def test_a_terminal_shows_progress_bars_unless_they_are_switched_off(
 
 @pytest.mark.parametrize("tree", ["full", "balanced", "huffman", "adaptive"])
 def test_a_tree_without_classes_neither_prepares_nor_reports_them(
-    tiny: Path,
-    tmp_path: Path,
-    complaint: Complaint,
-    printed: Callable[..., str],
-    tree: str,
+    tiny: Path, tmp_path: Path, complaint: Complaint, printed: Callable[..., str], tree: str
 ) -> None:
     options = [f"--output.tree={tree}", f"--run_dir={tmp_path / 'run'}"]
     assert main(["prepare", str(tiny), *options]) == 0

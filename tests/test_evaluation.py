@@ -224,12 +224,7 @@ def test_the_stated_context_is_that_of_the_windows(context: int) -> None:
 
 
 def test_the_rule_for_line_ends_is_that_of_the_corpus(
-    tiny: Path,
-    tmp_path: Path,
-    evaluated: Evaluated,
-    lstm_run: Path,
-    corpus: Path,
-    printed: Printed,
+    tiny: Path, tmp_path: Path, evaluated: Evaluated, lstm_run: Path, corpus: Path, printed: Printed
 ) -> None:
     options = ["--data.keep_empty_lines=false", "--train.max_steps=1", "--no-progress"]
     assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0

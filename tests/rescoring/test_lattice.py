@@ -175,12 +175,7 @@ def test_a_large_beam_finds_the_best_of_all_paths(
             shares = np.log([share, 1 - share])
             return [np.logaddexp(shares[0] + x, shares[1] + y) for x, y in pairs]
 
-    weights = Weights(
-        lm_weight=0.7,
-        insertion_penalty=-0.4,
-        first_pass_share=0.25,
-        mixture=share,
-    )
+    weights = Weights(lm_weight=0.7, insertion_penalty=-0.4, first_pass_share=0.25, mixture=share)
     lattice = made_lattice(3)
     totals = best_of_all(lattice, weights, lm_scores)
     assert len(totals) > 100

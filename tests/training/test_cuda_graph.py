@@ -28,12 +28,12 @@ from lm.training.loop import train_step
 from lm.training.optimizers import learning_rate
 from lm.training.state import TrainingState
 
-N, STEPS, STOP = 60, 200, 97
+N, STEPS, STOP = 60, 60, 27
 CONFIG = """\
 name: steps
 model: {hidden: 16, layers: 2, heads: 2, dropout: 0.2}
 optim: {lr: 0.01}
-train: {max_steps: 200, batch_size: 4, seq_len: 8, threads: 1}
+train: {max_steps: 60, batch_size: 4, seq_len: 8, threads: 1}
 """
 ROW_WISE = ["--word_table.gradients=row_wise", "--word_table.lr=0.05"]
 WORD_DROPOUT = ["--model.input_embedding=path_sum", "--model.count_word_dropout=9"]

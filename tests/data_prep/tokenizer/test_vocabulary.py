@@ -17,6 +17,7 @@ from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer import tokenizer
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, line_batches
 from data_prep.tokenizer.vocabulary import count_words, reservoir_sample, train_sentencepiece
+from tests.data_prep.conftest import trained_pieces
 
 TEXT = tuple(f"the cat {word} on the mat number {word}" for word in ("sat", "lay", "ran", "is"))
 
@@ -120,8 +121,7 @@ def test_a_batch_of_lines_ends_where_they_are_long(monkeypatch: pytest.MonkeyPat
 
 def test_a_giant_line_is_learned_to_its_end() -> None:
     line = "the cat sat " * 5_000 + "Ω" * 9_000 + " mat"
-    model = train_sentencepiece([line], pieces(14, character_coverage=1.0))
-    tokenizer = SentencePieceTokenizer(model)
+    tokenizer = trained_pieces([line], 14, character_coverage=1.0)
     ids = tokenizer.encode(line)
     assert tokenizer.unk_id not in ids
     assert tokenizer.decode(ids) == line
@@ -144,8 +144,8 @@ def test_impossible_numbers_of_pieces_and_empty_texts_are_refused(
 
 
 def test_the_number_of_characters_is_a_maximum() -> None:
-    model = train_sentencepiece(TEXT, pieces(9999, model_type="char"))
-    assert SentencePieceTokenizer(model).vocab_size == len(set("".join(TEXT))) + 2
+    tokenizer = trained_pieces(TEXT, 9999, model_type="char")
+    assert tokenizer.vocab_size == len(set("".join(TEXT))) + 2
 
 
 def test_a_mistake_in_the_corpus_reaches_the_user_through_sentencepiece() -> None:

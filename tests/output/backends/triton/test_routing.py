@@ -23,8 +23,7 @@ ROUTING = ("_sort", "_merge", "_plan")
     [(1, 64), (17, 0), (300, 64), (600, 64), pytest.param(1100, 64, marks=pytest.mark.long)],
 )
 @pytest.mark.parametrize(
-    "tree",
-    [two_level(200, 14), ClassTree.balanced(200, 3), ClassTree.huffman(torch.arange(40))],
+    "tree", [two_level(200, 14), ClassTree.balanced(200, 3), ClassTree.huffman(torch.arange(40))]
 )
 def test_visits_are_those_of_the_reference_in_lists_that_have_room(
     tree: ClassTree, num_positions: int, most_runs: int, monkeypatch: pytest.MonkeyPatch
