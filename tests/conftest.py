@@ -184,6 +184,15 @@ def transformer_run(train: Callable[..., Path], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="session")
+def pieces_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An LSTM that reads pieces of words, after one step, read-only."""
+    folder = tmp_path_factory.mktemp("pieces_run")
+    options = ["--tokenizer={kind: sentencepiece, vocab_size: 34}", "--train.max_steps=1"]
+    assert main(["train", str(tiny), "--no-progress", f"--run_dir={folder}", *options]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`letters(name, *options)`: a run on `LETTERS`, words that occur once are `<unk>`."""
     corpus = tmp_path_factory.mktemp("letters")

@@ -15,8 +15,8 @@ from lm.rescoring.lattice_search import WordModel, Words, search, to_nbest
 from lm.rescoring.models import ArpaScores
 from lm.rescoring.weights import Weights
 from lm.scoring.ngram import NGramModel
-from tests.commands.test_rescore import ARPA
 from tests.conftest import ADVERBS, NOUNS, VERBS
+from tests.scoring.arpa_files import THE_CAT, write
 
 SLF = """\
 VERSION=1.0
@@ -160,8 +160,7 @@ def best_of_all(
 def test_a_large_beam_finds_the_best_of_all_paths(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    (tmp_path / "model.arpa").write_text(ARPA)
-    arpa = ArpaScores(NGramModel(tmp_path / "model.arpa"), 1000)
+    arpa = ArpaScores(NGramModel(write(tmp_path / "model.arpa", THE_CAT, 2)), 1000)
     has_two = name == "both"
     run: Path = request.getfixturevalue("lstm_run" if has_two else name)
     model = lm.load(run, vocabulary_size=1000)
