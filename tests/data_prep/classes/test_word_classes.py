@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy import sparse
+from scipy.optimize import linear_sum_assignment
 
 import data_prep
 from data_prep.classes import bigrams as bigrams_module
 from data_prep.classes import embedding as embedding_module
+from data_prep.classes.assignment import FloatArray, IntArray, assign, smallest_classes
 from data_prep.classes.bigrams import count_bigrams
 from data_prep.classes.embedding import truncated_svd
 from data_prep.classes.exchange import exchange
@@ -268,3 +270,35 @@ def test_classes_of_what_is_no_text_of_the_vocabulary_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shortlist = 5 is more than 4 words"):
         data_prep.word_classes([0, 1], 4, shortlist=5)
     assert sorted(data_prep.word_classes(np.empty(0, int), 4).tolist()) == [0, 0, 1, 1]
+
+
+def assign_all(
+    scores: FloatArray, capacity: int, temperature: float
+) -> tuple[IntArray, FloatArray]:
+    words, prices = np.arange(len(scores)), np.zeros(scores.shape[1], np.float32)
+    occupied = prices.astype(np.int64)
+    return assign(lambda ids: scores[ids], words, occupied, capacity, prices, temperature)
+
+
+def test_words_get_their_best_classes_if_these_have_vacancies() -> None:
+    preferred = np.array([2, 0, 1, 1, 0, 2])
+    assigned, prices = assign_all(np.eye(3, dtype=np.float32)[preferred], 2, 0.01)
+    assert assigned.tolist() == preferred.tolist()
+    assert prices == pytest.approx(0, abs=1e-3)
+
+
+def test_assignment_is_close_to_the_best_possible() -> None:
+    scores = np.random.default_rng(4).random((120, 12)).astype(np.float32)
+    assigned, _ = assign_all(scores, 10, 0.02)
+    slots = np.repeat(scores, 10, axis=1)
+    best = slots[linear_sum_assignment(slots, maximize=True)].sum()
+    assert np.bincount(assigned).tolist() == [10] * 12
+    assert scores[np.arange(120), assigned].sum() >= 0.98 * best
+
+
+def test_further_words_fill_the_smallest_classes() -> None:
+    sizes = np.array([3, 0, 5, 1])
+    places = smallest_classes(sizes, 5, 6)
+    assert sorted((sizes + np.bincount(places, minlength=4)).tolist()) == [3, 3, 4, 5]
+    assert len(smallest_classes(sizes, 5, 0)) == 0
+    assert (sizes + np.bincount(smallest_classes(sizes, 5, 11), minlength=4)).tolist() == [5] * 4

@@ -1,4 +1,4 @@
-"""The fused kernels in the interpreter equal the reference for sizes of all kinds."""
+"""The fused kernels in the interpreter equal the reference, for sizes of all kinds; routing."""
 
 import subprocess
 import sys
@@ -11,9 +11,12 @@ from lm.output import ClassTree
 from lm.output.backends import BACKENDS
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton import backend as triton_backend
+from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.triton.plan import path_slots
+from lm.output.backends.triton.routing import Routing, sizes
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
+from lm.output.backends.visits import route
 
 from ...definition import SMALL_TILES, gradients, nll, two_level, zipf_targets
 
@@ -214,3 +217,40 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
         [sys.executable, "-c", LAST_ROWS], capture_output=True, text=True, check=False
     )
     assert done.stdout == "last rows: right\n", done.stderr[-2000:]
+
+
+ROUTING = ("_sort", "_merge", "_plan")
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "most_runs"),
+    [(1, 64), (17, 0), (300, 64), (600, 64), pytest.param(1100, 64, marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize(
+    "tree", [two_level(200, 14), ClassTree.balanced(200, 3), ClassTree.huffman(torch.arange(40))]
+)
+def test_visits_are_those_of_the_reference_in_lists_that_have_room(
+    tree: ClassTree, num_positions: int, most_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of entries is not checked where they are written."""
+    monkeypatch.setattr(triton_backend, "MOST_RUNS", most_runs)
+    target = zipf_targets(tree, num_positions)
+    hidden, weight = torch.zeros(num_positions, 1), torch.zeros(tree.num_rows, 1)
+    given = Problem.of(hidden, weight, target, tree)
+
+    def run(launch: Launch) -> None:
+        if launch.kernel.__name__ in ROUTING:
+            execute(launch)
+
+    with instrumented(run=run, tiles=SMALL):
+        _, saved = TritonBackend().forward(given, Needs(True, True, False))
+        most = sizes(given, SMALL)
+    found = Routing.of(saved[0], num_positions, tree.depth)
+    truth = route(given.target, given.tree, tree.depth, -100)
+    assert torch.equal(found.position.long(), truth.position)
+    for ours, true in ((found.node, truth.node), (found.child, truth.child)):
+        assert torch.equal(ours.view(tree.depth, -1).long(), true)
+    visited: Tensor = saved[1]
+    assert torch.equal(visited.nonzero().flatten(), torch.unique(truth.node[truth.node >= 0]))
+    used = found.num_entries[: len(most)].tolist()
+    assert all(a <= b for a, b in zip(used, most, strict=True)), (used, most)
