@@ -90,6 +90,12 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     return argname if isinstance(val, bytes) else None
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip GPU tests without a GPU."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _nan_filled_memory() -> None:
     """Uninitialized memory is NaN."""
@@ -175,6 +181,15 @@ def lstm_run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 def transformer_run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained Transformer, read-only."""
     return train(tmp_path_factory.mktemp("transformer_run"), "--model.backbone=transformer")
+
+
+@pytest.fixture(scope="session")
+def pieces_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An LSTM that reads pieces of words, after one step, read-only."""
+    folder = tmp_path_factory.mktemp("pieces_run")
+    options = ["--tokenizer={kind: sentencepiece, vocab_size: 34}", "--train.max_steps=1"]
+    assert main(["train", str(tiny), "--no-progress", f"--run_dir={folder}", *options]) == 0
+    return folder
 
 
 @pytest.fixture(scope="session")

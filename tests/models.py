@@ -24,6 +24,30 @@ def small_model(
     return model
 
 
+def new_model(
+    tree: ClassTree | None,
+    parts: dict[str, Any],
+    *,
+    tied: bool = False,
+    row_wise: bool = False,
+    **settings: Any,
+) -> LanguageModel:
+    """A model of hidden size 12 as training begins with it, the same each time.
+
+    Rows of the output layer are 12 numbers and 4 zeros; without a tree, it is the adaptive softmax.
+    """
+    torch.manual_seed(0)
+    config = ModelConfig(hidden=12, heads=2, **settings)
+    table = WordTable(tied=tied, row_wise=row_wise)
+    return build_model(config, OutputConfig(), table, tree, 5, **parts).double()
+
+
+def words(num_words: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [T, B] = [5, 3]."""
+    tokens = torch.randint(num_words, (6, 3), generator=torch.Generator().manual_seed(1))
+    return tokens[:-1], tokens[1:]
+
+
 @torch.no_grad()
 def log_probs(model: LanguageModel, tokens: Sequence[int]) -> Tensor:
     """log P of all words [T, N] after each token of a text."""

@@ -108,12 +108,7 @@ def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_what_cannot_be_trained_is_named_before_the_run_begins(
-    tiny: Path,
-    prepared_dir: Path,
-    tmp_path: Path,
-    untouched: Complaint,
-    option: str,
-    message: str,
+    tiny: Path, prepared_dir: Path, tmp_path: Path, untouched: Complaint, option: str, message: str
 ) -> None:
     for name in TREE_FILES:
         content = "thé 0 0\ncat 0 1\n".encode(name[:-4] if "-" in name else "utf-8")
@@ -180,17 +175,30 @@ def test_a_folder_with_a_run_is_unchanged(
     assert contents(lstm_run) == before
 
 
-@pytest.mark.parametrize("verb", ["evaluate", "generate", "score", "rescore"])
-def test_threads_are_those_of_the_run_unless_given(
-    lstm_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+@pytest.mark.parametrize(
+    "command", ["evaluate RUN", "generate RUN", "score RUN TEXT", "rescore RUN TEXT --lm-weight=1"]
+)
+def test_verbs_that_compute_take_a_device_and_by_default_the_threads_of_the_run(
+    command: str,
+    lstm_run: Path,
+    tmp_path: Path,
+    complaint: Complaint,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "list").write_text("u\t-1\tthe cat\n")
-    more = {"score": [f"{tmp_path}/list"], "rescore": [f"{tmp_path}/list", "--lm-weight=1"]}
-    counts: list[int] = []
+    text, counts = tmp_path / "text", list[int]()
+    text.write_text("u\t-1\tthe cat\n")
+    arguments = command.replace("RUN", str(lstm_run)).replace("TEXT", str(text)).split()
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
     for option in ([], ["--threads=2"]):
-        assert main([verb, str(lstm_run), *more.get(verb, []), *option]) == 0
+        assert main([*arguments, *option]) == 0
     assert counts == [1, 2]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device, problem in (
+        ("cuda", "cuda does not exist, there are 0 CUDA devices"),
+        ("cuda:3", "cuda:3 does not exist, there are 0 CUDA devices"),
+        ("gpu", "expected auto, cpu or cuda[:N], got 'gpu'"),
+    ):
+        assert complaint(*arguments, "--device", device) == f"device: {problem}"
 
 
 @pytest.mark.parametrize(
@@ -226,26 +234,31 @@ def test_evaluating_a_split_that_was_not_prepared_says_which_there_are(
     )
 
 
+@pytest.mark.parametrize("in_terminal", [True, False])
 def test_a_terminal_shows_progress_bars_unless_they_are_switched_off(
+    in_terminal: bool,
     tiny: Path,
+    lstm_run: Path,
+    corpus: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: in_terminal)
     for option in ([], ["--no-progress"]):
-        folder = tmp_path / f"prepared{len(option)}"
-        assert main(["prepare", str(tiny), f"--data.prepared_dir={folder}", *option]) == 0
-        assert ("lines" in capsys.readouterr().err) == (not option)
+        for shown, *command in (
+            ("lines", "prepare", tiny, f"--data.prepared_dir={tmp_path / str(option)}"),
+            ("evaluate", "evaluate", lstm_run, "--split=valid"),
+            ("evaluate", "evaluate", lstm_run, "--text", corpus / "valid.txt"),
+        ):
+            assert main([*map(str, command), *option]) == 0
+            assert (shown in capsys.readouterr().err) == (in_terminal and not option)
+    (lstm_run / "evaluate-valid.json").unlink()
 
 
 @pytest.mark.parametrize("tree", ["full", "balanced", "huffman", "adaptive"])
 def test_a_tree_without_classes_neither_prepares_nor_reports_them(
-    tiny: Path,
-    tmp_path: Path,
-    complaint: Complaint,
-    printed: Callable[..., str],
-    tree: str,
+    tiny: Path, tmp_path: Path, complaint: Complaint, printed: Callable[..., str], tree: str
 ) -> None:
     options = [f"--output.tree={tree}", f"--run_dir={tmp_path / 'run'}"]
     assert main(["prepare", str(tiny), *options]) == 0

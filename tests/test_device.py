@@ -39,31 +39,6 @@ def test_auto_is_the_gpu_with_the_most_free_memory_if_the_model_fits(
     assert module.choose_device("cuda:0", 10**9) == torch.device("cuda:0")
 
 
-@pytest.mark.parametrize("verb", ["evaluate", "generate", "score", "rescore"])
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("cuda", "device: cuda does not exist, there are 0 CUDA devices"),
-        ("cuda:3", "device: cuda:3 does not exist, there are 0 CUDA devices"),
-        ("gpu", "device: expected auto, cpu or cuda[:N], got 'gpu'"),
-    ],
-)
-def test_a_device_that_does_not_exist_is_refused_by_every_verb_that_computes(
-    verb: str,
-    name: str,
-    message: str,
-    lstm_run: Path,
-    tmp_path: Path,
-    complaint: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    text = tmp_path / "text.txt"
-    text.write_text("u1\t1.0\tthe cat\n")
-    more: dict[str, list[object]] = {"score": [text], "rescore": [text, "--lm-weight=1"]}
-    assert complaint(verb, lstm_run, *more.get(verb, []), "--device", name) == message
-
-
 def test_a_run_on_a_gpu_moves_the_model_there(
     lstm_run: Path, gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -224,12 +223,7 @@ def test_the_stated_context_is_that_of_the_windows(context: int) -> None:
 
 
 def test_the_rule_for_line_ends_is_that_of_the_corpus(
-    tiny: Path,
-    tmp_path: Path,
-    evaluated: Evaluated,
-    lstm_run: Path,
-    corpus: Path,
-    printed: Printed,
+    tiny: Path, tmp_path: Path, evaluated: Evaluated, lstm_run: Path, corpus: Path, printed: Printed
 ) -> None:
     options = ["--data.keep_empty_lines=false", "--train.max_steps=1", "--no-progress"]
     assert main(["train", str(tiny), f"--run_dir={tmp_path / 'run'}", *options]) == 0
@@ -245,20 +239,6 @@ def test_the_rule_for_line_ends_is_that_of_the_corpus(
             assert summary[name] == pytest.approx(split[name], rel=1e-9)
     assert "empty lines left out" in without["eos_rule"]
     assert "empty lines too" in with_them["eos_rule"]
-
-
-def test_a_progress_bar_is_shown_in_a_terminal_unless_switched_off(
-    lstm_run: Path,
-    corpus: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for source in (["--split", "valid"], ["--text", str(corpus / "valid.txt")]):
-        for terminal, option in ((True, []), (True, ["--no-progress"]), (False, [])):
-            monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-            assert main(["evaluate", str(lstm_run), *source, *option]) == 0
-            assert ("evaluate" in capsys.readouterr().err) == (terminal and not option)
-    (lstm_run / "evaluate-valid.json").unlink()
 
 
 def test_a_tokenizer_of_another_run_is_refused(

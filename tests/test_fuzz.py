@@ -44,21 +44,8 @@ HANGS_AFTER = 20.0
 PIECES = (
     *(b"\0", b"\xff", b"\xef\xbb\xbf", b"\n", b"\r", b"\t", b" ", b"\\", b'"', b"'", b"#", b"&"),
     *(b"-", b"-1", b"0", b"1e999", b"nan", b"inf", b"99999999999999999999", b"0x10", b"1_0"),
-    *(
-        b"{",
-        b"}",
-        b"[",
-        b"]",
-        b"null",
-        b"true",
-        b":",
-        b",",
-        b"=",
-        b"/",
-        b"..",
-        b"<unk>",
-        b"\\end\\",
-    ),
+    *(b"{", b"}", b"[", b"]", b"null", b"true", b":", b",", b"=", b"/", b"..", b"<unk>"),
+    b"\\end\\",
     *("\u2028".encode(), "é".encode(), "٣".encode(), "²".encode()),
 )
 WORDS = ["<eos>", "<unk>", "the", "cat", "dog"]
@@ -159,13 +146,13 @@ def text_readers(folder: Path) -> Iterator[tuple[str, Reader]]:
 def run_readers(run: Path, data: Path, folder: Path) -> Iterator[tuple[str, Reader]]:
     """Readers of the files of a run and of its prepared data, in copies of their folders."""
 
-    def copy(source: Path, name: str) -> tuple[Path, bytes]:
+    def copy(source: Path, name: str) -> Path:
         target = folder / name.replace(" ", "-")
         target.mkdir()
         for path in source.iterdir():
             if path.is_file():
                 (target / path.name).write_bytes(path.read_bytes())
-        return target, b""
+        return target
 
     def described(path: Path) -> object:
         description = json.loads((run / "model.json").read_text())
@@ -188,19 +175,9 @@ def run_readers(run: Path, data: Path, folder: Path) -> Iterator[tuple[str, Read
 
     for name, file, read, count in (
         ("tokens", data / "train.npy", partial(map_array, info=array, below=5), 300),
-        (
-            "verified tokens",
-            data / "valid.npy",
-            lambda p: open_prepared(p.parent).tokens("valid"),
-            100,
-        ),
+        ("verified tokens", data / "valid.npy", prepared(lambda d: d.tokens("valid")), 100),
         ("meta.json", data / "meta.json", lambda path: read_meta(path.parent), 300),
-        (
-            "classes.npy",
-            data / "classes.npy",
-            lambda p: open_prepared(p.parent).class_levels(),
-            100,
-        ),
+        ("classes.npy", data / "classes.npy", prepared(Prepared.class_levels), 100),
         ("tokenizer.json", data / "tokenizer.json", vocabulary, 300),
         ("vocab.txt", data / "vocab.txt", vocabulary, 300),
         ("speller.npz", data / "speller.npz", speller, 100),
@@ -209,7 +186,7 @@ def run_readers(run: Path, data: Path, folder: Path) -> Iterator[tuple[str, Read
         ("model.safetensors", run / "model.safetensors", described, 100),
         ("checkpoint", run / "checkpoints" / "last.ckpt", load_checkpoint, 100),
     ):
-        target = copy(file.parent, name)[0]
+        target = copy(file.parent, name)
         yield name, Reader(target / file.name, read, count, content=file.read_bytes())
     yield "pickle", pickle_reader(run / "checkpoints" / "last.ckpt", folder / "pickle.ckpt")
 

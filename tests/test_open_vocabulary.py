@@ -26,6 +26,7 @@ from lm.scoring.ngram import NGramModel
 from tests.conftest import LETTERS, PIECES, PIECES_WITH_BYTES
 from tests.conftest import OTHER_LETTERS as SENTENCES
 from tests.data_prep.tokenizer.spelling import Definition
+from tests.scoring.arpa_files import write
 
 
 @pytest.fixture(scope="module")
@@ -204,28 +205,14 @@ def test_commands_spell_on_request(run: Path, printed: Callable[..., str], tmp_p
     assert printed("rescore", run, tmp_path / "list", "--lm-weight=1", "--open-vocabulary")
 
 
-ARPA = """\
-\\data\\
-ngram 1=5
-
-\\1-grams:
--99\t<s>
--0.7\t</s>
--1.0\t<unk>
--0.5\tab
--0.9\tbbb
-
-\\end\\
-"""
-
-
 RESCORE = {"second_run": None, "vocabulary_size": None, "device": "cpu", "threads": 1}
 
 
 def test_an_arpa_model_spells_the_words_that_it_lacks(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "model.arpa").write_text(ARPA)
+    known = {"<s>": -99.0, "</s>": -0.7, "<unk>": -1.0, "ab": -0.5, "bbb": -0.9}
+    path = write(tmp_path / "model.arpa", {(w,): (value, 0.0) for w, value in known.items()}, 1)
     (tmp_path / "list.slf").write_text("I=0\nI=1\nJ=0 S=0 E=1 W=ab\n")
-    speller, ngram = TrainedRun(run).speller, NGramModel(tmp_path / "model.arpa")
+    speller, ngram = TrainedRun(run).speller, NGramModel(path)
     scores = ArpaScores(ngram, speller=speller)
     lines, spelled = ["ab b bbb", "日本 <unk>"], ["b", "日本", "<unk>"]
     ten = {"ab": -0.5, "bbb": -0.9, "<eos>": -0.7} | dict.fromkeys(spelled, -1.0)
@@ -239,7 +226,7 @@ def test_an_arpa_model_spells_the_words_that_it_lacks(run: Path, tmp_path: Path)
     (row,) = scores.candidate_log_probs([scores.start()], words)
     assert row == pytest.approx([nats["b"], nats["ab"], nats["<eos>"], nats["日本"]])
     lists = [Utterances.read(str(tmp_path / "list.slf"), None)]
-    options = {"arpa": str(tmp_path / "model.arpa"), "open_vocabulary": True}
+    options = {"arpa": str(path), "open_vocabulary": True}
     runs, models = _models(Namespace(**RESCORE | {"run_dir": str(run)} | options), lists)
     (ours, theirs) = (each(lines)[1][0] for each in models)
     steps = [

@@ -59,9 +59,7 @@ def test_the_context_of_a_transformer_fits_a_short_text(text: str, length: int) 
     assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=1"]) == 0
 
 
-def test_a_recipe_with_splits_trains_and_is_better_than_the_unigram_model(
-    printed: Printed,
-) -> None:
+def test_a_recipe_with_splits_trains_and_is_better_than_the_unigram_model(printed: Printed) -> None:
     Path("my.txt").write_text("\n".join(toy_sentences(1, 400)) + "\n")
     out = printed("new", "my.yaml", "--text=my.txt")
     config = load_config("my.yaml")

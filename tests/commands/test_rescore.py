@@ -16,25 +16,7 @@ from lm.rescoring.weights import Weights
 from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.ngram import NGramModel
-
-ARPA = """\
-\\data\\
-ngram 1=5
-ngram 2=1
-
-\\1-grams:
--99\t<s>\t0
--0.7\t</s>\t0
--1.0\t<unk>\t0
--0.5\tthe\t-0.25
--0.9\tcat\t0
-
-\\2-grams:
--0.2\tthe cat
-
-\\end\\
-"""
-
+from tests.scoring.arpa_files import THE_CAT, write
 
 Rescored = Callable[..., tuple[list[str], dict[str, Any]]]
 
@@ -137,8 +119,7 @@ def test_a_second_run_and_an_arpa_model_take_their_share(
     assert alone == rescored(lstm_run, lists / "test.nbest", "--lm-weight=2")[0]
     other, _ = rescored(lstm_run, *mixed, "--mixture=0")
     assert other == rescored(transformer_run, lists / "test.nbest", "--lm-weight=2")[0]
-    path = tmp_path / "model.arpa"
-    path.write_text(ARPA)
+    path = write(tmp_path / "model.arpa", THE_CAT, 2)
     scores = ArpaScores(NGramModel(path))(["the cat", "", "the  zebra"])
     ten = [[-0.5, -0.2, -0.7], [-0.7], [-0.5, -1.25, -0.7]]
     for score, expected in itertools.zip_longest(scores, ten):
@@ -271,10 +252,8 @@ def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
     caplog: pytest.LogCaptureFixture,
     complaint: Callable[..., str],
 ) -> None:
-    path = tmp_path / "model.arpa"
-    path.write_text(
-        ARPA.replace("ngram 1=5", "ngram 1=6").replace("the\t", "zebra\t0\n-0.5\tthe\t")
-    )
+    with_zebra = THE_CAT | {("zebra",): (-0.5, 0.0)}
+    path = write(tmp_path / "model.arpa", with_zebra, 2)
     run = TrainedRun(lstm_run, "cpu")
     scorer = Scorer.of(run)
     size = run.model.vocab_size
@@ -296,12 +275,7 @@ def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
             ours = np.exp(score.log_prob) / np.where(score.is_oov, unseen, 1)
             expected = np.log(0.3 * ours + 0.7 * np.exp(arpa)).sum()
             assert value == pytest.approx(expected, rel=1e-5)
-    more = "".join(f"-2\tw{k}\t0\n" for k in range(size))
-    path.write_text(
-        path.read_text()
-        .replace("1=6", f"1={size + 6}")
-        .replace("-0.5\tthe\t", f"{more}-0.5\tthe\t")
-    )
+    write(path, with_zebra | {(f"w{k}",): (-2.0, 0.0) for k in range(size)}, 2)
     _, values = rescored(lstm_run, unknown, "--arpa", path, "--lm-weight=1")
     assert values["unknown"][0]["vocabulary_size"] == size + 4 + NUM_UNSEEN
     options = ["--arpa", str(path), "--lm-weight=1", f"--vocabulary-size={size + 4}"]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import lm
-from lm.cli import main
 from lm.run import TrainedRun
 from lm.scoring import Scorer
 
@@ -124,16 +123,11 @@ def test_csv_readers_read_every_row_of_a_table(lstm_run: Path, printed: Printed)
     assert [row[2] for row in table] == words
 
 
-def test_figures_of_words_of_several_pieces_are_sums(
-    tiny: Path, tmp_path: Path, printed: Printed
-) -> None:
-    options = ["--tokenizer={kind: sentencepiece, vocab_size: 34}", "--train.max_steps=1"]
-    run = tmp_path / "run"
-    assert main(["train", str(tiny), "--no-progress", f"--run_dir={run}", *options]) == 0
+def test_figures_of_words_of_several_pieces_are_sums(pieces_run: Path, printed: Printed) -> None:
     lines = ["the cat sees a horse"]
     table = ["--details", "--unit=nats"]  # implies --level=word --format=tsv
-    rows = list(csv.DictReader(printed(run, lines, *table), delimiter="\t"))
-    (score,) = Scorer.of(TrainedRun(run, "cpu"), details=True).sentences(lines)
+    rows = list(csv.DictReader(printed(pieces_run, lines, *table), delimiter="\t"))
+    (score,) = Scorer.of(TrainedRun(pieces_run, "cpu"), details=True).sentences(lines)
     assert len(score.unit_of_token) > len(rows) == 6
     for place, row in enumerate(rows):
         tokens = score.unit_of_token == place
@@ -145,7 +139,7 @@ def test_figures_of_words_of_several_pieces_are_sums(
         assert float(row["entropy_nats"]) == pytest.approx(expected, rel=1e-6)
         assert float(row["nats"]) == pytest.approx(score.tokens.log_prob[tokens].sum(), rel=1e-6)
     for line_end in ("", "\n"):  # which is no piece
-        (same,) = lm.load(run).score([lines[0] + line_end])
+        (same,) = lm.load(pieces_run).score([lines[0] + line_end])
         assert same.log_prob == pytest.approx(score.log_prob, abs=1e-5)
 
 

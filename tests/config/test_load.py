@@ -182,10 +182,7 @@ def test_only_the_two_level_tree_needs_classes(tree: str, needed: bool) -> None:
             MINIMAL + "model: {layers: 1}\nseed: 2\nmodel: {}\n",
             r"not valid YAML: key 'model' given twice \(line 5, column 1\)",
         ),
-        (
-            "name: " + 3000 * "[" + 3000 * "]",
-            "not valid YAML: values are nested too deeply",
-        ),
+        ("name: " + 3000 * "[" + 3000 * "]", "not valid YAML: values are nested too deeply"),
         ("name: &a [*a]\n", "not valid YAML: values are nested too deeply"),
         (MINIMAL + "model: !!python/name:os.getcwd\n", "not valid YAML: .*python/name.*"),
     ],

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from pyarrow import csv, parquet
 from data_prep.prepare import prepare
 from data_prep.prepared import Prepared
 from data_prep.settings import ClassesConfig, DataConfig, SplitFiles, TokenizerConfig
+from data_prep.tokenizer.tokenizer import SentencePieceTokenizer
+from data_prep.tokenizer.vocabulary import train_sentencepiece
 
 VOCABULARY = {"vocab.txt", "tokenizer.json", "speller.npz"}
 FILES = VOCABULARY | {"train.npy", "valid.npy", "counts.npy", "classes.npy"}
@@ -61,6 +64,13 @@ class Corpus:
 def corpus(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Corpus:
     caplog.set_level(logging.INFO, "data_prep")
     return Corpus(tmp_path)
+
+
+def trained_pieces(
+    lines: Iterable[str], vocab_size: int, **settings: Any
+) -> SentencePieceTokenizer:
+    config = TokenizerConfig(kind="sentencepiece", vocab_size=vocab_size, **settings)
+    return SentencePieceTokenizer(train_sentencepiece(lines, config))
 
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:

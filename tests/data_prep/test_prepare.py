@@ -31,13 +31,18 @@ def test_sentencepiece_is_prepared_the_same_way(corpus: Corpus) -> None:
     assert corpus.rewritten() == set()
 
 
-def test_the_same_again_writes_nothing(corpus: Corpus, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_same_again_writes_nothing_wherever_the_corpus_is(
+    corpus: Corpus, caplog: pytest.LogCaptureFixture
+) -> None:
     corpus.prepare()
-    before = corpus.written()
-    caplog.clear()
-    corpus.prepare()
-    assert corpus.written() == before
-    assert caplog.messages == [f"{corpus.folder / 'prepared'} is up to date"]
+    assert corpus.rewritten() == set()
+    assert caplog.messages[-1] == f"{corpus.prepared} is up to date"
+    moved = corpus.folder / "moved"
+    moved.mkdir()
+    for name in ("train.txt", "valid.txt"):
+        (corpus.folder / name).rename(moved / name)
+    corpus.data = replace(corpus.data, dir=str(moved))
+    assert corpus.rewritten() == set()
 
 
 def test_the_same_data_of_another_folder_are_linked_and_verified(
@@ -68,16 +73,6 @@ def test_the_same_data_of_another_folder_are_linked_and_verified(
     first = corpus.prepare()
     second("third")
     assert "valid: valid.txt changed" in caplog.messages
-
-
-def test_a_corpus_that_moves_is_the_same_corpus(corpus: Corpus) -> None:
-    corpus.prepare()
-    moved = corpus.folder / "moved"
-    moved.mkdir()
-    for name in ("train.txt", "valid.txt"):
-        (corpus.folder / name).rename(moved / name)
-    corpus.data = replace(corpus.data, dir=str(moved))
-    assert corpus.rewritten() == set()
 
 
 def test_only_the_settings_that_made_a_folder_open_it(corpus: Corpus) -> None:

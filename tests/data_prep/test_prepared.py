@@ -11,7 +11,7 @@ from data_prep.prepared import Prepared, open_prepared
 from data_prep.settings import ClassesConfig
 from data_prep.tokenizer.serialization import load_tokenizer, save_tokenizer
 from data_prep.tokenizer.tokenizer import WordTokenizer
-from tests.data_prep.conftest import Corpus
+from tests.data_prep.conftest import VOCABULARY, Corpus
 
 
 @pytest.fixture
@@ -60,14 +60,9 @@ def test_damaged_arrays_are_refused_by_name(
     prepared: Prepared, name: str, read: Callable[[Prepared], object]
 ) -> None:
     path = prepared.folder / name
-    content = path.read_bytes()
-    for damaged, message in (
-        (content[:-1], f"is damaged: {len(content) - 1} bytes, expected"),
-        (content[:-1] + b"\x01", "is damaged: its SHA-256 is not the recorded one"),
-    ):
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match=rf"{name} {message}"):
-            read(open_prepared(prepared.folder))
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(UserError, match=rf"{name} is damaged: its SHA-256 is not the recorded one"):
+        read(open_prepared(prepared.folder))
     path.unlink()
     with pytest.raises(UserError, match=rf"{name} cannot be read: No such file or directory$"):
         read(open_prepared(prepared.folder))
@@ -112,11 +107,7 @@ def test_a_copied_tokenizer_needs_no_other_file(prepared: Prepared, tmp_path: Pa
     run = tmp_path / "run"
     run.mkdir()
     prepared.copy_to(run)
-    assert sorted(path.name for path in run.iterdir()) == [
-        "speller.npz",
-        "tokenizer.json",
-        "vocab.txt",
-    ]
+    assert {path.name for path in run.iterdir()} == VOCABULARY
     for tokenizer in (load_tokenizer(run), prepared.tokenizer()):
         assert tokenizer.encode("the zebra sat") == [1, 6, 5]
     replaced(run / "vocab.txt", b"dog", b"god")

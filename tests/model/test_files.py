@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import pytest
@@ -42,30 +41,26 @@ def saved(
     return model
 
 
+PATH_SUM = {"tree": "full", "input_embedding": "path_sum", "input_tree": "two_level"}
+
+
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 @pytest.mark.parametrize(
-    ("tree", "tied", "hidden", "embedding"),
+    ("options", "dtype"),
     [
-        *(("two_level", False, 8, 4), ("two_level", True, 8, None), ("two_level", True, 12, None)),
-        ("adaptive", False, 8, None),
-        *(("full", False, 8, None), ("full", True, 8, None)),
+        ({"embedding": 4, "input_pieces": 8}, torch.float32),
+        ({"tied": True}, torch.bfloat16),
+        ({"tied": True, "hidden": 12, "input_pieces": 8}, torch.float64),
+        ({"tree": "adaptive"}, torch.bfloat16),
+        (PATH_SUM, torch.float64),
+        (PATH_SUM | {"tied": True}, torch.float32),
     ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_saved_model_predicts_the_same_when_it_is_loaded(
-    backbone: str,
-    tree: str,
-    tied: bool,
-    hidden: int,
-    embedding: int | None,
-    dtype: torch.dtype,
-    tmp_path: Path,
+    backbone: str, options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    settings = {"backbone": backbone, "hidden": hidden, "embedding": embedding, "dropout": 0.5}
-    settings |= {"input_pieces": 8} if hidden == 12 or embedding == 4 else {}
-    if tree == "full":
-        settings |= {"input_embedding": "path_sum", "input_tree": "two_level"}
-    model = saved(tmp_path, tree, dtype, tied, **settings).eval()
+    model = saved(tmp_path, dtype=dtype, backbone=backbone, dropout=0.5, **options).eval()
     loaded, read = load_model(tmp_path)
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     tokens = torch.tensor([[1, 5], [3, 2], [6, 0]])
@@ -129,64 +124,55 @@ def rewritten(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def test_a_description_of_another_shape_than_the_weights_is_refused_in_a_single_line(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"hidden": 9}}, "model.safetensors does not fit model.json: "),
+        ({"format_version": 2}, "model.json has format version 2: expected 3$"),
+        ({"step": "3"}, "model.json is damaged: "),
+        ({"step": -1}, "model.json is damaged: step: Input should be greater"),
+        ({"context": 0}, "model.json is damaged: context: Input should be greater"),
+        ({"output": {"bias": False}}, "model.json: unknown key output.bias: use the version of"),
+        ({"eos_id": -1}, "model.json is damaged: "),
+        ({"unk_id": -1}, "model.json is damaged: "),
+        ({"eos_id": 99999}, "model.json is damaged: eos_id is 99999, and the model has"),
+        ({"unk_id": 99999}, "model.json is damaged: unk_id is 99999, and the model has"),
+    ],
+    ids=str,
+)
+def test_a_description_that_does_not_fit_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     saved(tmp_path)
-    rewritten(tmp_path, model={"hidden": 9})
-    with pytest.raises(UserError) as caught:
+    rewritten(tmp_path, **changes)
+    with pytest.raises(UserError, match=f"^{tmp_path}/{message}"):
         load_model(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path}/model.safetensors does not fit model.json: ")
 
 
-def test_a_damaged_description_or_one_of_another_version_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path)
-    path = rewritten(tmp_path, format_version=2)
-    with pytest.raises(UserError, match=f"^{path} has format version 2: expected 3$"):
+@pytest.mark.parametrize("text", ["[]", "{", ""])
+def test_a_description_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(UserError, match=f"^{tmp_path}/model.json is damaged: "):
         read_description(tmp_path)
-    rewritten(tmp_path, format_version=3, step="3")
-    with pytest.raises(UserError, match=f"^{path} is damaged: "):
-        read_description(tmp_path)
-    for key, value in (("context", -3), ("context", 0), ("step", -1)):
-        saved(tmp_path)
-        rewritten(tmp_path, **{key: value})
-        with pytest.raises(UserError, match=f"^{path} is damaged: {key}: Input should be greater"):
-            read_description(tmp_path)
+
+
+def test_a_deleted_key_with_its_former_default_is_read(tmp_path: Path) -> None:
     saved(tmp_path)
-    rewritten(tmp_path, output={"bias": True})  # of an earlier version, by default
+    rewritten(tmp_path, output={"bias": True})
     assert read_description(tmp_path).output == OutputConfig()
-    rewritten(tmp_path, output={"bias": False})
-    with pytest.raises(UserError, match=f"^{path}: unknown key output.bias: use the version of"):
-        read_description(tmp_path)
-    for text in ("[]", "{", ""):
-        path.write_text(text)
-        with pytest.raises(UserError, match=f"^{path} is damaged: "):
-            read_description(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["eos_id", "unk_id"])
-def test_an_id_outside_the_vocabulary_is_named(tmp_path: Path, name: str) -> None:
+def test_missing_weights_are_named(tmp_path: Path) -> None:
     saved(tmp_path)
-    path = rewritten(tmp_path, **{name: 99999})
-    with pytest.raises(UserError, match=f"^{path} is damaged: {name} is 99999, and the model has"):
-        load_model(tmp_path)
-    rewritten(tmp_path, **{name: -1})
-    with pytest.raises(UserError, match=f"^{path} is damaged: "):
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=f"^{tmp_path}/model.safetensors"):
         load_model(tmp_path)
 
 
-def test_missing_weights_are_named(tmp_path: Path, lstm_run: Path) -> None:
-    run = copytree(lstm_run, tmp_path / "run")
-    (run / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=f"^{run}/model.safetensors"):
-        load_model(run)
-
-
-def test_a_model_trained_by_the_triton_backend_is_used_without_it(
-    tmp_path: Path, lstm_run: Path
-) -> None:
-    rewritten(copytree(lstm_run, tmp_path / "run"), output={"backend": "triton"})
-    model, _ = load_model(tmp_path / "run")
+def test_a_model_trained_by_the_triton_backend_is_used_without_it(tmp_path: Path) -> None:
+    saved(tmp_path)
+    rewritten(tmp_path, output={"backend": "triton"})
+    model, _ = load_model(tmp_path)
     loss, _ = model.loss(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1, dtype=torch.int64))
     assert loss.isfinite()
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.config import ModelConfig, OutputConfig, WordTable
-from lm.model.build import build_model
 from lm.model.input_pieces import InputPieces
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
+from tests.models import new_model, words
 
-N, H, T, B, P = 11, 12, 5, 3, 9
+N, P = 11, 9
 PIECES_OF_WORD = [[0], [1, 2], [], [1, 3, 4], [5], [5, 2], [6, 6], [7, 0, 1], [2], [8, 3], [4]]
 PIECES = torch.tensor([row + [-1] * (3 - len(row)) for row in PIECES_OF_WORD], dtype=torch.int32)
 COUNTS = torch.arange(N) ** 2
@@ -27,29 +26,17 @@ CLASSES = ClassTree.two_level(torch.arange(N) % 3, shortlist=2, counts=COUNTS)
 """Classes whose vectors are summed where the output layer has none."""
 
 
-def make(
-    kind: str = "word",
-    tree: str = "shortlist",
-    *,
-    tied: bool = False,
-    row_wise: bool = False,
-    **settings: Any,
-) -> LanguageModel:
-    """A small model in fp64, with input vectors of words, of its tree's paths or of `CLASSES`."""
-    torch.manual_seed(0)
-    embedding = "word" if kind == "word" else "path_sum"
-    options: dict[str, Any] = {"input_pieces": P, "input_embedding": embedding} | settings
-    config = ModelConfig(hidden=H, layers=1, **options)
-    table = WordTable(tied=tied, row_wise=row_wise)
-    sections = config, OutputConfig(), table, TREES.get(tree), T
+def make(kind: str = "word", tree: str = "shortlist", **settings: Any) -> LanguageModel:
+    """A small model with input vectors of words, of its tree's paths or of `CLASSES`."""
     parts: dict[str, Any] = {"pieces": PIECES, "counts": COUNTS}
     parts["input_tree"] = CLASSES if kind == "classes" else None
-    return build_model(*sections, **parts).double()
-
-
-def text() -> tuple[Tensor, Tensor]:
-    words = torch.randint(N, (T + 1, B), generator=torch.Generator().manual_seed(1))
-    return words[:-1], words[1:]
+    embedding = "word" if kind == "word" else "path_sum"
+    options: dict[str, Any] = {
+        "layers": 1,
+        "input_pieces": P,
+        "input_embedding": embedding,
+    } | settings
+    return new_model(TREES.get(tree), parts, **options)
 
 
 def weight_of(model: LanguageModel) -> Tensor:
@@ -99,7 +86,7 @@ def test_input_vectors_and_all_gradients_are_those_of_the_definition(
     options: dict[str, Any] = {"tied": tied, "input_pieces": num_pieces}
     if not tied and embedding == "word":
         options["embedding"] = 6
-    model, (tokens, targets) = make(embedding, tree, row_wise=row_wise, **options), text()
+    model, (tokens, targets) = make(embedding, tree, row_wise=row_wise, **options), words(N)
     truth = make(embedding, tree, **options)
     vectors, _ = word_vectors(truth, embedding)
     if num_pieces is not None:
@@ -131,9 +118,9 @@ def test_a_word_loses_its_own_vector_with_the_probability_of_its_count(
 ) -> None:
     """The vectors of its classes and pieces remain; a path of one vector loses none."""
     model = make(embedding, tree, tied=tied, input_pieces=num_pieces, count_word_dropout=2.0)
-    words, read = torch.arange(N), list[Tensor]()
+    every, read = torch.arange(N), list[Tensor]()
     model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
-    model.train()(words.expand(4000, N).T)
+    model.train()(every.expand(4000, N).T)
     whole, own = word_vectors(model, embedding)
     if num_pieces is not None:
         whole = whole + added(weight_of(model))
@@ -144,7 +131,7 @@ def test_a_word_loses_its_own_vector_with_the_probability_of_its_count(
     expected = torch.where(never, 0, 2 / (2 + COUNTS.double()))
     torch.testing.assert_close(dropped.double().mean(1), expected, rtol=0, atol=0.04)
     assert not dropped[never].any()
-    model.eval()(words[:, None])
+    model.eval()(every[:, None])
     torch.testing.assert_close(read[1][:, 0], whole)
 
 

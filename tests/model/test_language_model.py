@@ -7,36 +7,24 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
-from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.model.adaptive import AdaptiveSoftmax
-from lm.model.build import build_model
 from lm.model.language_model import LanguageModel
 from lm.model.lstm import LSTM
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.rowwise import RowAdam
+from tests.models import new_model, words
 
-N, H, T, B = 11, 12, 5, 3  # rows of the output layer are 12 numbers and 4 zeros
+N, H, T, B = 11, 12, 5, 3
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 COUNTS = torch.arange(N) ** 2
 TREE = ClassTree.two_level(torch.arange(N) % 3)
 PIECES = torch.arange(2 * N, dtype=torch.int32).view(N, 2) % 8
 
 
-def make(
-    backbone: str = "lstm",
-    tree: ClassTree | None = TREE,
-    *,
-    input_tree: ClassTree | None = None,
-    tied: bool = False,
-    row_wise: bool = False,
-    **settings: Any,
-) -> LanguageModel:
-    """A small model in fp64; without a tree, of the adaptive softmax."""
-    torch.manual_seed(0)
-    config = ModelConfig(backbone=backbone, hidden=H, heads=2, layers=2, **settings)  # type: ignore[arg-type]
-    sections = config, OutputConfig(), WordTable(tied=tied, row_wise=row_wise), tree, T
-    parts: Any = {"input_tree": input_tree, "pieces": PIECES, "counts": COUNTS}
-    return build_model(*sections, **parts).double()
+def make(backbone: str = "lstm", tree: ClassTree | None = TREE, **settings: Any) -> LanguageModel:
+    """A model of two layers; without a tree, of the adaptive softmax."""
+    parts = {"pieces": PIECES, "counts": COUNTS}
+    return new_model(tree, parts, backbone=backbone, layers=2, **settings)
 
 
 def read_by_backbone(model: LanguageModel) -> list[Tensor]:
@@ -52,12 +40,6 @@ def softmax_of(model: LanguageModel) -> HierarchicalSoftmax:
     return model.output
 
 
-def text(seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    words = torch.randint(N, (T + 1, B), generator=generator)
-    return words[:-1], words[1:]
-
-
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     names, parameters = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
@@ -65,7 +47,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 @BACKBONES
 def test_a_word_does_not_change_what_is_predicted_before_it(backbone: str) -> None:
-    model, (tokens, _) = make(backbone).eval(), text()
+    model, (tokens, _) = make(backbone).eval(), words(N)
     changed = tokens.clone()
     changed[3] = (changed[3] + 1) % N
     before, after = model(tokens)[0], model(changed)[0]
@@ -79,7 +61,7 @@ def test_word_by_word_with_the_state_equals_all_at_once(
     backbone: str, num_pieces: int | None
 ) -> None:
     model = make(backbone, input_pieces=num_pieces).eval()
-    tokens, _ = text()
+    tokens, _ = words(N)
     state, parts = model.init_state(B), []
     for t in range(T):
         hidden, new_state = model(tokens[t : t + 1], state)
@@ -91,7 +73,7 @@ def test_word_by_word_with_the_state_equals_all_at_once(
 
 @BACKBONES
 def test_selected_sequences_continue_unchanged(backbone: str) -> None:
-    model, (tokens, _) = make(backbone).eval(), text()
+    model, (tokens, _) = make(backbone).eval(), words(N)
     index = torch.tensor([2, 0, 2])
     _, state = model(tokens[:2], model.init_state(B))
     assert state is not None
@@ -104,7 +86,7 @@ def test_selected_sequences_continue_unchanged(backbone: str) -> None:
 def test_moments_and_row_of_a_dropped_word_do_not_change(embedding: Any) -> None:
     model = make(input_embedding=embedding, count_word_dropout=2.0, row_wise=True).train()
     assert model.embedding is not None
-    weight, (tokens, targets) = model.embedding.weight, text()
+    weight, (tokens, targets) = model.embedding.weight, words(N)
     word = int(tokens[0, 0])
     row = word if embedding == "word" else int(TREE.row_of_word[word])
     optimizer, results = RowAdam([weight], lr=0.1), []
@@ -147,7 +129,7 @@ def test_a_seed_gives_the_same_backbone_whatever_the_output_layer_is(
 def test_compiled_loss_and_gradients_equal_eager_ones(
     backbone: str, settings: dict[str, Any]
 ) -> None:
-    model, (tokens, targets) = make(backbone, **settings), text()
+    model, (tokens, targets) = make(backbone, **settings), words(N)
     expected, _ = model.loss(tokens, targets)
     compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
     with dynamo.patch(allow_rnn=True):  # nn.LSTM breaks the graph without

@@ -111,7 +111,6 @@ def test_scaled_gradients_are_those_without_scale(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_autocast_on_a_gpu_has_gradients_of_a_mean_over_many_tokens() -> None:
     torch.manual_seed(0)
     model = LSTM(64, 64, 2).cuda()
@@ -127,7 +126,6 @@ def test_autocast_on_a_gpu_has_gradients_of_a_mean_over_many_tokens() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("trains", [False, True])
 def test_one_call_on_a_gpu_equals_the_equations(trains: bool) -> None:
     model, (embedded, state) = make().train(trains), inputs()
@@ -145,7 +143,6 @@ def test_one_call_on_a_gpu_equals_the_equations(trains: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_dropout_between_layers_on_a_gpu_continues_from_its_noise(autocast: bool) -> None:
     """The second layer's cells are 0 after the first step where its input is dropped, else ± ½."""

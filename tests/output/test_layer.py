@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,32 +76,27 @@ def test_a_layer_on_the_meta_device_computes_shapes() -> None:
     assert (loss.device.type, loss.shape) == ("meta", ())
 
 
-@pytest.mark.parametrize("hidden_size", [0, -3, 3.5, "8"])
-def test_hidden_size_must_be_a_positive_integer(hidden_size: Any) -> None:
-    with pytest.raises(
-        ValueError, match=f"hidden_size must be an integer ≥ 1, got {hidden_size!r}"
-    ):
-        HierarchicalSoftmax(hidden_size, TREE)
+layer_of: Any = HierarchicalSoftmax
+two_level: Any = ClassTree.two_level
 
 
-def test_what_is_not_a_sampling_or_a_tensor_is_named() -> None:
-    layer = HierarchicalSoftmax(H, TREE)
-    with pytest.raises(ValueError, match="sampling must be a Sampling, got 'top'"):
-        layer.sample(torch.zeros(2, H), "top")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="hidden must be a tensor, got list"):
-        layer.loss([[0.0] * H], torch.zeros(1).long())  # type: ignore[arg-type]
-
-
-def test_a_number_in_place_of_a_tree_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"tree must be a ClassTree, such as .*, got 100000"):
-        HierarchicalSoftmax(H, 100_000)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"word_class must be integers, .* got 100000"):
-        ClassTree.two_level(100_000)  # type: ignore[arg-type]
-
-
-def test_a_wrong_backend_is_refused_at_construction() -> None:
-    with pytest.raises(ValueError, match="one of compiled, reference, triton, got 'cuda'"):
-        HierarchicalSoftmax(H, TREE, backend="cuda")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *(
+            (partial(layer_of, size, TREE), f"hidden_size must be .* ≥ 1, got {size!r}")
+            for size in (0, -3, 3.5, "8")
+        ),
+        (partial(layer_of, H, 100_000), "tree must be a ClassTree, .* got 100000"),
+        (partial(two_level, 100_000), "word_class must be integers, .* got 100000"),
+        (partial(layer_of, H, TREE, backend="cuda"), "reference, triton, got 'cuda'"),
+        (lambda: layer_of(H, TREE).sample(torch.zeros(2, H), "top"), "a Sampling, got"),
+        (lambda: layer_of(H, TREE).loss([[0.0] * H], None), "a tensor, got list"),
+    ],
+)
+def test_mistakes_are_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_layer_imports_no_library_but_torch() -> None:

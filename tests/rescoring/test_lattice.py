@@ -15,8 +15,8 @@ from lm.rescoring.lattice_search import WordModel, Words, search, to_nbest
 from lm.rescoring.models import ArpaScores
 from lm.rescoring.weights import Weights
 from lm.scoring.ngram import NGramModel
-from tests.commands.test_rescore import ARPA
 from tests.conftest import ADVERBS, NOUNS, VERBS
+from tests.scoring.arpa_files import THE_CAT, write
 
 SLF = """\
 VERSION=1.0
@@ -160,8 +160,7 @@ def best_of_all(
 def test_a_large_beam_finds_the_best_of_all_paths(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    (tmp_path / "model.arpa").write_text(ARPA)
-    arpa = ArpaScores(NGramModel(tmp_path / "model.arpa"), 1000)
+    arpa = ArpaScores(NGramModel(write(tmp_path / "model.arpa", THE_CAT, 2)), 1000)
     has_two = name == "both"
     run: Path = request.getfixturevalue("lstm_run" if has_two else name)
     model = lm.load(run, vocabulary_size=1000)
@@ -175,12 +174,7 @@ def test_a_large_beam_finds_the_best_of_all_paths(
             shares = np.log([share, 1 - share])
             return [np.logaddexp(shares[0] + x, shares[1] + y) for x, y in pairs]
 
-    weights = Weights(
-        lm_weight=0.7,
-        insertion_penalty=-0.4,
-        first_pass_share=0.25,
-        mixture=share,
-    )
+    weights = Weights(lm_weight=0.7, insertion_penalty=-0.4, first_pass_share=0.25, mixture=share)
     lattice = made_lattice(3)
     totals = best_of_all(lattice, weights, lm_scores)
     assert len(totals) > 100

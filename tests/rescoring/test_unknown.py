@@ -2,11 +2,10 @@
 
 import pytest
 
-from data_prep.settings import TokenizerConfig
-from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, WordTokenizer
-from data_prep.tokenizer.vocabulary import train_sentencepiece
+from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.rescoring.unknown import UnknownWords, noted_words
 from tests.conftest import toy_sentences
+from tests.data_prep.conftest import trained_pieces
 
 WORDS = WordTokenizer(["<eos>", "<unk>", "the", "cat", "sees", "do", "n't", "well", "-", "known"])
 
@@ -37,8 +36,7 @@ def test_up_to_a_fifth_of_unknown_words_is_no_reason_for_a_warning() -> None:
 
 
 def test_a_word_with_an_unknown_part_is_unknown() -> None:
-    settings = TokenizerConfig(kind="sentencepiece", vocab_size=36)
-    pieces = SentencePieceTokenizer(train_sentencepiece(toy_sentences(0, 200), settings))
+    pieces = trained_pieces(toy_sentences(0, 200), 36)
     assert UnknownWords(pieces, ["the c\u2603t", "the cat \u2603"]).num_unknown == 2
     separated = WordTokenizer(["<eos>", "<unk>", "cat", "."], split_punctuation=True)
     assert UnknownWords(separated, ["cat. dog. cat"]).num_unknown == 1

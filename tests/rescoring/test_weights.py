@@ -1,29 +1,40 @@
-"""Totals are those of equations (1) and (2); tuning finds weights."""
+"""Totals are those of equations (1) and (2); tuning finds weights; word errors and their intervals
+are those of the definition.
+"""
 
+import logging
+import random
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lm.rescoring.nbest import Floats, NBest
+from lm.rescoring.utterances import Utterances
 from lm.rescoring.weights import ScoredList, Weights, tune
-from lm.rescoring.word_errors import WordErrors
+from lm.rescoring.word_errors import WordErrors, word_errors
 
 
-def scored_list(scores: Floats, texts: list[str], models: Sequence[Sequence[Any]]) -> ScoredList:
-    """A list with two hypotheses per utterance and given log-probabilities of words."""
-    ids = [f"u{k}" for k in range(len(texts) // 2)]
-    nbest = NBest(
+def nbest_of(texts: list[str], scores: Floats) -> NBest:
+    """A list with two hypotheses per utterance."""
+    return NBest(
         name="made",
         separator="\t",
-        ids=ids,
+        ids=[f"u{k}" for k in range(len(texts) // 2)],
         first=np.arange(0, len(texts), 2),
         texts=texts,
         scores=scores,
     )
+
+
+def scored_list(scores: Floats, texts: list[str], models: Sequence[Sequence[Any]]) -> ScoredList:
+    """Such a list, and given log-probabilities of words."""
     arrays = [list(map(np.array, each)) for each in models]
-    return ScoredList(nbest, [lambda texts, each=each: each for each in arrays])  # type: ignore[misc]
+    given = [lambda texts, each=each: each for each in arrays]
+    return ScoredList(nbest_of(texts, scores), given)
 
 
 def test_a_tuned_mixture_has_no_more_errors_than_either_model_alone() -> None:
@@ -86,3 +97,62 @@ def test_models_without_a_weight_are_unused(weights: Weights, unused: list[str])
     assert weights.unused(run="run", second="arpa", has_first_pass=True) == unused
     alone = weights.unused(run="run", second=None, has_first_pass=False)
     assert alone == [name for name in unused if name == "run"]
+
+
+def definition(reference: Sequence[str], hypothesis: Sequence[str]) -> tuple[int, ...]:
+    """Errors, minus equal words, substitutions, insertions, deletions: the least, recursively."""
+
+    @cache
+    def least(i: int, j: int) -> tuple[int, ...]:
+        if i == j == 0:
+            return 0, 0, 0, 0, 0
+        steps = []
+        if i and j:
+            equal = reference[i - 1] == hypothesis[j - 1]
+            steps.append((least(i - 1, j - 1), (0, -1, 0, 0, 0) if equal else (1, 0, 1, 0, 0)))
+        if j:
+            steps.append((least(i, j - 1), (1, 0, 0, 1, 0)))
+        if i:
+            steps.append((least(i - 1, j), (1, 0, 0, 0, 1)))
+        return min(tuple(a + b for a, b in zip(x, y, strict=True)) for x, y in steps)
+
+    return least(len(reference), len(hypothesis))
+
+
+def test_word_errors_are_the_edit_distance_with_the_most_equal_words() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        first, second = (rng.choices("abcd", k=rng.randrange(8)) for _ in range(2))
+        total, _, *kinds = definition(first, second)
+        found = word_errors(first, second)
+        assert list(found) == kinds
+        assert sum(found) == total
+    assert word_errors(["a", "b"], ["b", "c"]) == (0, 1, 1)
+
+
+def test_intervals_of_error_rates_are_those_of_samples_of_utterances() -> None:
+    rng, size = np.random.default_rng(3), 400
+    nbest = nbest_of(["a b c d"] * (2 * size), np.zeros((2 * size, 0)))
+    counts = rng.integers(0, 3, (2 * size, 3)) // 2
+    errors = WordErrors(counts=counts, references=["a b c d"] * size)
+    report = errors.report(nbest, nbest.first + 1)
+    assert report == errors.report(nbest, nbest.first + 1)
+    kinds = [report[name] for name in ("substitutions", "insertions", "deletions")]
+    assert kinds == counts[1::2].sum(0).tolist()
+    after, change = counts[1::2].sum(1), (counts[1::2] - counts[::2]).sum(1)
+    for name, each in (("after", after), ("change", change)):
+        mean, error = 25 * each.mean(), 25 * each.std() / size**0.5  # four words each
+        assert report[f"wer_{name}_low"] == pytest.approx(mean - 1.96 * error, abs=error / 4)
+        assert report[f"wer_{name}_high"] == pytest.approx(mean + 1.96 * error, abs=error / 4)
+
+
+def test_references_without_hypotheses_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "list").write_text("u1\t0.5\tit was\n")
+    (tmp_path / "said").write_text("u1 it was\nu2 it is\n")
+    with caplog.at_level(logging.WARNING):
+        read = Utterances.read(str(tmp_path / "list"), str(tmp_path / "said"))
+    assert "1 of 2 references have no hypotheses" in caplog.text
+    assert read.errors is not None
+    assert read.errors.num_words == 2

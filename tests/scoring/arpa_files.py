@@ -3,6 +3,11 @@
 from pathlib import Path
 
 NGrams = dict[tuple[str, ...], tuple[float, float]]
+"""log10 P and back-off weight of each n-gram."""
+THE_CAT: NGrams = {
+    **{("<s>",): (-99.0, 0.0), ("</s>",): (-0.7, 0.0), ("<unk>",): (-1.0, 0.0)},
+    **{("the",): (-0.5, -0.25), ("cat",): (-0.9, 0.0), ("the", "cat"): (-0.2, 0.0)},
+}
 
 
 def write(path: Path, ngrams: NGrams, order: int) -> Path:

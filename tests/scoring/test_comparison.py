@@ -19,15 +19,16 @@ from lm.scoring.frequency import FrequencyBin, FrequencyReport
 from lm.scoring.mixture import token_log_probs
 from tests.conftest import OTHER_LETTERS, PIECES_WITH_BYTES
 
+Printed = Callable[..., str]
+
 
 def test_differences_are_those_of_both_evaluations(
-    lstm_run: Path, transformer_run: Path, capsys: pytest.CaptureFixture[str]
+    lstm_run: Path, transformer_run: Path, printed: Printed
 ) -> None:
     values = []
     for run, *others in ((lstm_run, transformer_run, lstm_run), (transformer_run,)):
-        options = ["--compare", *map(str, others)] if others else []
-        assert main(["evaluate", str(run), "--by-frequency", "--json", *options]) == 0
-        values.append(json.loads(capsys.readouterr().out))
+        options = ["--compare", *others] if others else []
+        values.append(json.loads(printed("evaluate", run, "--by-frequency", "--json", *options)))
     ours, theirs = values
     found, same = ours["compared"]
     assert found["perplexity"] == pytest.approx(theirs["perplexity"], rel=1e-6)
@@ -58,18 +59,16 @@ def test_runs_that_cannot_be_compared(
 def test_words_and_pieces_are_compared_in_bits_per_byte(
     letters: Callable[..., Path],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    printed: Printed,
     complaint: Callable[..., str],
 ) -> None:
     run, other = letters("words"), letters("other", "--model.hidden=6")
     bytes_run = letters("bytes", *PIECES_WITH_BYTES)
     lines = [*OTHER_LETTERS, "b <unk>", "bab"] * 5
     (tmp_path / "text").write_text("\n".join(lines) + "\n")
-    command = ["evaluate", str(run), f"--text={tmp_path / 'text'}"]
-    command += ["--open-vocabulary", "--compare"]
-    capsys.readouterr()
-    assert main([*command, str(bytes_run), str(other), "--by-frequency", "--json"]) == 0
-    *compared, ours = (found := json.loads(capsys.readouterr().out))["compared"], found
+    command = ["evaluate", run, f"--text={tmp_path / 'text'}", "--open-vocabulary", "--compare"]
+    found = json.loads(printed(*command, bytes_run, other, "--by-frequency", "--json"))
+    *compared, ours = found["compared"], found
     (pieces, words) = compared[0]
     theirs = [
         evaluate_text(TrainedRun(folder), lines, progress=False, open_vocabulary=True)
@@ -86,27 +85,22 @@ def test_words_and_pieces_are_compared_in_bits_per_byte(
     assert pieces["by_frequency"] is None
     nats = sum(part["nll_nats"] for part in words["by_frequency"])
     assert nats == pytest.approx(theirs[1].nll_nats - (theirs[1].spelling_nats or math.nan))
-    assert main([*command, str(bytes_run), str(other), "--by-frequency"]) == 0
-    assert "by rank                   not known" in capsys.readouterr().out
+    table = printed(*command, bytes_run, other, "--by-frequency")
+    assert "by rank                   not known" in table
 
     # Spaces that no model of words spells: losses of the same tokens alone can be compared.
     (tmp_path / "text").write_text(" b ab zebra\n" * 20)
-    assert main([*command, str(other), "--json"]) == 0
-    (spaced,) = json.loads(capsys.readouterr().out)["compared"]
+    (spaced,) = json.loads(printed(*command, other, "--json"))["compared"]
     assert (spaced["unit"], spaced["bits_per_byte"]) == ("nats/token", None)
     assert "run does not spell case or spaces" in complaint(*command, bytes_run)
     closed = [each for each in command if each != "--open-vocabulary"]
     assert "add --open-vocabulary" in complaint(*closed, bytes_run)
 
 
-def test_ranks_are_those_of_the_first_run(
-    letters: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_are_those_of_the_first_run(letters: Callable[..., Path], printed: Printed) -> None:
     run, other = letters("words"), letters("other", "--model.hidden=6")
     (other / "data").rename(other / "away")
-    capsys.readouterr()
-    assert main(["evaluate", str(run), "--compare", str(other), "--by-frequency", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed("evaluate", run, "--compare", other, "--by-frequency", "--json"))
     (compared,) = found["compared"]
     bins = found["by_frequency"]["target"], compared["by_frequency"]
     tokens = [[each["tokens"] for each in part] for part in bins]
@@ -129,14 +123,12 @@ def test_comparisons_need_the_same_lines(
 
 
 def test_a_text_of_few_lines_has_no_interval(
-    lstm_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lstm_run: Path, tmp_path: Path, printed: Printed
 ) -> None:
     text = tmp_path / "text"
     for num_lines, interval in ((19, "not known: fewer than 20 lines"), (20, "+0.0000 … +0.0000")):
         text.write_text("it was\n" * num_lines)
-        options = ["--text", str(text), "--compare", str(lstm_run)]
-        assert main(["evaluate", str(lstm_run), *options]) == 0
-        assert interval in capsys.readouterr().out
+        assert interval in printed("evaluate", lstm_run, "--text", text, "--compare", lstm_run)
 
 
 def test_intervals_of_short_texts_cover_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,11 +172,10 @@ def test_the_interval_over_texts_has_the_width_of_its_blocks() -> None:
 
 
 def test_tokens_are_divided_by_the_rank_of_their_word_and_of_the_word_before(
-    lstm_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    lstm_run: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frequency, "LAST_RANKS", (3, 9, 10**9))
-    assert main(["evaluate", str(lstm_run), "--by-frequency", "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(printed("evaluate", lstm_run, "--by-frequency", "--json"))
     run = TrainedRun.open(lstm_run)
     counts, tokens = run.prepared.counts(), np.array(run.prepared.tokens("test"))
     nll = -token_log_probs(run, tokens)

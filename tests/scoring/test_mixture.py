@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from data_prep.tokenizer.tokenizer import WordTokenizer
-from lm.cli import main
 from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.mixture import mixed, tuned_weight
@@ -51,7 +50,7 @@ def test_perplexities_of_a_mixture_are_those_of_the_definition(
     request: pytest.FixtureRequest,
     corpus: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    printed: Callable[..., str],
 ) -> None:
     folder: Path = request.getfixturevalue(name)
     run = TrainedRun(folder, "cpu")
@@ -70,9 +69,7 @@ def test_perplexities_of_a_mixture_are_those_of_the_definition(
         return math.exp(-np.log(weight * p + (1 - weight) * q).mean())
 
     def figures(*options: str) -> dict[str, Any]:
-        capsys.readouterr()
-        assert main(["evaluate", str(folder), "--json", f"--arpa={path}", *options]) == 0
-        values: dict[str, Any] = json.loads(capsys.readouterr().out)
+        values = json.loads(printed("evaluate", folder, "--json", f"--arpa={path}", *options))
         assert values["perplexity"] == pytest.approx(values["mixture"]["perplexity_model"])
         mixture: dict[str, Any] = values["mixture"]
         return mixture
@@ -86,8 +83,7 @@ def test_perplexities_of_a_mixture_are_those_of_the_definition(
     assert tuned["weight"] == pytest.approx(best[1], abs=1e-3)
     assert tuned["valid_perplexity"] == pytest.approx(best[0], rel=1e-5)
     assert tuned["perplexity"] == pytest.approx(perplexity("test", tuned["weight"]), rel=1e-5)
-    assert main(["evaluate", str(folder), f"--arpa={path}"]) == 0
-    out = capsys.readouterr().out
+    out = printed("evaluate", folder, f"--arpa={path}")
     assert "tuned on the validation split, perplexity" in out
     assert f"perplexity of the mixture             {tuned['perplexity']:.2f}" in out
     (folder / "evaluate-test.json").unlink()
@@ -105,26 +101,21 @@ def test_the_tuned_weight_is_the_best_one_also_at_the_ends() -> None:
 
 
 def test_a_model_of_pieces_is_mixed_with_ngrams_of_its_pieces_only(
-    tiny: Path, tmp_path: Path, complaint: Callable[..., str], capsys: pytest.CaptureFixture[str]
+    pieces_run: Path, tmp_path: Path, complaint: Callable[..., str], printed: Callable[..., str]
 ) -> None:
-    options = ["--tokenizer={kind: sentencepiece, vocab_size: 34}", "--train.max_steps=1"]
-    folder, text = tmp_path / "run", tmp_path / "text.txt"
-    assert main(["train", str(tiny), "--no-progress", f"--run_dir={folder}", *options]) == 0
+    text = tmp_path / "text.txt"
     text.write_text("the cat sees a dog\n")
-    of_words = write_arpa(
-        tmp_path / "words", ["the", "cat", "sees", "a", "dog", "</s>", *"bcdefgh"]
-    )
-    command = ["evaluate", folder, "--text", text, "--mixture=0.5", "--json", "--arpa"]
+    words = ["the", "cat", "sees", "a", "dog", "</s>", *"bcdefgh"]
+    of_words = write_arpa(tmp_path / "words", words)
+    command = ["evaluate", pieces_run, "--text", text, "--mixture=0.5", "--json", "--arpa"]
     error = complaint(*command, of_words)
     assert error.startswith(f"{of_words} has no unigram '\u2581")
     assert "a token for each piece" in error
-    tokenizer = TrainedRun(folder, "cpu").tokenizer
+    tokenizer = TrainedRun(pieces_run, "cpu").tokenizer
     pieces = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
     assert "\u2581" in "".join(pieces)
     units = sorted({*pieces, "</s>"} - {"<eos>", "<s>"})
-    capsys.readouterr()
-    assert main([*map(str, command), str(write_arpa(tmp_path / "pieces", units))]) == 0
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(printed(*command, write_arpa(tmp_path / "pieces", units)))
     assert values["mixture"]["tokens"] == values["tokens"] > 6
 
 

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
-from data_prep.tokenizer.vocabulary import train_sentencepiece
 from lm.model import reader
 from lm.output import ClassTree
 from lm.scoring import LineScore, Scorer
 from lm.scoring import scorer as scorer_module
 from lm.scoring.layouts import Layout
 from tests.conftest import toy_sentences
+from tests.data_prep.conftest import trained_pieces
 from tests.models import log_probs, small_model
 
 WORDS = ["<eos>", "<unk>", "a", "b", "c", "d", "e"]
@@ -39,8 +38,7 @@ def make(
 
 @pytest.fixture(scope="module")
 def pieces() -> SentencePieceTokenizer:
-    settings = TokenizerConfig(kind="sentencepiece", vocab_size=36)
-    return SentencePieceTokenizer(train_sentencepiece(toy_sentences(0, 200), settings))
+    return trained_pieces(toy_sentences(0, 200), 36)
 
 
 @BACKBONES
@@ -161,8 +159,7 @@ def test_a_word_of_pieces_has_the_sum_of_its_pieces(pieces: SentencePieceTokeniz
 @pytest.mark.parametrize("byte_fallback", [False, True])
 def test_pieces_are_aligned_with_the_word_that_they_spell(byte_fallback: bool) -> None:
     size = 36 + 256 * byte_fallback
-    settings = TokenizerConfig(kind="sentencepiece", vocab_size=size, byte_fallback=byte_fallback)
-    tokenizer = SentencePieceTokenizer(train_sentencepiece(toy_sentences(0, 200), settings))
+    tokenizer = trained_pieces(toy_sentences(0, 200), size, byte_fallback=byte_fallback)
     lines = "the cat", "caf\u00e9\u2603x \u2603 the\u2603", " a   dog  ", "the <unk>cat <unk>", ""
     for line in lines:
         words, ids, word_of_id = tokenizer.align(line)

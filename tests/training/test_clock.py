@@ -37,6 +37,16 @@ def progress_of(run: Path) -> dict[str, Any]:
     return progress
 
 
+def test_seconds_and_speed_leave_out_validation_and_checkpoints(
+    train: Train, tmp_path: Path, seconds: list[float]
+) -> None:
+    options = ["--train.max_steps=6", "--log.every_steps=2", "--train.val_every_steps=3"]
+    lines = read_metrics(train(tmp_path, *options) / "metrics.csv")
+    assert [(line.step, line.seconds) for line in lines] == [(2, 4), (3, 6), (4, 8), (6, 12)]
+    assert [line.tokens_per_second for line in lines] == [16] * 4
+    assert sum(seconds) == 12 + 2 * 10
+
+
 def test_the_rate_reaches_its_end_with_the_time(
     train: Train, tmp_path: Path, seconds: list[float]
 ) -> None:

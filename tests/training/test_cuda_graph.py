@@ -28,12 +28,12 @@ from lm.training.loop import train_step
 from lm.training.optimizers import learning_rate
 from lm.training.state import TrainingState
 
-N, STEPS, STOP = 60, 200, 97
+N, STEPS, STOP = 60, 60, 27
 CONFIG = """\
 name: steps
 model: {hidden: 16, layers: 2, heads: 2, dropout: 0.2}
 optim: {lr: 0.01}
-train: {max_steps: 200, batch_size: 4, seq_len: 8, threads: 1}
+train: {max_steps: 60, batch_size: 4, seq_len: 8, threads: 1}
 """
 ROW_WISE = ["--word_table.gradients=row_wise", "--word_table.lr=0.05"]
 WORD_DROPOUT = ["--model.input_embedding=path_sum", "--model.count_word_dropout=9"]
@@ -65,7 +65,6 @@ ON_GPU = RECIPES | {
     "lstm, bf16": [*RECIPES["lstm"], *BF16],
     "transformer, bf16": [*RECIPES["transformer"], *BF16],
 }
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class Text:
@@ -269,7 +268,6 @@ def assert_equal_as_far_as_runs_repeat(actual: Any, first: Any, second: Any) -> 
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("recipe", ON_GPU)
 def test_recorded_steps_with_a_stop_equal_those_that_run_as_they_are(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -285,7 +283,6 @@ def test_recorded_steps_with_a_stop_equal_those_that_run_as_they_are(
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("recipe", ["lstm", "transformer, bf16", "row-wise adagrad"])
 def test_the_host_never_waits_in_recorded_steps(recipe: str, tmp_path: Path) -> None:
     state = start(tmp_path, ON_GPU[recipe], gpu=True)
@@ -301,7 +298,6 @@ def test_the_host_never_waits_in_recorded_steps(recipe: str, tmp_path: Path) -> 
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("recipe", WAITING)
 def test_steps_that_wait_are_found_and_run_as_they_are(
     recipe: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

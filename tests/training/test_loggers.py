@@ -17,13 +17,11 @@ from matplotlib.axes import Axes
 from data_prep.errors import UserError
 from lm.config import Config, TrainConfig, validate
 from lm.model.language_model import LanguageModel
-from lm.training import state
 from lm.training.clock import Clock, Progress
 from lm.training.loggers import MetricsFile, ProgressBar, check_wandb, wandb_mode
 from lm.training.metrics import Metrics, draw_curves, read_metrics
 
 Train = Callable[..., Path]
-BeforeCall = Callable[..., None]
 
 
 def test_metrics_count_tokens_steps_and_epochs(train: Train, tmp_path: Path) -> None:
@@ -65,20 +63,6 @@ def test_wandb_offline_records_the_configuration_and_the_figures(
     assert (run / "wandb-id").read_text().encode() in content
     for figure in (b"checkpoint_every_steps", b"prepared_dir", b"train_perplexity"):
         assert figure in content
-
-
-def test_seconds_and_speed_leave_out_validation_and_checkpoints(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_call: BeforeCall
-) -> None:
-    """A clock on which a batch takes a second, and a validation a thousand."""
-    seconds: list[int] = []
-    monkeypatch.setattr("lm.training.clock.time.perf_counter", lambda: sum(seconds))
-    before_call(LanguageModel, "loss", lambda *_: seconds.append(1))
-    before_call(state, "evaluate", lambda *_, **__: seconds.append(1000))
-    options = ["--train.max_steps=6", "--log.every_steps=2", "--train.val_every_steps=3"]
-    lines = read_metrics(train(tmp_path / "run", *options) / "metrics.csv")
-    assert [(line.step, line.seconds) for line in lines] == [(2, 2), (3, 3), (4, 4), (6, 6)]
-    assert [line.tokens_per_second for line in lines] == [32] * 4
 
 
 def test_the_training_perplexity_is_that_of_the_tokens_since_the_previous_line(

@@ -57,12 +57,6 @@ def test_the_precision_of_matrix_products_is_set_for_the_run_and_restored_after_
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def rates(train: Train, folder: Path, *options: str) -> list[tuple[float, float]]:
-    """Epoch after each step, and the learning rate of the step."""
-    run = train(folder, "--log.every_steps=1", "--optim.lr=1", *options)
-    return [(line.epoch, line.learning_rate) for line in read_metrics(run / "metrics.csv")]
-
-
 def test_a_plateau_lowers_the_rate_with_each_validation_that_did_not_improve(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,8 +69,9 @@ def test_a_plateau_lowers_the_rate_with_each_validation_that_did_not_improve(
 
     monkeypatch.setattr("lm.training.state.evaluate", rigged)
     options = ["--optim.schedule=plateau", "--optim.decay=0.5", "--train.val_every_steps=1"]
-    found = rates(train, tmp_path / "run", *options, "--train.max_steps=6")
-    assert [rate for _, rate in found] == [1, 1, 1, 0.5, 0.25, 0.25]
+    options += ["--log.every_steps=1", "--optim.lr=1", "--train.max_steps=6"]
+    lines = read_metrics(train(tmp_path / "run", *options) / "metrics.csv")
+    assert [line.learning_rate for line in lines] == [1, 1, 1, 0.5, 0.25, 0.25]
 
 
 def test_the_model_gets_the_counts_and_the_kind_of_gradient_of_the_configuration(

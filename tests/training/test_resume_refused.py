@@ -98,14 +98,8 @@ def test_a_changed_configuration_is_refused_naming_the_keys(
     assert contents(lstm_run) == before
 
 
-@pytest.mark.parametrize("change", ["other words", "another order"])
 def test_another_corpus_is_refused_when_a_run_continues(
-    change: str,
-    tiny: Path,
-    corpus: Path,
-    tmp_path: Path,
-    complaint: Callable[..., str],
-    contents: Contents,
+    tiny: Path, corpus: Path, tmp_path: Path, complaint: Callable[..., str], contents: Contents
 ) -> None:
     run, text = tmp_path / "run", tmp_path / "text.txt"
     lines = (corpus / "train.txt").read_text().splitlines(keepends=True)
@@ -113,9 +107,7 @@ def test_another_corpus_is_refused_when_a_run_continues(
     command = ["train", str(tiny), f"--data.dir={tmp_path}", "--data.files={train: text.txt}"]
     command += [f"--run_dir={run}", "--no-progress", "--resume", "auto"]
     assert main([*command, "--train.max_steps=2"]) == 0
-    # Reversed lines have the same words as often: the same vocabulary.
-    changed = [*lines, "a new word\n"] if change == "other words" else lines[::-1]
-    text.write_text("".join(changed))
+    text.write_text("".join(lines[::-1]))  # the same words as often: the same vocabulary
     before = contents(run)
     assert complaint(*command, "--train.max_steps=4") == (
         f"{run}/data was prepared from something else (train: text.txt changed), and a run"

@@ -1,6 +1,7 @@
 """The folder of a run: what it contains, who may train it, and what a failure leaves unchanged."""
 
 import json
+import platform
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from data_prep.storage import locked
 from lm.run import Run
+from lm.training import environment
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
 
@@ -105,3 +107,25 @@ def test_a_run_that_does_not_fit_in_memory_is_refused_before_it_has_a_folder(
     need = r"training tiny needs \d\.\d GB of memory .*, 0\.0 GB are available: use"
     assert re.match(need, failed(run))
     assert not run.exists()
+
+
+def test_the_processor_is_named_with_its_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "CPUINFO", tmp_path / "cpuinfo")
+    # Without the file, the architecture is named.
+    assert environment.processor_name() in (platform.processor(), platform.machine())
+    (tmp_path / "cpuinfo").write_text(
+        "processor\t: 0\nmodel name\t: A B 7\nflags\t\t: fpu avx2 avx512f avx512_bf16 sse\n\n"
+    )
+    assert environment.processor_name() == "A B 7, avx2, avx512f, avx512_bf16"
+
+
+def test_the_most_memory_is_that_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = tmp_path / "status"
+    monkeypatch.setattr(environment, "STATUS", status)
+    assert environment.peak_memory() is None
+    status.write_text("Name:\ta: b\nVmPeak:\t 9000000 kB\nVmHWM:\t 1234567 kB\n")
+    assert environment.peak_memory() == "1,264 MB"

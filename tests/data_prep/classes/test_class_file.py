@@ -1,7 +1,7 @@
 """Class files of other tools: every format, and the errors in them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,11 @@ from data_prep.settings import ClassesConfig
 WORDS = ["<unk>", "a", "b", "c", "<eos>"]
 
 
-def build(settings: ClassesConfig, folder: Path) -> WordClass:
-    counts, tokens = np.ones(5, np.int64), np.arange(5, dtype=np.uint16)
-    word_class: WordClass
-    (word_class,) = build_class_levels(
-        counts, settings, tokens=tokens, words=lambda: WORDS, folder=folder
-    )
-    return word_class
+def build(settings: ClassesConfig, folder: Path, words: Sequence[str] = WORDS) -> WordClass:
+    """The classes on each level of words that occur once."""
+    counts, tokens = np.ones(len(words), np.int64), np.arange(len(words), dtype=np.uint16)
+    text: dict[str, Any] = {"tokens": tokens, "words": lambda: words, "folder": folder}
+    return build_class_levels(counts, settings, progress=False, **text)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +39,7 @@ def test_class_files_are_read_and_special_words_get_a_separate_class(
 ) -> None:
     (tmp_path / "map").write_bytes(text.encode())
     settings = ClassesConfig(method="file", file="map", file_format=file_format)
-    word_class = build(settings, tmp_path)
+    (word_class,) = build(settings, tmp_path)
     assert word_class.tolist() == [2, 0, 0, 1, 2]
     assert word_class.dtype == np.int32
 
@@ -58,12 +56,10 @@ def test_files_of_paths_have_a_class_on_each_level(
 ) -> None:
     (tmp_path / "map").write_text(text)
     settings = ClassesConfig(method="file", file="map", file_format=file_format, depth=9)
-    counts, tokens = np.ones(5, np.int64), np.arange(5, dtype=np.uint16)
-    build = partial(build_class_levels, counts, tokens=tokens, words=lambda: WORDS, folder=tmp_path)
     levels = [[2, 0, 0, 1, 2], [-1, 1, 0, -1, -1], [-1, 0, -1, -1, -1]]
-    assert build(settings).tolist() == levels
+    assert build(settings, tmp_path).tolist() == levels
     assert not caplog.text
-    assert build(replace(settings, depth=3)).tolist() == levels[:2]
+    assert build(replace(settings, depth=3), tmp_path).tolist() == levels[:2]
     assert "2 of 3 levels of classes are used (classes.depth)" in caplog.text
 
 
@@ -117,15 +113,8 @@ def test_given_vectors_are_clustered_by_their_directions(
     expected = [[0, 0], [3, 0.1], [0.5, 0], [-1000, 9], [0, 0], [0, 0]]
     assert vectors.tolist() == np.array(expected, np.float32).tolist()
     assert "1 of 6 words have no vector, the first is 'e'" in caplog.text
-    counts, settings = np.ones(6, np.int64), ClassesConfig(method="embedding", vectors="vectors")
-    (found,) = build_class_levels(
-        counts,
-        replace(settings, num_word_classes=3),
-        tokens=np.arange(6, dtype=np.uint16),
-        words=lambda: words,
-        folder=tmp_path,
-        progress=False,
-    )
+    settings = ClassesConfig(method="embedding", vectors="vectors", num_word_classes=3)
+    (found,) = build(settings, tmp_path, words)
     assert found[1] == found[2] != found[3]
     assert np.bincount(found).tolist() == [2, 2, 2]
     spaced = tmp_path / "spaced"

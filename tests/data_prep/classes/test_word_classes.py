@@ -1,7 +1,6 @@
 """Word classes: partitions of any size by every method; clustering recovers known classes."""
 
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,23 +9,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy import sparse
+from scipy.optimize import linear_sum_assignment
 
 import data_prep
 from data_prep.classes import bigrams as bigrams_module
 from data_prep.classes import embedding as embedding_module
-from data_prep.classes.bigrams import IntArray, count_bigrams
-from data_prep.classes.embedding import embedding_classes, truncated_svd
+from data_prep.classes.assignment import FloatArray, IntArray, assign, smallest_classes
+from data_prep.classes.bigrams import count_bigrams
+from data_prep.classes.embedding import truncated_svd
 from data_prep.classes.exchange import exchange
-from data_prep.classes.word_classes import (
-    WordClass,
-    build_class_levels,
-    frequency_classes,
-)
+from data_prep.classes.word_classes import WordClass, build_class_levels, frequency_classes
 from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
 
-SIZES = [(1, 1), (2, 1), (7, 7), (13, 4), (101, 10), (101, 1), (101, 101), (60, 59)]
-"""N, C: a single word, one class, as many classes as words, N prime, nearly as many."""
+METHODS: list[Any] = ["exchange", "embedding", "frequency", "uniform", "random"]
 
 
 def zipf_tokens(vocab_size: int, num_tokens: int, seed: int = 0) -> NDArray[np.uint16]:
@@ -41,22 +37,17 @@ def counts_of(tokens: NDArray[np.uint16], vocab_size: int) -> NDArray[np.int64]:
     return np.bincount(tokens, minlength=vocab_size).astype(np.int64)
 
 
-def embedded(
-    counts: IntArray, tokens: NDArray[np.uint16], num_word_classes: int, **options: Any
-) -> WordClass:
-    """`embedding_classes` of a text."""
-    bigrams = count_bigrams(tokens, len(counts))
-    return embedding_classes(counts, bigrams, num_word_classes, **options)
-
-
-def built(
-    counts: IntArray, tokens: NDArray[np.uint16], settings: ClassesConfig, progress: bool = False
-) -> WordClass:
-    word_class: WordClass
+def built(tokens: NDArray[np.uint16], vocab_size: int, **settings: Any) -> WordClass:
+    """Classes of a text as preparation makes them."""
     (word_class,) = build_class_levels(
-        counts, settings, tokens=tokens, words=list, folder=Path(), progress=progress
+        counts_of(tokens, vocab_size),
+        ClassesConfig(**settings),
+        tokens=tokens,
+        words=list,
+        folder=Path(),
+        progress=False,
     )
-    return word_class
+    return np.asarray(word_class, np.int32)
 
 
 def planted_text(
@@ -82,41 +73,32 @@ def assert_partition(word_class: NDArray[np.int32], vocab_size: int, num_word_cl
     assert set(word_class.tolist()) == set(range(num_word_classes))
 
 
-@pytest.mark.parametrize(("vocab_size", "num_word_classes"), SIZES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, None])
+@pytest.mark.parametrize(
+    ("vocab_size", "asked", "expected"),
+    [
+        *((1, 1, 1), (2, 1, 1), (7, 7, 7), (13, 4, 4), (101, 10, 10), (101, 1, 1), (101, 101, 101)),
+        *((60, 59, 59), (83, None, 9), (83, 500, 83)),
+    ],
+)
 def test_every_method_puts_each_word_into_one_of_c_nonempty_classes(
-    vocab_size: int, num_word_classes: int
+    method: str, vocab_size: int, asked: int | None, expected: int, num_tokens: int | None
 ) -> None:
-    tokens = zipf_tokens(vocab_size, 3 * vocab_size)
-    counts = counts_of(tokens, vocab_size)
-    for word_class in (
-        frequency_classes(counts, num_word_classes),
-        data_prep.word_classes(tokens, vocab_size, num_word_classes, method="uniform"),
-        data_prep.word_classes(tokens, vocab_size, num_word_classes, method="random"),
-        embedded(counts, tokens, num_word_classes, dimensions=8),
-    ):
-        assert_partition(word_class, vocab_size, num_word_classes)
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, 2])
-def test_classes_of_words_that_rarely_occur_are_a_partition(num_tokens: int) -> None:
-    tokens = np.full(num_tokens, 4, dtype=np.uint16)
-    counts = counts_of(tokens, 23)
-    assert_partition(frequency_classes(counts, 5), 23, 5)
-    word_class = embedded(counts, tokens, 5)
-    assert_partition(word_class, 23, 5)
-    assert sorted(np.bincount(word_class).tolist()) == [4, 4, 5, 5, 5]
+    """C is √N unless asked for, and never exceeds the words; few or no words may have occurred."""
+    tokens = zipf_tokens(vocab_size, 3 * vocab_size)[:num_tokens]
+    found = built(tokens, vocab_size, method=method, num_word_classes=asked, dimensions=8)
+    assert_partition(found, vocab_size, expected)
 
 
 def test_uniform_and_random_classes_have_equal_sizes_and_uniform_ones_are_blocks() -> None:
     counts = np.array([5, 0, 9, 7, 1, 3])
-    uniform, random = (
-        built(np.resize(counts, 102), np.empty(0, np.uint16), ClassesConfig(method=method))
-        for method in ("uniform", "random")
-    )
-    for word_class in (uniform, random):
-        assert sorted(np.bincount(word_class).tolist()) == [10] * 8 + [11] * 2
-    settings = ClassesConfig(method="uniform", num_word_classes=3)
-    assert built(counts, np.empty(0, np.uint16), settings).tolist() == [1, 2, 0, 0, 2, 1]
+    for method in ("uniform", "random"):
+        tokens = np.repeat(np.arange(102), np.resize(counts, 102)).astype(np.uint16)
+        sizes = np.bincount(built(tokens, 102, method=method))
+        assert sorted(sizes.tolist()) == [10] * 8 + [11] * 2
+    tokens = np.repeat(np.arange(6), counts).astype(np.uint16)
+    assert built(tokens, 6, method="uniform", num_word_classes=3).tolist() == [1, 2, 0, 0, 2, 1]
 
 
 def test_frequency_classes_have_equal_sums_of_sqrt_count_to_within_one_word() -> None:
@@ -135,11 +117,9 @@ def test_frequency_classes_have_equal_sums_of_sqrt_count_to_within_one_word() ->
 
 def test_the_same_seed_gives_the_same_classes_and_another_seed_others() -> None:
     tokens = zipf_tokens(60, 2_000)
-    counts = counts_of(tokens, 60)
     for method in ("random", "embedding"):
         first, again, other = (
-            built(counts, tokens, ClassesConfig(method=method, num_word_classes=8, seed=seed))
-            for seed in (1, 1, 2)
+            built(tokens, 60, method=method, num_word_classes=8, seed=seed) for seed in (1, 1, 2)
         )
         assert np.array_equal(first, again)
         assert not np.array_equal(first, other)
@@ -151,15 +131,15 @@ def test_embedding_recovers_the_classes_that_made_the_text(
 ) -> None:
     monkeypatch.setattr(embedding_module, "REFINEMENT_PASSES", passes)
     tokens, truth = planted_text(6, 15, 12_000)
-    word_class = embedded(counts_of(tokens, 90), tokens, 6, dimensions=10)
+    word_class = built(tokens, 90, method="embedding", num_word_classes=6, dimensions=10)
     common = sum(Counter(truth[word_class == c].tolist()).most_common(1)[0][1] for c in range(6))
     assert common / 90 >= 0.9
 
 
 @pytest.mark.parametrize("max_words", [None, 15, 101])
 def test_no_class_exceeds_max_words(max_words: int | None) -> None:
-    tokens = zipf_tokens(101, 4_000)
-    word_class = embedded(counts_of(tokens, 101), tokens, 9, dimensions=10, max_words=max_words)
+    settings = {"num_word_classes": 9, "dimensions": 10, "max_words": max_words}
+    word_class = built(zipf_tokens(101, 4_000), 101, method="embedding", **settings)
     assert np.bincount(word_class).max() <= (max_words or 12)
 
 
@@ -188,27 +168,23 @@ def test_truncated_svd_equals_the_dense_one() -> None:
 def test_too_few_places_and_too_large_shortlists_name_the_key() -> None:
     tokens = zipf_tokens(10, 50)
     with pytest.raises(UserError, match=r"classes\.shortlist = 11 is more than 10 words"):
-        built(counts_of(tokens, 10), tokens, ClassesConfig(method="uniform", shortlist=11))
+        built(tokens, 10, method="uniform", shortlist=11)
     with pytest.raises(UserError, match=r"classes\.max_words: 3 .* 9 words, but 10 are to be"):
-        embedded(counts_of(tokens, 10), tokens, 3, max_words=3)
+        built(tokens, 10, method="embedding", num_word_classes=3, max_words=3)
 
 
-@pytest.mark.parametrize("method", ["embedding", "exchange"])
-@pytest.mark.parametrize("num_word_classes", [1, 2, 9, 40, 101])
-@pytest.mark.parametrize("clustered_words", [1, 2, 30, 100, 101, 500])
+@pytest.mark.parametrize("method", METHODS[:2])
+@pytest.mark.parametrize("num_word_classes", [1, 9, 101])
+@pytest.mark.parametrize("clustered_words", [1, 30, 100, 101, 500])
 def test_clustered_words_and_the_others_by_count_are_a_partition(
-    method: Any, num_word_classes: int, clustered_words: int
+    method: str, num_word_classes: int, clustered_words: int
 ) -> None:
     tokens = zipf_tokens(101, 3_000)
-    counts = counts_of(tokens, 101)
-    settings = ClassesConfig(
-        method=method, num_word_classes=num_word_classes, clustered_words=clustered_words
-    )
-    word_class = built(counts, tokens, settings)
+    settings = {"method": method, "num_word_classes": num_word_classes}
+    word_class = built(tokens, 101, clustered_words=clustered_words, **settings)
     assert_partition(word_class, 101, num_word_classes)
-    whole = built(counts, tokens, replace(settings, clustered_words=None))
-    assert (clustered_words < 101) or np.array_equal(word_class, whole)
-    frequent = np.argsort(-counts, kind="stable")[:clustered_words]
+    assert clustered_words < 101 or np.array_equal(word_class, built(tokens, 101, **settings))
+    frequent = np.argsort(-counts_of(tokens, 101), kind="stable")[:clustered_words]
     in_both = set(word_class[frequent].tolist()) & set(np.delete(word_class, frequent).tolist())
     assert in_both == ({0} if num_word_classes == 1 and clustered_words < 101 else set())
 
@@ -218,16 +194,14 @@ def test_clustered_words_are_clustered_as_if_they_were_the_whole_text() -> None:
     rare = np.tile(np.arange(90, 130, dtype=np.uint16), 9)
     text = np.concatenate([tokens, rare])
     counts = counts_of(text, 130)
-    settings = ClassesConfig(
-        method="embedding", num_word_classes=8, clustered_words=90, dimensions=10
-    )
-    word_class = built(counts, text, settings)
+    settings = {"method": "embedding", "dimensions": 10}
+    word_class = built(text, 130, num_word_classes=8, clustered_words=90, **settings)
     num_clustered_classes = len(set(word_class[:90].tolist()))
     share = np.sqrt(counts[:90]).sum() / np.sqrt(counts).sum()
     assert num_clustered_classes == round(8 * share) == 8 - len(set(word_class[90:]))
     order = np.argsort(-counts[:90], kind="stable")
     sorted_tokens = np.argsort(order)[tokens].astype(np.uint16)
-    expected = embedded(counts[order], sorted_tokens, num_clustered_classes, dimensions=10)
+    expected = built(sorted_tokens, 90, num_word_classes=num_clustered_classes, **settings)
     assert np.array_equal(word_class[order], expected)
 
 
@@ -235,13 +209,12 @@ def test_clustered_words_are_clustered_as_if_they_were_the_whole_text() -> None:
 def test_exchange_treats_words_that_are_not_clustered_as_one_neighbour(shortlist: int) -> None:
     tokens, _ = planted_text(6, 15, 12_000)
     counts, n = counts_of(tokens, 90), 60
-    settings = ClassesConfig(
-        num_word_classes=12, clustered_words=n, shortlist=shortlist, dimensions=10, max_words=20
-    )
+    settings = {"num_word_classes": 12, "clustered_words": n, "shortlist": shortlist}
+    settings |= {"dimensions": 10}
     words = np.argsort(-counts, kind="stable")[:n]
-    clustered = built(counts, tokens, settings)[words]
+    clustered = built(tokens, 90, max_words=20, **settings)[words]
     num_clustered_classes = len(set(clustered.tolist()))
-    start = built(counts, tokens, replace(settings, method="embedding", max_words=None))[words]
+    start = built(tokens, 90, method="embedding", **settings)[words]
     assert len(set(start.tolist())) == num_clustered_classes
     id = np.full(90, n)
     id[words] = np.arange(n)
@@ -256,27 +229,16 @@ def test_exchange_treats_words_that_are_not_clustered_as_one_neighbour(shortlist
     assert not np.array_equal(clustered, start)
 
 
-@pytest.mark.parametrize("method", ["embedding", "exchange", "frequency", "uniform", "random"])
-@pytest.mark.parametrize(("asked", "expected"), [(None, 9), (5, 5), (500, 83)])
-def test_the_default_number_of_classes_is_the_square_root_and_never_exceeds_the_words(
-    method: Any, asked: int | None, expected: int
-) -> None:
-    tokens = zipf_tokens(83, 700)
-    settings = ClassesConfig(method=method, num_word_classes=asked, dimensions=5)
-    assert_partition(built(counts_of(tokens, 83), tokens, settings), 83, expected)
-
-
-@pytest.mark.parametrize("method", ["exchange", "embedding", "frequency", "uniform", "random"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_line_makes_the_classes_of_a_configuration(method: Any) -> None:
     tokens, _ = planted_text(6, 15, 3_000)
-    settings = ClassesConfig(method=method, num_word_classes=6, shortlist=4, seed=2)
     options = {"method": method, "shortlist": 4, "seed": 2}
-    expected = built(counts_of(tokens, 90), tokens, settings)
+    expected = built(tokens, 90, num_word_classes=6, **options)
     for text in (tokens, tokens.tolist()):
         assert np.array_equal(data_prep.word_classes(text, 90, 6, **options), expected)
 
 
-@pytest.mark.parametrize("method", ["random", "uniform", "frequency", "embedding", "exchange"])
+@pytest.mark.parametrize("method", METHODS)
 def test_each_level_has_classes_of_the_classes_below(method: Any) -> None:
     """They are made by the method from the text in which words are replaced by their classes."""
     tokens, _ = planted_text(6, 15, 3_000)
@@ -308,3 +270,35 @@ def test_classes_of_what_is_no_text_of_the_vocabulary_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shortlist = 5 is more than 4 words"):
         data_prep.word_classes([0, 1], 4, shortlist=5)
     assert sorted(data_prep.word_classes(np.empty(0, int), 4).tolist()) == [0, 0, 1, 1]
+
+
+def assign_all(
+    scores: FloatArray, capacity: int, temperature: float
+) -> tuple[IntArray, FloatArray]:
+    words, prices = np.arange(len(scores)), np.zeros(scores.shape[1], np.float32)
+    occupied = prices.astype(np.int64)
+    return assign(lambda ids: scores[ids], words, occupied, capacity, prices, temperature)
+
+
+def test_words_get_their_best_classes_if_these_have_vacancies() -> None:
+    preferred = np.array([2, 0, 1, 1, 0, 2])
+    assigned, prices = assign_all(np.eye(3, dtype=np.float32)[preferred], 2, 0.01)
+    assert assigned.tolist() == preferred.tolist()
+    assert prices == pytest.approx(0, abs=1e-3)
+
+
+def test_assignment_is_close_to_the_best_possible() -> None:
+    scores = np.random.default_rng(4).random((120, 12)).astype(np.float32)
+    assigned, _ = assign_all(scores, 10, 0.02)
+    slots = np.repeat(scores, 10, axis=1)
+    best = slots[linear_sum_assignment(slots, maximize=True)].sum()
+    assert np.bincount(assigned).tolist() == [10] * 12
+    assert scores[np.arange(120), assigned].sum() >= 0.98 * best
+
+
+def test_further_words_fill_the_smallest_classes() -> None:
+    sizes = np.array([3, 0, 5, 1])
+    places = smallest_classes(sizes, 5, 6)
+    assert sorted((sizes + np.bincount(places, minlength=4)).tolist()) == [3, 3, 4, 5]
+    assert len(smallest_classes(sizes, 5, 0)) == 0
+    assert (sizes + np.bincount(smallest_classes(sizes, 5, 11), minlength=4)).tolist() == [5] * 4

@@ -3,6 +3,7 @@
 import gzip
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,17 +14,22 @@ from data_prep.corpus.split import Sample, read_sample, split_text, write_splits
 BOTH = ["valid", "test"]
 
 
-def written(folder: Path) -> dict[str, list[str]]:
-    return {path.stem: path.read_text().splitlines() for path in folder.iterdir()}
+Cut = tuple[dict[str, tuple[int, int]], dict[str, list[str]]]
+
+
+def cut(folder: Path, text: str, unit: Any, splits: list[str]) -> Cut:
+    """Sizes and lines of the splits, of which each held-out one has every 20th unit."""
+    path, new = folder / "text.txt", folder / "new"
+    path.write_bytes(text.encode())
+    new.mkdir()
+    sizes = write_splits(TextFile(path), new, unit, 20, splits)
+    return sizes, {path.stem: path.read_text().splitlines() for path in new.iterdir()}
 
 
 def test_lines_are_held_out_at_even_distances(tmp_path: Path) -> None:
     text = [f"line {number}" for number in range(61)]
-    (tmp_path / "text.txt").write_bytes("\r\n".join(text).encode())
-    (tmp_path / "new").mkdir()
-    sizes = write_splits(TextFile(tmp_path / "text.txt"), tmp_path / "new", "lines", 20, BOTH)
+    sizes, splits = cut(tmp_path, "\r\n".join(text), "lines", BOTH)
     assert sizes == {"train": (55, 431), "valid": (3, 23), "test": (3, 24)}
-    splits = written(tmp_path / "new")
     assert splits["valid"] == ["line 9", "line 29", "line 49"]
     assert splits["test"] == ["line 19", "line 39", "line 59"]
     assert splits["train"] == [
@@ -34,13 +40,9 @@ def test_lines_are_held_out_at_even_distances(tmp_path: Path) -> None:
 def test_documents_are_never_divided(tmp_path: Path) -> None:
     documents = [[f"{number}: {line}" for line in "abc"[: 1 + number % 3]] for number in range(40)]
     text = "\n\n\n".join("\n".join(document) for document in documents)
-    (tmp_path / "text.txt").write_text(text)
-    (tmp_path / "new").mkdir()
-    sizes = write_splits(
-        TextFile(tmp_path / "text.txt"), tmp_path / "new", "documents", 20, ["test"]
-    )
+    sizes, found = cut(tmp_path, text, "documents", ["test"])
     assert {split: num_units for split, (num_units, _) in sizes.items()} == {"train": 38, "test": 2}
-    splits = {name: list(filter(None, lines)) for name, lines in written(tmp_path / "new").items()}
+    splits = {name: list(filter(None, lines)) for name, lines in found.items()}
     assert splits["test"] == documents[19] + documents[39]
     assert splits["train"] == list(chain(*documents[:19], *documents[20:39]))
 

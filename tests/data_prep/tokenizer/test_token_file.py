@@ -9,13 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_prep.errors import UserError
-from data_prep.settings import TokenizerConfig
 from data_prep.storage import map_array
 from data_prep.tokenizer import tokenizer
 from data_prep.tokenizer.serialization import load_tokenizer, save_tokenizer
 from data_prep.tokenizer.token_file import encode_split
-from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, WordTokenizer
-from data_prep.tokenizer.vocabulary import train_sentencepiece
+from data_prep.tokenizer.tokenizer import WordTokenizer
+from tests.data_prep.conftest import trained_pieces
 
 TOKENIZER = WordTokenizer(["the", "<eos>", "cat", "<unk>", "é"])
 
@@ -75,10 +74,7 @@ def test_settings_of_a_word_tokenizer_are_saved_with_the_vocabulary(tmp_path: Pa
 
 
 def test_a_sentencepiece_model_is_saved_byte_for_byte(tmp_path: Path) -> None:
-    settings = TokenizerConfig(kind="sentencepiece", vocab_size=15)
-    tokenizer = SentencePieceTokenizer(
-        train_sentencepiece(["the cat sat", "the dog", "", "the cat ran", ""], settings)
-    )
+    tokenizer = trained_pieces(["the cat sat", "the dog", "", "the cat ran", ""], 15)
     info = save_tokenizer(tmp_path, tokenizer)
     assert (tmp_path / "tokenizer.model").read_bytes() == tokenizer.model
     assert (info.vocab_size, info.unk_id, info.eos_id) == (15, 0, 1)

@@ -4,14 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.punctuation import separate_words
-from data_prep.tokenizer.tokenizer import (
-    SentencePieceTokenizer,
-    Tokenizer,
-    WordTokenizer,
-)
-from data_prep.tokenizer.vocabulary import train_sentencepiece
+from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
+from tests.data_prep.conftest import trained_pieces
 
 TEXT = (
     "the cat sat on the mat",
@@ -22,21 +17,14 @@ TEXT = (
 WORDS = ("<eos>", "<unk>", "the", "cat", "sat", "don't", ",", ".", "3,000.5", '"', "(", ")", "-")
 
 
-def trained(vocab_size: int, *, byte_fallback: bool = False) -> SentencePieceTokenizer:
-    settings = TokenizerConfig(
-        kind="sentencepiece", vocab_size=vocab_size, byte_fallback=byte_fallback
-    )
-    return SentencePieceTokenizer(train_sentencepiece(TEXT, settings))
-
-
 @pytest.fixture(scope="module")
 def pieces() -> SentencePieceTokenizer:
-    return trained(44)
+    return trained_pieces(TEXT, 44)
 
 
 @pytest.fixture(scope="module")
 def byte_pieces() -> SentencePieceTokenizer:
-    return trained(300, byte_fallback=True)
+    return trained_pieces(TEXT, 300, byte_fallback=True)
 
 
 @pytest.fixture(params=["words", "sentencepiece"])

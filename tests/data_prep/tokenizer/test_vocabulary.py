@@ -1,22 +1,28 @@
-"""The words and pieces of a vocabulary built from a corpus."""
+"""The words and pieces of a vocabulary built from a corpus, and their ids."""
 
+import runpy
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import numba
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_prep.compiled import compiled
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer import tokenizer
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, line_batches
 from data_prep.tokenizer.vocabulary import count_words, reservoir_sample, train_sentencepiece
+from data_prep.tokenizer.word_index import WordIndex
+from tests.data_prep.conftest import trained_pieces
 
 TEXT = tuple(f"the cat {word} on the mat number {word}" for word in ("sat", "lay", "ran", "is"))
 
@@ -120,8 +126,7 @@ def test_a_batch_of_lines_ends_where_they_are_long(monkeypatch: pytest.MonkeyPat
 
 def test_a_giant_line_is_learned_to_its_end() -> None:
     line = "the cat sat " * 5_000 + "Ω" * 9_000 + " mat"
-    model = train_sentencepiece([line], pieces(14, character_coverage=1.0))
-    tokenizer = SentencePieceTokenizer(model)
+    tokenizer = trained_pieces([line], 14, character_coverage=1.0)
     ids = tokenizer.encode(line)
     assert tokenizer.unk_id not in ids
     assert tokenizer.decode(ids) == line
@@ -144,8 +149,8 @@ def test_impossible_numbers_of_pieces_and_empty_texts_are_refused(
 
 
 def test_the_number_of_characters_is_a_maximum() -> None:
-    model = train_sentencepiece(TEXT, pieces(9999, model_type="char"))
-    assert SentencePieceTokenizer(model).vocab_size == len(set("".join(TEXT))) + 2
+    tokenizer = trained_pieces(TEXT, 9999, model_type="char")
+    assert tokenizer.vocab_size == len(set("".join(TEXT))) + 2
 
 
 def test_a_mistake_in_the_corpus_reaches_the_user_through_sentencepiece() -> None:
@@ -155,3 +160,59 @@ def test_a_mistake_in_the_corpus_reaches_the_user_through_sentencepiece() -> Non
 
     with pytest.raises(UserError, match=r"^corpus\.txt, line 2: a NUL character$"):
         train_sentencepiece(broken(), pieces(20))
+
+
+def test_ids_are_positions_and_newlines_may_have_one() -> None:
+    words = [f"{i:x}" for i in range(5_000)]
+    index = WordIndex.of(words)
+    assert (len(index), list(index), index[4_999]) == (5_000, words, "1387")
+    assert [index.id(word) for word in words] == list(range(5_000))
+    assert (index.id("nothing"), index.id("")) == (-1, -1)
+    text = " ".join(words[::-1])
+    assert index.ids(text, 9).tolist() == list(range(5_000))[::-1]
+    assert index.ids("1\n\n 2 zebra\n", 9).tolist() == [1, 2, 9]
+    assert index.ids("1\n\n 2 zebra\n", 9, line_end=3).tolist() == [1, 3, 3, 2, 9, 3]
+    assert index.ids("", 9, line_end=3).tolist() == []
+
+
+def test_a_vocabulary_file_has_a_word_and_a_count_on_each_line() -> None:
+    words = WordIndex.parse("<eos>\t5\né\u2028\t12\n<unk>\t0\n".encode())
+    assert list(words) == ["<eos>", "é\u2028", "<unk>"]
+    for wrong in (b"", b"a\t1\nb", b"a\t1\nb 2\n", b"a\t1\n\t2\n", b"a\t1\t1\nb\n", b"a\n\t1"):
+        with pytest.raises(ValueError, match="expected lines word TAB count"):
+            WordIndex.parse(wrong)
+    with pytest.raises(ValueError, match="invalid continuation byte"):
+        WordIndex.parse(b"aga\xe9n\t1\n")
+
+
+def test_loops_are_compiled_if_the_cache_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = numba.njit
+
+    def njit(*function: Any, cache: bool = False) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return real(*function)
+
+    monkeypatch.setattr(numba, "njit", njit)
+    assert compiled(lambda x: x + 1)(2) == 3
+
+
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+def test_damaged_files_of_the_cache_are_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """Cut, empty or of zeros, as after a crash; and then the cache serves again."""
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    config: Any = numba.config
+    config.reload_config()  # which numba does when it compiles, after it chose the folder
+    path = tmp_path / f"loops_{ending}.py"
+    path.write_text("def add(x):\n    return x + 1\n")
+    add = runpy.run_path(str(path), run_name=path.stem)["add"]
+    for content in (None, b"", b"half", bytes(5000)):
+        for kept in (False, True):
+            if content is not None and not kept:
+                (file,) = tmp_path.rglob(f"*.{ending}")
+                file.write_bytes(content)
+            loops: Any = compiled(add)
+            assert loops(2) == 3
+            assert (content, sum(loops.stats.cache_hits.values())) == (content, kept)

@@ -13,30 +13,22 @@ from lm.output.functional import BackendName
 
 from ..definition import TREES, TWO_LEVEL, H, both_backends, nll, on, problem
 
+PAIRS = [*(("reference", tree) for tree in TREES), ("triton", "shortlist")]
+"""The interpreter is slow; the gradients of every tree are compared with those of the definition in
+`test_functional.py`.
+"""
 
-@on("reference")
-def test_gradients_pass_gradcheck(tree: ClassTree) -> None:
-    *inputs, target = problem(tree, 5)
-    assert torch.autograd.gradcheck(lambda *inputs: nll([*inputs, target], tree), inputs)
 
-
-@on("triton")
-def test_gradients_through_the_kernels_pass_gradcheck() -> None:
-    """Along random directions and of one tree, because the interpreter is slow; the gradients of
-    every tree are compared with those of the definition in `test_functional.py`.
-    """
-    tree = TREES["shortlist"]
+@pytest.mark.parametrize(("backend", "tree"), PAIRS, indirect=True)
+def test_gradients_pass_gradcheck(backend: str, tree: ClassTree) -> None:
+    """Through the kernels along random directions."""
     *inputs, target = problem(tree, 5)
     assert torch.autograd.gradcheck(
-        lambda *inputs: nll([*inputs, target], tree), inputs, fast_mode=True
+        lambda *inputs: nll([*inputs, target], tree), inputs, fast_mode=backend == "triton"
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "tree"),
-    [*(("reference", tree) for tree in TREES), ("triton", "shortlist")],
-    indirect=["tree"],
-)
+@pytest.mark.parametrize(("name", "tree"), PAIRS, indirect=["tree"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")  # by opcheck
 def test_registered_ops_pass_opcheck(
     name: str, tree: ClassTree, monkeypatch: pytest.MonkeyPatch
@@ -52,20 +44,22 @@ def test_registered_ops_pass_opcheck(
 
 
 @both_backends
+@pytest.mark.parametrize("row_wise", [False, True])
 @pytest.mark.parametrize("subset", range(8))
-def test_any_subset_of_the_gradients_may_be_asked_for(subset: int) -> None:
+def test_any_subset_of_the_gradients_may_be_asked_for(subset: int, row_wise: bool) -> None:
     *inputs, target = problem(TWO_LEVEL, 6)
     loss = nll([*inputs, target], TWO_LEVEL, reduction="mean")
     truth = torch.autograd.grad(loss, inputs)
     chosen = [
         tensor.detach().requires_grad_(bool(subset >> i & 1)) for i, tensor in enumerate(inputs)
     ]
-    loss = nll([*chosen, target], TWO_LEVEL, reduction="mean")
+    loss = nll([*chosen, target], TWO_LEVEL, reduction="mean", row_wise=row_wise)
     assert loss.requires_grad == bool(subset)
     if subset:
         torch.autograd.backward(loss)
     for tensor, true in zip(chosen, truth, strict=True):
-        torch.testing.assert_close(tensor.grad, true if tensor.requires_grad else None)
+        found = None if tensor.grad is None else tensor.grad.to_dense()
+        torch.testing.assert_close(found, true if tensor.requires_grad else None)
 
 
 @both_backends

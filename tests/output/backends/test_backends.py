@@ -6,8 +6,11 @@ import torch
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends import BACKENDS, choose_backend, saved_bytes
 from lm.output.backends.base import Needs, Problem
+from lm.output.backends.compiled import gradient_memory
 from lm.output.backends.triton.launch import instrumented
 from lm.output.backends.visits import route
+
+from ..definition import nll, two_level
 
 TREE = ClassTree.two_level(torch.arange(90) // 9)
 
@@ -69,6 +72,25 @@ def test_saved_bytes_are_those_of_what_a_forward_saves(
     _, saved = BACKENDS[name].forward(problem, Needs(True, True, False, row_wise))
     planned = Problem.without_values(30, 12, tree, torch.float32)
     assert sum(each.nbytes for each in saved) == saved_bytes(name, planned, row_wise=row_wise)
+
+
+@pytest.mark.parametrize("name", ["compiled", "triton"])
+def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_memory, "LARGE_BYTES", 1 << 20)
+    tree = two_level(250_000, 500)
+    weight = torch.zeros(tree.num_rows, 8, requires_grad=True)
+    hidden, target = torch.randn(64, 8, requires_grad=True), torch.arange(64) * 3900
+    profiler = torch.profiler.profile(profile_memory=True, acc_events=True)
+    with instrumented(run=lambda _: None), profiler as profile:
+        loss = nll([hidden, weight, target], tree, reduction="mean", backend=name)
+        _, d_weight = torch.autograd.grad(loss, (hidden, weight))
+    sizes = sorted(event.self_cpu_memory_usage for event in profile.events() or ())
+    if name == "triton":  # the gradient, which the compiled backend maps
+        assert sizes.pop() >= d_weight.numel() * 4
+    planned = Problem.without_values(64, 8, tree, torch.float32)
+    assert 0 < sizes[-1] <= saved_bytes(name, planned, row_wise=False)
 
 
 def test_visits_are_those_of_the_paths() -> None:

@@ -15,12 +15,9 @@ from torch import Tensor
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD
 
-from ..definition import assert_errors_are_small, gradients
+from ..definition import assert_errors_are_small, gradients, nll
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 PAGE = Path(__file__).parents[3] / "lm" / "output" / "README.md"
 TREES: dict[str, Callable[[], ClassTree]] = {
     "two_level": lambda: ClassTree.two_level(torch.arange(3000) // 55),
@@ -148,9 +145,7 @@ def test_a_row_wise_step_never_waits_for_the_device() -> None:
 
     def step() -> None:
         optimizer.zero_grad()
-        loss = hierarchical_cross_entropy(
-            hidden, table[0], target, tree, table[1], backend="triton", row_wise=True
-        )
+        loss = nll([hidden, *table, target], tree, backend="triton", row_wise=True, reduction="sum")
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(table, 0.1)
         optimizer.step()
@@ -235,11 +230,8 @@ def test_row_wise_gradients_are_bit_for_bit_the_dense_ones(
     inputs, target, tree, upstream = problem(TREES[name](), 700, size, dtype)
     _, *dense = gradients(inputs, target, tree, upstream, "triton")
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    hidden, weight, bias = leaves
-    nll = hierarchical_cross_entropy(
-        hidden, weight, target, tree, bias, reduction="none", backend="triton", row_wise=True
-    )
-    torch.autograd.backward(nll, upstream.to(nll.dtype))
+    each = nll([*leaves, target], tree, backend="triton", row_wise=True)
+    torch.autograd.backward(each, upstream.to(each.dtype))
     for leaf, expected in zip(leaves, dense, strict=True):
         assert leaf.grad is not None
         assert torch.equal(leaf.grad.to_dense(), expected)

@@ -4,24 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends import nodes
 from lm.output.decoding import distribution
 from lm.output.decoding.distribution import log_prob, topk
-from tests.output.definition import TWO_LEVEL
 
-from .truth import (
-    OPTIONS,
-    H,
-    N,
-    P,
-    converted,
-    draw_many,
-    random_layer,
-    sample,
-    word_log_prob,
-)  # fmt: skip
+from ..definition import TWO_LEVEL, layer_of, problem
+from .truth import OPTIONS, H, N, P, converted, draw_many, random_layer, sample, word_log_prob
 
 
 @pytest.mark.parametrize("shape", ["full", "shortlist", "paths"])
@@ -137,55 +128,48 @@ def test_excluded_words_are_any_collection_of_integers(excluded: Any) -> None:
             layer.topk(hidden, 1, excluded=wrong)
 
 
-def layer_of(tree: ClassTree, *, bias: bool = True) -> HierarchicalSoftmax:
-    layer = HierarchicalSoftmax(H, tree, bias=bias, dtype=torch.float64)
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter)
-    return layer
-
-
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,)])
 @pytest.mark.parametrize("num_candidates", [0, 1, 40])
 def test_candidates_equal_the_full_distribution(
-    tree: ClassTree, shape: tuple[int, ...], num_candidates: int, bias: bool
+    tree: ClassTree, shape: tuple[int, ...], num_candidates: int, has_bias: bool
 ) -> None:
-    layer = layer_of(tree, bias=bias)
-    hidden = torch.randn(*shape, H, dtype=torch.float64)
+    hidden, weight, bias, _ = problem(tree, *shape)
+    layer = layer_of(weight, tree, bias if has_bias else None)
     word = torch.randint(N, (*shape, num_candidates))  # 40 of 23 words: some repeat
-    actual = layer.candidate_log_prob(hidden, word)
+    actual, expected = layer.candidate_log_prob(hidden, word), layer.log_prob(hidden)
     assert actual.shape == word.shape
-    torch.testing.assert_close(actual, layer.log_prob(hidden).gather(-1, word))
-
-
-def test_gradients_are_those_of_the_full_distribution(tree: ClassTree) -> None:
-    layer = layer_of(tree)
-    hidden = torch.randn(4, H, dtype=torch.float64, requires_grad=True)
-    word = torch.randint(N, (4, 5))
-    upstream = torch.randn(4, 5, dtype=torch.float64)
-    inputs = [hidden, *layer.parameters()]
-    actual = torch.autograd.grad(layer.candidate_log_prob(hidden, word), inputs, upstream)
-    log_prob = layer.log_prob(hidden).gather(-1, word)
-    torch.testing.assert_close(actual, torch.autograd.grad(log_prob, inputs, upstream))
+    torch.testing.assert_close(actual, expected.gather(-1, word))
+    if word.numel():
+        upstream = torch.randn(word.shape, dtype=torch.float64)
+        inputs = [hidden, *layer.parameters()]
+        truth = torch.autograd.grad(expected.gather(-1, word), inputs, upstream)
+        torch.testing.assert_close(torch.autograd.grad(actual, inputs, upstream), truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision_is_summed_in_fp32(tree: ClassTree, dtype: torch.dtype) -> None:
-    layer = layer_of(tree).to(dtype)
-    hidden, word = torch.randn(3, H, dtype=dtype), torch.randint(N, (3, 8))
+    hidden, weight, bias, _ = problem(tree, 3)
+    layer, hidden = layer_of(weight, tree, bias).to(dtype), hidden.to(dtype)
+    word = torch.randint(N, (3, 8))
     actual = layer.candidate_log_prob(hidden, word)
     assert actual.dtype == torch.float32
     truth = layer.double().log_prob(hidden.double()).gather(-1, word)
     torch.testing.assert_close(actual.double(), truth, rtol=1e-5, atol=1e-5)
 
 
-def test_mistakes_are_named() -> None:
-    layer, hidden = layer_of(TWO_LEVEL), torch.randn(2, H, dtype=torch.float64)
-    with pytest.raises(IndexError, match=r"^candidate 23 is out of bounds for 23 words$"):
-        layer.candidate_log_prob(hidden, torch.tensor([[0], [N]]))
-    with pytest.raises(IndexError, match=r"^candidate -100 is out of bounds for 23 words$"):
-        layer.candidate_log_prob(hidden, torch.tensor([[0], [-100]]))
-    with pytest.raises(ValueError, match=r"candidates \[..., K\], got \[2, 5\] and \[3, 1\]"):
-        layer.candidate_log_prob(hidden, torch.zeros(3, 1, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"^candidates must be int64 on cpu, got torch.int32"):
-        layer.candidate_log_prob(hidden, torch.zeros(2, 1, dtype=torch.int32))
+@pytest.mark.parametrize(
+    ("word", "error", "message"),
+    [
+        (torch.tensor([[0], [N]]), IndexError, "^candidate 23 is out of bounds for 23 words$"),
+        (torch.tensor([[0], [-100]]), IndexError, "^candidate -100 is out of bounds for 23 words$"),
+        (torch.zeros(3, 1).long(), ValueError, r"candidates \[..., K\], got \[2, 6\] and \[3, 1\]"),
+        (torch.zeros(2, 1).int(), ValueError, "^candidates must be int64 on cpu, got torch.int32"),
+    ],
+)
+def test_candidates_that_are_no_words_are_named(
+    word: Tensor, error: type[Exception], message: str
+) -> None:
+    hidden, weight, *_ = problem(TWO_LEVEL, 2)
+    with pytest.raises(error, match=message):
+        layer_of(weight, TWO_LEVEL).candidate_log_prob(hidden, word)

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output import ClassTree
 from lm.output.rowwise import lookup
+
+from ..definition import nll
 
 N, H, W, P = 41, 6, 8, 15
 SHORTLIST = ClassTree.two_level((torch.arange(N) * 7) % 9, 4)
@@ -26,12 +28,12 @@ def in_blocks(test: Test) -> Test:
     return pytest.mark.usefixtures("backend", "portion")(chosen(test))
 
 
-def table(tree: ClassTree, dtype: torch.dtype = torch.float64) -> Table:
-    """Weight [R, W] and bias, the same each time."""
+def table(tree: ClassTree, dtype: torch.dtype = torch.float64, width: int = W) -> Table:
+    """Weight [R, width] and bias, the same each time."""
     generator = torch.Generator().manual_seed(5)
-    weight = torch.randn(tree.num_rows, W, dtype=torch.float64, generator=generator)
-    bias = torch.randn(tree.num_rows, dtype=torch.float64, generator=generator)
-    return [part.to(dtype).requires_grad_() for part in (weight, bias)]
+    shapes = ((tree.num_rows, width), (tree.num_rows,))
+    numbers = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
+    return [each.to(dtype).requires_grad_() for each in numbers]
 
 
 def batch(number: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +52,5 @@ def accumulate(tree: ClassTree, params: Table, number: int, rows: bool) -> None:
     index = tree.row_of_word[words]
     vectors = lookup(weight, index) if rows else F.embedding(index, weight)
     hidden = hidden + vectors[:, :H].to(hidden.dtype).tanh()
-    nll = hierarchical_cross_entropy(
-        hidden, weight, target, tree, bias, reduction="none", row_wise=rows
-    )
-    (nll * torch.linspace(-1, 2, P, dtype=nll.dtype)).sum().backward()  # type: ignore[no-untyped-call]
+    each = nll([hidden, weight, bias, target], tree, row_wise=rows)
+    torch.autograd.backward(each, torch.linspace(-1, 2, P, dtype=each.dtype))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output import ClassTree
 from lm.output.backends.compiled import division, factors
 from lm.output.backends.triton import rows
 from lm.output.backends.triton.launch import Launch, execute, instrumented
@@ -19,7 +19,8 @@ from lm.output.functional import BackendName
 from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowOptimizer, RowSGD, lookup
 from lm.output.rowwise.blocks import Factored
 
-from ..definition import SMALL_TILES, two_level, zipf_targets
+from ..definition import SMALL_TILES, nll, two_level, zipf_targets
+from .tables import table
 
 pytest.importorskip("triton")
 
@@ -38,28 +39,17 @@ TREES = {
 }
 
 
-def table(tree: ClassTree, dtype: torch.dtype) -> list[Tensor]:
-    """Weight and bias, the same each time."""
-    generator = torch.Generator().manual_seed(5)
-    shapes = ((tree.num_rows, W), (tree.num_rows,))
-    numbers = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
-    return [each.to(dtype).requires_grad_() for each in numbers]
-
-
 def accumulate(
     params: list[Tensor], tree: ClassTree, step: int, backend: BackendName, positions: int = P
 ) -> Tensor:
     """Add the gradients of a batch to those of the table; returns that of its hidden vectors."""
     torch.manual_seed(step)
-    weight, bias = params
-    dtype = torch.promote_types(weight.dtype, torch.float32)
+    dtype = torch.promote_types(params[0].dtype, torch.float32)
     hidden = torch.randn(positions, H, dtype=dtype, requires_grad=True)
     target, upstream = zipf_targets(tree, positions), torch.randn(positions, dtype=dtype)
     with instrumented(tiles=SMALL_TILES):
-        nll = hierarchical_cross_entropy(
-            hidden, weight, target, tree, bias, reduction="none", backend=backend, row_wise=True
-        )
-        torch.autograd.backward(nll, upstream)
+        each = nll([hidden, *params, target], tree, backend=backend, row_wise=True)
+        torch.autograd.backward(each, upstream)
     assert hidden.grad is not None
     return hidden.grad
 
@@ -75,7 +65,7 @@ def trained(
     **options: Any,
 ) -> list[Tensor]:
     """The table, the optimizer's state, and each step's norm and d_hidden."""
-    params, found = table(tree, dtype), []
+    params, found = table(tree, dtype, W), []
     optimizer = OPTIMIZERS[name](params, lr=0.3)
     for step in range(steps):
         optimizer.zero_grad()
@@ -136,7 +126,7 @@ def test_rows_that_are_input_vectors_too_are_never_formed_on_a_cpu(
     backends: list[tuple[BackendName, int]] = [("reference", 1)]
     backends += [("compiled", num_threads) for num_threads in (1, 2, 3)]
     for backend, num_threads in backends:
-        params = table(tree, torch.float64)
+        params = table(tree, width=W)
         optimizer = OPTIMIZERS[name](params, lr=0.3)
         torch.manual_seed(0)
         try:
@@ -167,9 +157,9 @@ def test_a_batch_without_targets_changes_nothing(
     name: str, positions: int, backend: BackendName
 ) -> None:
     """Both positions are ignored."""
-    tree, optimizers = TREES["two levels"], OPTIMIZERS
-    params = table(tree, torch.float32)
-    optimizer = optimizers[name](params, lr=0.3)
+    tree = TREES["two levels"]
+    params = table(tree, torch.float32, W)
+    optimizer = OPTIMIZERS[name](params, lr=0.3)
     accumulate(params, tree, 0, backend)
     optimizer.step()
     optimizer.zero_grad()
@@ -192,28 +182,27 @@ def test_other_uses_form_the_rows() -> None:
     tree, grads = TREES["two levels"], []
     backends: list[BackendName] = ["triton", "compiled", "reference"]
     for backend in backends:
-        params = table(tree, torch.float64)
+        params = table(tree, width=W)
         accumulate(params, tree, 0, backend)
-        single = [param.grad for param in params]
-        assert all(isinstance(grad, RowGradient) for grad in single)
-        shown = [grad.to_dense() * 3 for grad in single if grad is not None]
-        norms = [grad.norm() for grad in single if grad is not None]
-        for grad in single:
-            assert grad is not None
-            grad *= torch.tensor(0.5)
+        shown: list[Tensor] = []
+        for param in params:
+            grad = param.grad
+            assert isinstance(grad, RowGradient)
+            shown += [grad.to_dense() * 3, grad.norm()]
+            grad.mul_(torch.tensor(0.5))
         accumulate(params, tree, 1, backend)
-        sums = [param.grad for param in params]
-        shown += [grad.to_dense() for grad in sums if grad is not None]
-        norms += [grad.norm() for grad in sums if grad is not None]
+        for param in params:
+            assert param.grad is not None
+            shown += [param.grad.to_dense(), param.grad.norm()]
         RowAdagrad(params, lr=0.1).step()
-        grads.append([*shown, *norms, *(param.detach() for param in params)])
+        grads.append([*shown, *(param.detach() for param in params)])
     for found in grads[:-1]:
         torch.testing.assert_close(found, grads[-1], rtol=1e-10, atol=1e-10)
 
 
 def test_norms_do_not_depend_on_the_order_in_which_lists_are_written() -> None:
     """Programs reserve entries in any order; here in that of shuffled lists."""
-    tree, params = TREES["three levels"], table(TREES["three levels"], torch.float32)
+    tree, params = TREES["three levels"], table(TREES["three levels"], torch.float32, W)
     accumulate(params, tree, 0, "triton")
     for param in params:
         assert isinstance(param.grad, RowGradient)
@@ -256,10 +245,8 @@ def test_rows_in_bf16_are_rounded_at_random_in_proportion_to_the_distance() -> N
     tree, hidden = ClassTree.full(300), torch.ones(1, 64)
     weight = torch.ones(300, 64, dtype=torch.bfloat16, requires_grad=True)
     with instrumented(tiles=SMALL_TILES):
-        nll = hierarchical_cross_entropy(
-            hidden, weight, torch.tensor([3]), tree, backend="triton", row_wise=True
-        )
-        torch.autograd.backward(nll)
+        each = nll([hidden, weight, torch.tensor([3])], tree, backend="triton", row_wise=True)
+        torch.autograd.backward(each)
         RowSGD([weight], lr=0.3).step()
     others = torch.cat([weight.detach()[:3], weight.detach()[4:]]).float()
     values, counts = torch.unique(others, return_counts=True)

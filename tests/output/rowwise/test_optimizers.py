@@ -3,10 +3,12 @@
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import SparseAdam
 
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.rowwise import (
@@ -22,6 +24,7 @@ from lm.output.rowwise import (
 
 from .tables import SHORTLIST, H, N, Table, accumulate, in_blocks, table
 
+TINY = 1e-30
 Make = Callable[[Table], torch.optim.Optimizer]
 Kind = Callable[..., RowOptimizer]
 
@@ -58,26 +61,19 @@ class Rowwise(torch.optim.Optimizer):
 
 @in_blocks
 @pytest.mark.parametrize(
-    ("ours", "dense"),
+    ("ours", "truth", "is_sparse"),
     [
-        (lambda params: RowSGD(params, 0.3), lambda params: torch.optim.SGD(params, 0.3)),
-        (lambda params: RowAdagrad(params, 0.3), Rowwise),
+        (partial(RowSGD, lr=0.3), partial(torch.optim.SGD, lr=0.3), False),
+        (partial(RowAdagrad, lr=0.3), Rowwise, False),
+        (partial(RowAdam, lr=0.05, eps=TINY), partial(SparseAdam, lr=0.05, eps=TINY), True),
     ],
-    ids=["sgd", "adagrad"],
+    ids=["sgd", "adagrad", "adam"],
 )
-def test_steps_are_those_of_the_dense_optimizer(ours: Make, dense: Make) -> None:
-    """Neither changes rows without a gradient."""
-    found, expected = trained(ours, rows=True), trained(dense, rows=False)
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
-
-
-@in_blocks
-def test_adam_is_the_sparse_adam_of_pytorch() -> None:
-    """Except for eps, which PyTorch adds elsewhere."""
-    found = trained(lambda params: RowAdam(params, 0.05, eps=1e-30), rows=True)
-    expected = trained(
-        lambda params: torch.optim.SparseAdam(params, 0.05, eps=1e-30), rows=True, coo=True
-    )
+def test_steps_are_those_of_the_optimizer_of_pytorch(
+    ours: Make, truth: Make, is_sparse: bool
+) -> None:
+    """None changes rows without a gradient; PyTorch adds the eps of Adam elsewhere."""
+    found, expected = trained(ours, rows=True), trained(truth, rows=is_sparse, coo=is_sparse)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
 
 

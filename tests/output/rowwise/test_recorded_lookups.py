@@ -8,10 +8,7 @@ from torch import Tensor
 
 from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD, lookup
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def after_lookups(kind: Callable[..., RowOptimizer], dtype: torch.dtype, record: bool) -> Tensor:

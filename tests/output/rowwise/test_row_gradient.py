@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
+from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends import nodes
 from lm.output.backends.compiled import factors
 from lm.output.functional import BackendName
 from lm.output.rowwise import Product, RowGradient, lookup
 
+from ..definition import nll
 from .tables import SHORTLIST, H, N, Table, W, accumulate, batch, in_blocks, table
 
 TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 9)
@@ -47,10 +48,14 @@ def gradients(params: Table) -> list[Tensor]:
 
 @in_blocks
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_the_gradient_is_the_dense_one(tree: ClassTree) -> None:
+def test_the_gradient_is_the_dense_one_clipped_or_not(tree: ClassTree) -> None:
     dense, rows = dense_and_row_wise(tree, batches=2)
     assert all(isinstance(param.grad, RowGradient) for param in rows)
     torch.testing.assert_close(gradients(rows), gradients(dense), rtol=1e-12, atol=1e-13)
+    for most in (1e3, 1e-3):
+        norms = [torch.nn.utils.clip_grad_norm_(params, most) for params in (dense, rows)]
+        torch.testing.assert_close(norms[1], norms[0], rtol=1e-12, atol=0)
+        torch.testing.assert_close(gradients(rows), gradients(dense), rtol=1e-12, atol=1e-13)
 
 
 def test_only_children_of_visited_nodes_and_input_words_have_values(backend: str) -> None:
@@ -63,30 +68,6 @@ def test_only_children_of_visited_nodes_and_input_words_have_values(backend: str
         num_blocks[block.rows] += 1
     assert num_blocks.tolist() == expected.long().tolist()
     assert not expected.all()
-
-
-def test_gradients_that_are_not_required_are_none(backend: str) -> None:
-    tree = SHORTLIST
-    weight, bias = table(tree)
-    hidden, _, target = batch(0)
-    hidden.requires_grad_()
-    frozen = weight.detach()
-    hierarchical_cross_entropy(hidden, frozen, target, tree, bias, row_wise=True).backward()  # type: ignore[no-untyped-call]
-    assert frozen.grad is None
-    assert hidden.grad is not None
-    assert isinstance(bias.grad, RowGradient)
-    with torch.no_grad():
-        nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, row_wise=True)
-    assert not nll.requires_grad
-
-
-@in_blocks
-@pytest.mark.parametrize("most", [1e-3, 1e3])
-def test_clipping_is_that_of_the_dense_gradient(most: float) -> None:
-    dense, rows = dense_and_row_wise(SHORTLIST, batches=2)
-    norms = [torch.nn.utils.clip_grad_norm_(params, most) for params in (dense, rows)]
-    torch.testing.assert_close(norms[1], norms[0], rtol=1e-12, atol=0)
-    torch.testing.assert_close(gradients(rows), gradients(dense), rtol=1e-12, atol=1e-15)
 
 
 def test_the_sparse_tensor_is_coalesced_and_the_same() -> None:
@@ -215,10 +196,8 @@ def test_gradients_of_nodes_with_few_visits_are_products(
     monkeypatch.setattr(factors, "NARROW", 0)
     weight, bias = table(TWO_LEVEL)
     hidden, target = torch.randn(W - 1, H, dtype=torch.float64), torch.randint(0, N, (W - 1,))
-    nll = hierarchical_cross_entropy(
-        hidden, weight, target, TWO_LEVEL, bias, row_wise=True, backend=backend
-    )
-    (d_weight,) = torch.autograd.grad(nll, weight)
+    each = nll([hidden, weight, bias, target], TWO_LEVEL, row_wise=True, backend=backend)
+    (d_weight,) = torch.autograd.grad(each.sum(), weight)
     assert isinstance(d_weight, RowGradient)
     of_batch = d_weight.factored()
     parts = d_weight.parts if of_batch is None else of_batch.parts()

@@ -12,12 +12,7 @@ from lm.output.backends.base import Needs, row_size
 from lm.output.backends.visits import route
 from lm.output.sharded import ShardedSoftmax
 from lm.output.sharded.exchange import forward
-from lm.output.sharded.placement import (
-    GATHERED,
-    PlacementName,
-    Plan,
-    recipients_of,
-)
+from lm.output.sharded.placement import GATHERED, PlacementName, Plan, recipients_of
 
 from .processes import columns_per_process, in_processes
 

@@ -89,13 +89,12 @@ def test_two_level_rows_are_the_shortlist_then_classes_then_words_of_each_class(
     assert tree.num_children.tolist() == [3, 2, 2, 1]
     assert tree.row_of_node.tolist() == [-1, 0, 1, 2]
     assert tree.row_of_word.tolist() == [5, 3, 6, 7, 4]
-    tree = ClassTree.two_level([0, 0, 0, 1, 1, 0], shortlist=2)
+    word_class = [0, 0, 0, 1, 1, 0]
+    tree = ClassTree.two_level(word_class, shortlist=2)
     assert tree.num_children.tolist() == [4, 2, 2]
     assert tree.row_of_word.tolist() == [0, 1, 4, 6, 7, 5]
-
-
-def test_shortlist_holds_the_words_with_the_largest_counts() -> None:
-    tree = ClassTree.two_level([0, 0, 0, 1, 1, 0], shortlist=2, counts=[1, 9, 1, 3, 9, 2])
+    # With counts, the shortlist has the words with the largest ones.
+    tree = ClassTree.two_level(word_class, shortlist=2, counts=[1, 9, 1, 3, 9, 2])
     assert tree.num_children.tolist() == [4, 3, 1]
     assert tree.row_of_word.tolist() == [4, 0, 5, 7, 1, 6]
 

@@ -158,7 +158,6 @@ def test_a_method_that_does_not_fit_is_left_out_and_the_others_run(parse: Parse)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_repeats_the_step_and_the_forward_is_one_launch(
     tmp_path: Path, run_benchmark: Run
 ) -> None:

@@ -21,9 +21,10 @@ from lm.output.backends.visits import route
 from ...definition import TREES, assert_errors_are_small, gradients, problem, two_level
 
 CPU = torch.device("cpu")
+Sizes = tuple[int, int, int, int]
 ALL = Needs(hidden=True, weight=True, bias=True)
 all_sizes = pytest.mark.parametrize(
-    ("size", "num_words", "num_classes", "num_positions"),
+    "sizes",  # H, words, classes, positions
     [
         (1, 7, 3, 5),
         (17, 91, 4, 201),
@@ -33,13 +34,13 @@ all_sizes = pytest.mark.parametrize(
         (301, 9000, 90, 150),  # and rows begin within a line of a cache
         (2100, 1500, 30, 90),
     ],
+    ids=str,
 )
 
 
 @all_sizes
-def test_results_are_those_of_the_reference_for_all_sizes_of_tiles(
-    size: int, num_words: int, num_classes: int, num_positions: int
-) -> None:
+def test_results_are_those_of_the_reference_for_all_sizes_of_tiles(sizes: Sizes) -> None:
+    size, num_words, num_classes, num_positions = sizes
     tree = two_level(num_words, num_classes)
     *inputs, target = problem(tree, num_positions, size=size)
     upstream = torch.randn(num_positions, dtype=torch.float64)
@@ -56,15 +57,10 @@ def test_results_are_those_of_the_reference_for_all_sizes_of_tiles(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @all_sizes
 def test_products_of_bf16_numbers_are_as_exact_as_those_of_pytorch(
-    size: int,
-    num_words: int,
-    num_classes: int,
-    num_positions: int,
-    dtype: torch.dtype,
-    has_instructions: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    sizes: Sizes, dtype: torch.dtype, has_instructions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hidden vectors are in bf16, rows and biases in `dtype`; plain torch has all in bf16."""
+    size, num_words, num_classes, num_positions = sizes
     monkeypatch.setattr(vectors, "HAS_BF16", vectors.HAS_BF16 and has_instructions)
     tree = two_level(num_words, num_classes)
     hidden, *parameters, target = problem(tree, num_positions, size=size, dtype=torch.float32)

@@ -219,10 +219,7 @@ def test_counts_of_the_model_are_those_of_the_compiled_kernels(
 
 @pytest.mark.parametrize(
     ("cases", "most", "shares"),
-    [
-        (MUTATED, NUM_MUTANTS, 1),
-        pytest.param(ALL_MUTATED, ALL_MUTANTS, 4, marks=pytest.mark.long),
-    ],
+    [(MUTATED, NUM_MUTANTS, 1), pytest.param(ALL_MUTATED, ALL_MUTANTS, 4, marks=pytest.mark.long)],
 )
 def test_faults_put_into_the_kernels_are_seen(
     cases: list[Case], most: int, shares: int, executor: ProcessPoolExecutor

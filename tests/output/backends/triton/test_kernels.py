@@ -1,22 +1,24 @@
-"""The fused kernels in the interpreter equal the reference for sizes of all kinds."""
+"""The fused kernels in the interpreter equal the reference, for sizes of all kinds; routing."""
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output import ClassTree
 from lm.output.backends import BACKENDS
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton import backend as triton_backend
+from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.triton.plan import path_slots
+from lm.output.backends.triton.routing import Routing, sizes
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
+from lm.output.backends.visits import route
 
-from ...definition import SMALL_TILES, gradients, two_level, zipf_targets
+from ...definition import SMALL_TILES, gradients, nll, two_level, zipf_targets
 
 pytest.importorskip("triton")
 
@@ -115,10 +117,10 @@ def test_a_batch_that_would_save_too_much_is_computed_in_parts(
     assert one.new_saved(whole, needs) == []
     results = []
     for name in ("triton", "reference"):
-        options: dict[str, Any] = {"reduction": reduction, "row_wise": row_wise, "backend": name}
-        nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, **options)
-        found = torch.autograd.grad(nll, inputs, upstream)
-        results.append([nll.detach(), *(each.to_dense() for each in found)])
+        options = {"reduction": reduction, "row_wise": row_wise, "backend": name}
+        each = nll([*inputs, target], tree, **options)
+        found = torch.autograd.grad(each, inputs, upstream)
+        results.append([each.detach(), *(grad.to_dense() for grad in found)])
     if reduction == "none":
         assert torch.equal(results[0][0], expected)
     for ours, plain in zip(*results, strict=True):
@@ -131,8 +133,8 @@ def test_nan_in_the_weight_is_nan_in_the_nll() -> None:
     weight[2] = torch.nan  # a class that no target is in
     target = torch.where(tree.rows_on_path(target.clamp(min=0))[:, 1] == 2, 59, target)
     for backend in ("reference", "triton"):
-        nll, *_ = gradients([hidden, weight, bias], target, tree, torch.ones(20), backend)
-        assert torch.equal(nll.isnan(), target >= 0)
+        found, *_ = gradients([hidden, weight, bias], target, tree, torch.ones(20), backend)
+        assert torch.equal(found.isnan(), target >= 0)
 
 
 def test_gradients_of_a_small_loss_survive_half_precision() -> None:
@@ -141,9 +143,9 @@ def test_gradients_of_a_small_loss_survive_half_precision() -> None:
     hidden, weight, _, target = problem(tree, 40, 32, torch.float32)
     half, weight = hidden.half(), weight.requires_grad_()
     with torch.autocast("cpu", torch.float16):
-        nll = hierarchical_cross_entropy(half, weight, target, tree, backend="triton")
-    (ours,) = torch.autograd.grad(nll, weight, torch.tensor(3e-7))
-    truth = hierarchical_cross_entropy(half.float(), weight, target, tree)
+        found = nll([half, weight, target], tree, reduction="mean", backend="triton")
+    (ours,) = torch.autograd.grad(found, weight, torch.tensor(3e-7))
+    truth = nll([half.float(), weight, target], tree, reduction="mean")
     (true,) = torch.autograd.grad(truth, weight, torch.tensor(3e-7))
     assert 0 < true.abs().max() < 1e-7
     torch.testing.assert_close(ours, true, rtol=0.01, atol=1e-3 * float(true.abs().max()))
@@ -215,3 +217,40 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
         [sys.executable, "-c", LAST_ROWS], capture_output=True, text=True, check=False
     )
     assert done.stdout == "last rows: right\n", done.stderr[-2000:]
+
+
+ROUTING = ("_sort", "_merge", "_plan")
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "most_runs"),
+    [(1, 64), (17, 0), (300, 64), (600, 64), pytest.param(1100, 64, marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize(
+    "tree", [two_level(200, 14), ClassTree.balanced(200, 3), ClassTree.huffman(torch.arange(40))]
+)
+def test_visits_are_those_of_the_reference_in_lists_that_have_room(
+    tree: ClassTree, num_positions: int, most_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of entries is not checked where they are written."""
+    monkeypatch.setattr(triton_backend, "MOST_RUNS", most_runs)
+    target = zipf_targets(tree, num_positions)
+    hidden, weight = torch.zeros(num_positions, 1), torch.zeros(tree.num_rows, 1)
+    given = Problem.of(hidden, weight, target, tree)
+
+    def run(launch: Launch) -> None:
+        if launch.kernel.__name__ in ROUTING:
+            execute(launch)
+
+    with instrumented(run=run, tiles=SMALL):
+        _, saved = TritonBackend().forward(given, Needs(True, True, False))
+        most = sizes(given, SMALL)
+    found = Routing.of(saved[0], num_positions, tree.depth)
+    truth = route(given.target, given.tree, tree.depth, -100)
+    assert torch.equal(found.position.long(), truth.position)
+    for ours, true in ((found.node, truth.node), (found.child, truth.child)):
+        assert torch.equal(ours.view(tree.depth, -1).long(), true)
+    visited: Tensor = saved[1]
+    assert torch.equal(visited.nonzero().flatten(), torch.unique(truth.node[truth.node >= 0]))
+    used = found.num_entries[: len(most)].tolist()
+    assert all(a <= b for a, b in zip(used, most, strict=True)), (used, most)
