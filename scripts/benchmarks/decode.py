@@ -4,7 +4,7 @@
 `lm generate` leaves out unknown words. The others find sets of words.
 
 The hidden vector is flat (every word is about as probable as any other) or peaked: its logits are
-those of a word and of its neighbours, `--sharpness` above the others; both are of layers that are
+those of a word and of its neighbours, 12 nats above the others; both are of layers that are
 not trained. With `--runs`, hidden vectors are those of trained models, at positions of their
 validation text, one in each round. Ways take turns in one process, each for a few calls in
 succession, as one position follows another in generation; figures are medians over all calls. `all`
@@ -39,6 +39,8 @@ from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size, 
 TOP_K, TOP_P, MIN_P = 10, 0.9, 0.1
 DRAWS = {"sample": Sampling(), "draw top-p": Sampling(top_p=TOP_P, excluded=(0,))}
 WAYS = (*DRAWS, "top-k", "top-p", "min-p")
+SHARPNESS = 12.0
+"""Of the peaked distribution, in nats."""
 CALLS = 5
 """Calls of a way in succession; the first one finds other data in the caches."""
 COLUMNS = {
@@ -129,7 +131,7 @@ def untrained(problem: tuple[int, int], options: argparse.Namespace) -> Iterator
     path = [row for _, row in tree.path(vocab_size // 3)]
     near = [weight[row : row + 20, :size].mean(dim=0, keepdim=True) for row in path]
     peak = torch.cat(near).sum(dim=0, keepdim=True)
-    peak = options.sharpness * len(path) * peak / (weight[path, :size] @ peak.T).sum()
+    peak = SHARPNESS * len(path) * peak / (weight[path, :size] @ peak.T).sum()
     for name, hidden in (("flat", torch.randn(1, size, device=device) / 50), ("peaked", peak)):
         yield Case(name, hidden.expand(options.rounds, -1), weight, tree.to(device), None, full)
 
@@ -186,7 +188,6 @@ def main() -> None:
     add("--rows", type=problem_size, nargs="+", metavar="N:H")
     add("--runs", nargs="+", metavar="RUN", help="trained models, in place of --rows")
     add("--rounds", type=int, default=15)
-    add("--sharpness", type=float, default=12.0, help="of the peaked distribution, in nats")
     add("--threads", type=int, default=1)
     add("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Instruments of the benchmarks: clocks, memory, launches, the rates of a device and the floor."""
+"""Instruments of the benchmarks: clocks, memory, kernels, the rates of a device and the floor."""
 
 import ctypes
 import errno
@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lm.output import ClassTree
-from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.visits import route
 from scripts.benchmarks.methods import Method, Problem
 from scripts.benchmarks.reporting import Row
@@ -201,61 +199,24 @@ def least_work(problem: Problem, tree: ClassTree) -> Work:
     return Work(num_bytes, 6 * columns * size)
 
 
-def launches(method: Method) -> Row:
-    """What the forward and the backward of a step launch, and the `kernels` of a step."""
-    on_gpu = method.hidden.is_cuda
-    losses: list[Tensor] = []
-    halves = {
-        "forward": lambda: losses.append(method.loss(method.hidden, method.target)),
-        "backward": lambda: torch.autograd.backward(losses[0]),
-    }
-    found = {name: launched(half, on_gpu=on_gpu) for name, half in halves.items()}
-    method.free()
-    names = {half: [name for name, _ in each] for half, each in found.items()}
-
-    def step() -> None:
-        method.step()
-        method.free()
-
-    return {"launches": names, "kernels": kernels(step, on_gpu=on_gpu)}
-
-
-def kernels(step: Callable[[], object], *, on_gpu: bool) -> list[Row]:
-    """The kernels of a step, the longest first: number of launches and seconds of all of them.
+def kernels(step: Callable[[], object]) -> list[Row]:
+    """The kernels, copies and fills of a step on a GPU: number and seconds, the longest first.
 
     The mean of a few steps. A CUDA graph is not profiled: pass a step that runs as it is.
     """
     seconds: dict[str, list[float]] = defaultdict(list)
-    for name, duration in launched(lambda: [step() for _ in range(PROFILED)], on_gpu=on_gpu):
-        seconds[name[:NAME_CHARACTERS]].append(duration)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        for _ in range(PROFILED):
+            step()
+        torch.cuda.synchronize()
+    for event in profiler.events() or ():
+        if event.device_type.name == "CUDA":
+            seconds[event.name[:NAME_CHARACTERS]].append(event.time_range.elapsed_us() / 1e6)
     rows = [
         {"kernel": name, "launches": len(each) / PROFILED, "seconds": sum(each) / PROFILED}
         for name, each in seconds.items()
     ]
     return sorted(rows, key=lambda row: -row["seconds"])
-
-
-def launched(action: Callable[[], object], *, on_gpu: bool) -> list[tuple[str, float]]:
-    """Name and seconds of each launch of an action.
-
-    On a GPU of all kernels, copies and fills; on a CPU of the interpreted kernels.
-    """
-    found: list[tuple[str, float]] = []
-    if on_gpu:
-        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-            action()
-            torch.cuda.synchronize()
-        events = (event for event in profiler.events() or () if event.device_type.name == "CUDA")
-        return [(event.name, event.time_range.elapsed_us() / 1e6) for event in events]
-
-    def record(launch: Launch) -> None:
-        start = time.perf_counter()
-        execute(launch)
-        found.append((launch.kernel.__name__, time.perf_counter() - start))
-
-    with instrumented(run=record):
-        action()
-    return found
 
 
 def make_row(method: Method, peak: Work) -> Row:

@@ -40,14 +40,6 @@ class Problem:
         """[≥ R, H], the rows of methods that need no zeros at the end."""
         return self.rows[:, : self.hidden_size]
 
-    def in_its_precision(self, loss: Loss) -> Loss:
-        """A loss under autocast to the dtype of `hidden` if rows have another one."""
-        dtype, device = self.hidden.dtype, self.hidden.device.type
-        if self.rows.dtype == dtype:
-            return loss
-        mixed: Loss = torch.autocast(device, dtype)(loss)
-        return mixed
-
 
 @dataclass(eq=False)
 class Method:
@@ -84,8 +76,7 @@ class Method:
 
     def prepare(self) -> None:
         """Make the parameters."""
-        loss, self.parameters = self.build()
-        self.loss = self.problem.in_its_precision(loss)
+        self.loss, self.parameters = self.build()
 
     def step(self) -> None:
         """Forward and backward."""

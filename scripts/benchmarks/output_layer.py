@@ -14,17 +14,13 @@ users get, `auto`, and the reference. The methods:
   blocks     ours, two levels, √N classes of √N words of neighbouring frequency rank
   clustered  as `random`, with classes of uneven sizes (log-normal, at most 4 √N words), as clusters
              of words have
-  shortlist  the same, with the √N most frequent words as children of the root
-  balanced   ours, three levels, N^1/3 children each
-  huffman    ours, by frequency, 16 children each
   tree_full  ours, one level: the full softmax
   graph      `random` by triton, its step captured in a CUDA graph: no launch overhead
   full       torch: linear + cross_entropy
-  chunked    torch: linear_cross_entropy, which holds few logits at once
   cce        Apple's cut-cross-entropy, on CUDA, if installed
   liger      Liger's fused linear cross-entropy, on CUDA, if installed
-  adaptive   torch: AdaptiveLogSoftmaxWithLoss with the cutoffs of --cutoffs, projections divided
-             by 4 from one cluster to the next
+  adaptive   torch: AdaptiveLogSoftmaxWithLoss, projections divided by 4 from one cluster to the
+             next
   grouped    the classes of `random`, padded to one size, by grouped_mm
 
 Methods that compute the same probabilities must have the same loss: a peer that has another one is
@@ -42,7 +38,6 @@ import argparse
 import gc
 import importlib.util
 import math
-import os
 import resource
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +48,7 @@ from torch import Tensor
 from lm.device import available_bytes, keep_freed_memory
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import base, choose_backend
-from lm.output.backends.triton.backend import TIMING_ONLY, failures
+from lm.output.backends.triton.backend import failures
 from lm.output.functional import BackendName
 from scripts.benchmarks import measure, reporting
 from scripts.benchmarks.measure import Clock, Work
@@ -66,25 +61,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rows": [(10_000, 300), (33_278, 300), (267_735, 300)],
         "positions": 2048,
         "dtype": "fp32",
-        "backends": ["auto", "reference"],
     },
     "cuda": {
         "rows": [(33_278, 650), (267_735, 1024), (800_000, 1024), (10_000_000, 300)],
         "positions": 16384,
         "dtype": "bf16",
-        "backends": ["auto", "reference"],
     },
 }
-TREES: dict[str, Callable[[int, Tensor], ClassTree]] = {
-    "random": lambda n, counts: ClassTree.two_level(torch.randperm(n) % round(math.sqrt(n))),
-    "blocks": lambda n, counts: rank_blocks(n),
-    "clustered": lambda n, counts: ClassTree.two_level(uneven_classes(n)),
-    "shortlist": lambda n, counts: rank_blocks(n, round(math.sqrt(n))),
-    "balanced": lambda n, counts: ClassTree.balanced(n, math.ceil(round(n ** (1 / 3), 9))),
-    "huffman": lambda n, counts: ClassTree.huffman(counts, arity=16),
-    "tree_full": lambda n, counts: ClassTree.full(n),
+TREES: dict[str, Callable[[int], ClassTree]] = {
+    "random": lambda n: ClassTree.two_level(torch.randperm(n) % round(math.sqrt(n))),
+    "blocks": lambda n: ClassTree.two_level(num_words=n),
+    "clustered": lambda n: ClassTree.two_level(uneven_classes(n)),
+    "tree_full": ClassTree.full,
 }
-"""Trees of the methods that are ours, given N and the counts [N] of the words."""
+"""Trees of the methods that are ours, given N."""
 COLUMNS = {
     "method": "{label}",
     "milliseconds": "{seconds_median:.3f/1e-3}",
@@ -97,13 +87,6 @@ COLUMNS = {
     "page faults": "{page_faults:,.0f}",
     "refused": "{refused}",
 }
-
-
-def rank_blocks(vocab_size: int, num_shortlist: int = 0) -> ClassTree:
-    """√N classes of neighbouring ranks, with the first words as children of the root."""
-    num_classes = round(math.sqrt(vocab_size))
-    word_class = torch.arange(vocab_size) * num_classes // vocab_size
-    return ClassTree.two_level(word_class, num_shortlist)
 
 
 def uneven_classes(vocab_size: int) -> Tensor:
@@ -120,8 +103,7 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
     tree, hidden = problem.trees[name], problem.hidden
     sizes = (problem.num_positions, problem.hidden_size)
     posed = base.Problem.without_values(*sizes, tree, hidden.dtype)
-    weight, bias = (x.to(problem.rows.dtype) for x in (posed.weight, posed.weight[:, 0]))
-    posed = posed._replace(weight=weight, bias=bias)
+    posed = posed._replace(bias=posed.weight[:, 0])
     chosen = choose_backend(backend, posed, hidden.device)
 
     def build() -> Layer:
@@ -139,24 +121,23 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
 
 def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace) -> Problem:
     """Hidden vectors, targets, trees and weights."""
-    torch.manual_seed(options.seed)
+    torch.manual_seed(1)
     like: dict[str, Any] = {"device": options.device, "dtype": measure.DTYPES[options.dtype]}
-    target, counts = zipf(vocab_size, options.positions)
+    target, _ = zipf(vocab_size, options.positions)
     trees = {
-        name: make(vocab_size, counts).to(options.device)
+        name: make(vocab_size).to(options.device)
         for name, make in TREES.items()
         if name in {"random", "tree_full", *options.methods}
     }
     num_rows = max(tree.num_rows for tree in trees.values())
     hidden = torch.randn(options.positions, hidden_size, **like)
-    like["dtype"] = measure.DTYPES[options.rows_dtype or options.dtype]
     return Problem(
         hidden=hidden,
         target=target.to(options.device),
         trees=trees,
         rows=torch.randn(num_rows, base.row_size(hidden_size), **like).mul_(0.05),
         bias=torch.randn(num_rows, **like).mul_(0.05),
-        cutoffs=options.cutoffs or usual_cutoffs(vocab_size),
+        cutoffs=usual_cutoffs(vocab_size),
     )
 
 
@@ -214,7 +195,7 @@ def warm_up(method: Method) -> None:
 def check_losses(rows: list[Row]) -> None:
     """Compare the losses of rows with the same tree; a peer that differs is refused.
 
-    Raises SystemExit if one of ours differs, unless figures are for timing only.
+    Raises SystemExit if one of ours differs.
     """
     firsts: dict[str, Row] = {}
     for row in rows:
@@ -225,11 +206,9 @@ def check_losses(rows: list[Row]) -> None:
                 found = (
                     f"loss of {row['label']} is {row['loss']}, of {first['label']} {first['loss']}"
                 )
-                if row["backend"] == "torch":
-                    row |= dict.fromkeys(measure.FIGURES) | {"refused": found}
-                elif os.environ.get(TIMING_ONLY) != "1":
+                if row["backend"] != "torch":
                     raise SystemExit(found)
-                print(found)
+                row |= dict.fromkeys(measure.FIGURES) | {"refused": found}
 
 
 def time_rounds(methods: list[Method], num_rounds: int, clock: Clock) -> None:
@@ -311,19 +290,27 @@ def measured(
     """A row for each method, measured in this process."""
     on_gpu = options.device.type == "cuda"
     available = math.inf if on_gpu else available_bytes(options.device) or math.inf
-    with measure.memory_limit(min(options.memory_limit, available), options.device):
+    with measure.memory_limit(available, options.device):
         problem = make_problem(*size, options)
         methods = make_methods(problem, options)
         for method in methods:
             attempt(method, warm_up)
         time_rounds(methods, options.rounds, clock)
-    rows_dtype = options.rows_dtype or options.dtype
-    shared = {"dtype": options.dtype, "rows_dtype": rows_dtype, "seed": options.seed}
-    rows = [measure.make_row(method, peak) | shared for method in methods]
+    rows = [measure.make_row(method, peak) | {"dtype": options.dtype} for method in methods]
     for method, row in zip(methods, rows, strict=True):
-        if method.backend == "triton" and not (method.refused or isinstance(method, GraphMethod)):
-            row |= measure.launches(method)
+        if on_gpu and method.backend == "triton" and not method.refused:
+            row["kernels"] = None if isinstance(method, GraphMethod) else profiled(method)
     return rows
+
+
+def profiled(method: Method) -> list[Row]:
+    """The kernels of a step."""
+
+    def step() -> None:
+        method.step()
+        method.free()
+
+    return measure.kernels(step)
 
 
 def parse_options() -> argparse.Namespace:
@@ -334,21 +321,13 @@ def parse_options() -> argparse.Namespace:
     add("--rows", type=reporting.problem_size, nargs="+", metavar="N:H", help="words, hidden size")
     add("--positions", type=int, help="2048 on a CPU, 16384 on a GPU")
     add("--dtype", choices=measure.DTYPES, help="fp32 on a CPU, bf16 on a GPU")
-    rows_dtype = "of weights, if not --dtype: the methods then run under autocast to --dtype"
-    add("--rows-dtype", choices=measure.DTYPES, help=rows_dtype)
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
-    add(
-        "--backends",
-        nargs="+",
-        choices=["auto", "compiled", "reference", "triton"],
-        help="backends of our methods",
-    )
-    add("--cutoffs", type=int, nargs="+", help="where clusters of the adaptive softmax begin")
-    add("--memory-limit", type=float, default=math.inf, metavar="BYTES", help="use no more")
+    backends = ["auto", "compiled", "reference", "triton"]
+    of = "of our methods"
+    add("--backends", nargs="+", choices=backends, default=["auto", "reference"], help=of)
     add("--rounds", type=int, default=9)
     add("--threads", type=int, help="CPU threads")
-    add("--seed", type=int, default=1)
     options = parser.parse_args()
     for name, value in DEFAULTS[options.device].items():
         if getattr(options, name) is None:

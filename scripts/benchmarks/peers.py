@@ -22,9 +22,6 @@ from scripts.benchmarks.methods import Layer, Method, Problem
 
 GROUPS = 1023
 """Most matrices that one call of `grouped_mm` accepts on a GPU."""
-CHUNK_BYTES = 1 << 30
-CHUNK_POSITIONS = 16
-"""Where `chunked` would take fewer positions at a time, it forms logits of `CHUNK_BYTES`."""
 CUTOFFS = {
     10_000: [2_000],
     33_278: [2_800, 10_000],
@@ -43,10 +40,10 @@ def full_softmax(
     name: str,
     load: Callable[[], CrossEntropy],
     *,
-    refused: str | None = None,
     exact: bool = True,
 ) -> Method:
     """A full softmax by the function that `load` returns."""
+    refused = None
     if name in PACKAGES and not (problem.hidden.is_cuda and installed(name)):
         refused = "not installed" if problem.hidden.is_cuda else "CUDA only"
 
@@ -58,26 +55,6 @@ def full_softmax(
 
     tree = problem.trees["tree_full"]
     return Method(name, problem, build, tree=tree, exact=exact, slow=True, refused=refused)
-
-
-def chunked(problem: Problem) -> Method:
-    """linear_cross_entropy of torch; its chunks, or `CHUNK_BYTES` where those are too small."""
-    per_chunk = -(-problem.num_positions * problem.hidden_size // problem.vocab_size)
-    explicit = None
-    if per_chunk < CHUNK_POSITIONS:
-        fitting = CHUNK_BYTES // (problem.vocab_size * problem.hidden.element_size())
-        explicit = min(problem.num_positions, max(1, fitting))
-
-    def load() -> CrossEntropy:
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=explicit)
-        return lambda hidden, weight, bias, target: F.linear_cross_entropy(
-            hidden, weight, target, linear_bias=bias, options=options
-        )
-
-    missing = not hasattr(nn, "LinearCrossEntropyOptions")
-    refused = f"not in torch {torch.__version__}" if missing else None
-    exact = problem.hidden.dtype == torch.float32
-    return full_softmax(problem, "chunked", load, refused=refused, exact=exact)
 
 
 def cce(problem: Problem) -> Method:
@@ -183,7 +160,6 @@ def _grouped_products(hidden: Tensor, matrices: list[Tensor], ends: Tensor) -> T
 
 PEERS: dict[str, Callable[[Problem], Method]] = {
     "full": partial(full_softmax, name="full", load=lambda: methods.full_loss),
-    "chunked": chunked,
     "cce": cce,
     "liger": partial(full_softmax, name="liger", load=liger),
     "adaptive": adaptive,

@@ -12,9 +12,7 @@ bf16-mixed`: hidden vectors are bf16. On a GPU, `layer` is also timed as a CUDA 
 the seconds of each kernel.
 
 Words are drawn by inverse rank (Zipf) for each step, outside the timed region; √N classes have
-equal sums of √count. Every measurement is a process whose memory the operating system limits, so a
-method that does not fit fails alone; it is not tried at larger N. The outcome is `done`, `memory`
-(more than --memory-limit-gb) or `time` (more than --time-limit).
+equal sums of √count. Every measurement is a process, whose memory the operating system limits.
 
 A figure is the median over the steps after the first. On a shared machine CPU seconds are steadier
 than wall-clock seconds. The peak is that of the whole process, including about 0.4 GB of libraries.
@@ -25,9 +23,7 @@ reads as input vectors. The benchmark runs on Linux only.
 import argparse
 import math
 import os
-import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,7 +43,6 @@ from scripts.benchmarks.measure import (
     DTYPES,
     PROCESS,
     in_new_process,
-    is_out_of_memory,
     kernels,
     memory_limit,
     proc_bytes,
@@ -70,7 +65,6 @@ COLUMNS = {
     "N": "{vocab_size:,}",
     "method": "{method}",
     "dtype": "{dtype}",
-    "outcome": "{outcome}",
     "s/step": "{seconds:.4f}",
     "CUDA graph": "{graph_seconds:.4f}",
     "CPU s": "{cpu_seconds:.4f}",
@@ -87,12 +81,12 @@ class Task:
     """The input of a method."""
 
     def __init__(self, vocab_size: int, dtype: torch.dtype, options: argparse.Namespace) -> None:
-        torch.manual_seed(options.seed)
+        torch.manual_seed(1)
         num_steps, num_positions = options.steps + 1, options.positions
         words, counts = zipf(vocab_size, num_steps * 2 * num_positions)
         self.dtype = dtype  # the table's
         self.is_mixed = is_mixed(options.device, dtype)
-        self.tree = rank_tree(counts).to(options.device)
+        self.tree = ClassTree.two_level(rank_classes(counts)).to(options.device)
         # [steps, 2, P]: input words and target words of each step
         self.words = words.view(num_steps, 2, num_positions).to(options.device)
         hidden = torch.randn(num_positions, options.hidden)
@@ -134,16 +128,6 @@ def rank_classes(counts: Tensor) -> Tensor:
     mass = counts.double().sqrt()
     middle = mass.cumsum(0) - mass / 2
     return (middle * (round(math.sqrt(len(counts))) / mass.sum())).long()
-
-
-def rank_tree(counts: Tensor) -> ClassTree:
-    """The tree of two levels with `rank_classes`, whose rows are in the order of the words."""
-    sizes = torch.bincount(rank_classes(counts))
-    sizes = sizes[sizes > 0]
-    num_classes = len(sizes)
-    num_children = torch.cat([torch.tensor([num_classes]), sizes])
-    row_of_word = num_classes + torch.arange(len(counts))
-    return ClassTree(num_children, torch.arange(-1, num_classes), row_of_word)
 
 
 def layer(task: Task) -> Method:
@@ -238,15 +222,13 @@ def make_step(task: Task, method: Method, words: Tensor) -> Tensor:
     return loss.detach()
 
 
-def timed(task: Task, method: Method, words: Tensor, limit: float) -> Timing:
-    """Make a step; the operating system ends the process after `limit` seconds."""
-    signal.setitimer(signal.ITIMER_REAL, limit)
+def timed(task: Task, method: Method, words: Tensor) -> Timing:
+    """Make a step."""
     start = time.perf_counter(), time.process_time()
     value = float(make_step(task, method, words))
     if task.hidden.is_cuda:
         torch.cuda.synchronize()
     stop = time.perf_counter(), time.process_time()
-    signal.setitimer(signal.ITIMER_REAL, 0)
     return Timing(stop[0] - start[0], stop[1] - start[1], value)
 
 
@@ -273,7 +255,7 @@ def on_the_device(task: Task, method: Method, *, records: bool) -> dict[str, Any
                 seconds.append(time.perf_counter() - start)
     return {
         "graph_seconds": statistics.median(seconds) if seconds else None,
-        "kernels": kernels(step, on_gpu=task.hidden.is_cuda),
+        "kernels": kernels(step),
     }
 
 
@@ -281,7 +263,7 @@ def measure(name: str, vocab_size: int, dtype: str, options: argparse.Namespace)
     """The figures of one method, measured in this process."""
     task = Task(vocab_size, DTYPES[dtype], options)
     method = METHODS[name](task)
-    times = [timed(task, method, words, options.time_limit) for words in task.words]
+    times = [timed(task, method, words) for words in task.words]
     seconds = statistics.median(timing.wall for timing in times[1:])
     reads_inputs = name == "step"
     visited = [visited_rows(task, words, reads_inputs=reads_inputs) for words in task.words[1:]]
@@ -289,7 +271,7 @@ def measure(name: str, vocab_size: int, dtype: str, options: argparse.Namespace)
     figures = on_the_device(task, method, records=name == "layer") if task.hidden.is_cuda else {}
     return {
         **figures,
-        "outcome": "time" if seconds > options.time_limit else "done",
+        "outcome": "done",
         "precision": "bf16-mixed" if task.is_mixed else "32-true",
         "seconds": seconds,
         "cpu_seconds": statistics.median(timing.cpu for timing in times[1:]),
@@ -307,38 +289,19 @@ def measure(name: str, vocab_size: int, dtype: str, options: argparse.Namespace)
 def measure_limited(name: str, vocab_size: int, dtype: str, options: argparse.Namespace) -> Row:
     """The figures of one method, measured in this process with limited memory."""
     torch.set_num_threads(options.threads)
-    try:
-        with memory_limit(options.memory_limit_gb * 1e9, options.device):
-            return measure(name, vocab_size, dtype, options)
-    except (RuntimeError, MemoryError, OSError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return {"outcome": "memory"}
+    with memory_limit(options.memory_limit_gb * 1e9, options.device):
+        return measure(name, vocab_size, dtype, options)
 
 
 def measure_alone(name: str, vocab_size: int, dtype: str, options: argparse.Namespace) -> Row:
-    """The figures of one method, measured in a new process; its errors are printed to stderr."""
-    row = {"vocab_size": vocab_size, "method": name, "dtype": dtype}
-    shared = ("positions", "hidden", "steps", "memory_limit_gb", "seed", "threads")
+    """The figures of one method, measured in a new process; raises SystemExit if it fails."""
+    row = {"vocab_size": vocab_size, "method": name, "dtype": dtype, "cpus": os.cpu_count()}
+    shared = ("positions", "hidden", "steps", "memory_limit_gb", "threads")
     row |= {option: getattr(options, option) for option in shared}
-    row |= {"time_limit_seconds": options.time_limit, "cpus": os.cpu_count()}
     figures, code = in_new_process(measure_limited, name, vocab_size, dtype, options)
-    ended = {-signal.SIGALRM: "time", -signal.SIGKILL: "memory"}  # the latter by the system
-    return row | (figures if figures else {"outcome": ended.get(code, f"failed: {code}")})
-
-
-def measure_all(options: argparse.Namespace) -> list[Row]:
-    """The rows of all measurements; a method that failed is not tried at larger N."""
-    table = Table(COLUMNS, options.json, options.device.type)
-    broken: set[tuple[str, str]] = set()
-    for vocab_size, dtype in product(sorted(options.sizes), options.dtype):
-        for name in options.methods:
-            if (name, dtype) not in broken:
-                row = measure_alone(name, vocab_size, dtype, options)
-                table.add(row)
-                if row["outcome"] != "done":
-                    broken.add((name, dtype))
-    return table.rows
+    if figures is None:
+        raise SystemExit(f"scale: {name} at {vocab_size:,} words ended with exit code {code}")
+    return row | figures
 
 
 def parse_options() -> argparse.Namespace:
@@ -353,12 +316,10 @@ def parse_options() -> argparse.Namespace:
     add("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help="dtype of the table")
     add("--steps", type=int, default=5, help="timed, after one to warm up")
     add("--memory-limit-gb", type=float, default=18.0, metavar="GB", help="limit of a process")
-    add("--time-limit", type=float, default=60.0, metavar="SECONDS", help="limit of a step")
     add("--threads", type=int, default=1, help="CPU threads")
-    add("--seed", type=int, default=1)
     add("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
-    positive = ["positions", "hidden", "steps", "memory_limit_gb", "time_limit", "threads"]
+    positive = ["positions", "hidden", "steps", "memory_limit_gb", "threads"]
     reporting.require_positive(parser, options, positive)
     if min(options.sizes) < 2:
         parser.error(f"--sizes must be at least 2, got {min(options.sizes)}")
@@ -369,10 +330,11 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print a table; exit code 1 if a method failed for another reason than memory and time."""
-    rows = measure_all(parse_options())
-    if any(row["outcome"].startswith("failed") for row in rows):
-        sys.exit(1)
+    """Print a table, and write a log if asked."""
+    options = parse_options()
+    table = Table(COLUMNS, options.json, options.device.type)
+    for vocab_size, dtype, name in product(sorted(options.sizes), options.dtype, options.methods):
+        table.add(measure_alone(name, vocab_size, dtype, options))
 
 
 if __name__ == "__main__":

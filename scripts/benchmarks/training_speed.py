@@ -102,7 +102,7 @@ def profiled(state: TrainingState) -> Row:
     """The kernels of a step on a GPU, unless it is recorded, and their seconds."""
     if state.fabric.device.type != "cuda" or state.graph.is_recorded:
         return {}
-    found = kernels(partial(train_step, state), on_gpu=True)
+    found = kernels(partial(train_step, state))
     return {"device_seconds": sum(row["seconds"] for row in found), "kernels": found}
 
 

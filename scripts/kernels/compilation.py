@@ -14,9 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product
 from multiprocessing import get_context
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +32,6 @@ from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import benchmark_parser, problem_size
 from scripts.kernels.emulator.compiler import compiled
 
-Classes = Literal["equal", "frequency"]
-"""Random classes of one size, or words of neighbouring ranks with equal sums of √count."""
-
 CONSTANTS = frozenset({"ACC", "META", "SORTED", "TILE"})
 """Arguments that a kernel is compiled for and the host does not pass to it."""
 
@@ -51,7 +47,6 @@ def make_problem(
     weight_dtype: torch.dtype | None = None,
     columns: int | None = None,
     bias: bool = False,
-    classes: Classes = "equal",
 ) -> Problem:
     """Inverse-rank targets in a tree of √N classes; tensors of floating-point numbers are empty.
 
@@ -60,11 +55,7 @@ def make_problem(
     torch.manual_seed(0)
     num_classes = round(vocab_size**0.5)
     word_class = torch.randperm(vocab_size) * num_classes // vocab_size
-    target, counts = zipf(vocab_size, num_positions)
-    if classes == "frequency":
-        from data_prep.classes.word_classes import frequency_classes  # imports scipy
-
-        word_class = torch.from_numpy(frequency_classes(counts.numpy(), num_classes)).long()
+    target, _ = zipf(vocab_size, num_positions)
     tree = ClassTree.two_level(word_class)
     hidden = torch.empty(num_positions, hidden_size, dtype=dtype)
     shape = (tree.num_rows, columns or row_size(hidden_size))
@@ -72,6 +63,12 @@ def make_problem(
     biases = torch.empty(tree.num_rows, dtype=weight.dtype) if bias else None
     with torch.autocast("cpu", dtype, enabled=weight.dtype != dtype):
         return Problem.of(hidden, weight, target, tree, biases)
+
+
+def obstacle(capability: int) -> str | None:
+    """Why the backend refuses this version of Triton on an architecture; None if it does not."""
+    with instrumented(capability=capability):
+        return TritonBackend().obstacle(make_problem(1000, 64, 1), torch.device("cuda"))
 
 
 def moved(problem: Problem, device: str) -> Problem:
@@ -169,15 +166,13 @@ def main() -> None:
     add("--rows", type=problem_size, nargs="+", required=True, metavar="N:H")
     add("--positions", type=int, default=16_384)
     add("--dtype", choices=DTYPES, default="bf16")
-    add("--rows-dtypes", choices=DTYPES, nargs="+", metavar="DTYPE", help="default: --dtype")
     add("--sm", type=int, default=90, help="compute capability x 10")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("compilation: TRITON_INTERPRET must not be 1")
     begin, jobs = time.monotonic(), []
-    for (n, h), rows in product(options.rows, options.rows_dtypes or [options.dtype]):
-        dtypes: dict[str, Any] = {"dtype": DTYPES[options.dtype], "weight_dtype": DTYPES[rows]}
-        problem = make_problem(n, h, options.positions, **dtypes, bias=True)
+    for n, h in options.rows:
+        problem = make_problem(n, h, options.positions, DTYPES[options.dtype], bias=True)
         found = launches(moved(problem, "meta"), options.sm)
         jobs += [(launch, options.sm) for launch in found]
     compile_all(jobs)

@@ -8,7 +8,7 @@ not multiply with tensor cores where it should. Architectures on which the backe
 version of Triton are left out, with its sentence.
 
 `--triton 3.7.1 3.9.0` reports other versions of Triton than the installed one: pip puts them side
-by side into `--versions`, and each runs in its own process.
+by side into the cache of the user, and each runs in its own process.
 """
 
 import os
@@ -27,12 +27,11 @@ from triton import knobs
 from triton.backends.nvidia.compiler import get_ptxas
 
 from lm.output.backends.base import row_size
-from lm.output.backends.triton.backend import TritonBackend
-from lm.output.backends.triton.launch import Launch, instrumented
+from lm.output.backends.triton.launch import Launch
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.reporting import TOP, Table, benchmark_parser
 from scripts.kernels import sass
-from scripts.kernels.compilation import compiled_launch, launches, make_problem, values
+from scripts.kernels.compilation import compiled_launch, launches, make_problem, obstacle, values
 
 PROCESSOR_SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 """Shared memory of a processor, of which each program takes 1 KiB."""
@@ -40,12 +39,6 @@ PROCESSOR_REGISTERS, PROCESSOR_THREADS, PROCESSOR_PROGRAMS = 65_536, 2048, 32
 KINDS = ["bf16", "fp16", "tf32", "fp32", "bf16*fp32", "fp16*fp32"]
 TENSOR_CORES = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)")
 VERSIONS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "triton_versions"
-
-
-def obstacle(capability: int) -> str | None:
-    """Why the backend refuses this version of Triton on an architecture; None if it does not."""
-    with instrumented(capability=capability):
-        return TritonBackend().obstacle(make_problem(1000, 64, 1), torch.device("cuda"))
 
 
 def assembled(ptx: str, capability: int) -> tuple[int, int]:
@@ -77,7 +70,6 @@ def report(
     dtypes: list[str],
     capabilities: list[int],
     kernels: list[str] | None = None,
-    num_words: int = 100_000,
 ) -> Iterator[dict[str, Any]]:
     """One row for each kernel, dtype, size and architecture; of all kernels if none are named.
 
@@ -90,7 +82,7 @@ def report(
         torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
         kinds = [DTYPES.get(name, torch.float32) for name in dtype.split("*")]
         problem = make_problem(
-            num_words, size, 16_384, kinds[0], weight_dtype=kinds[-1], columns=columns, bias=True
+            100_000, size, 16_384, kinds[0], weight_dtype=kinds[-1], columns=columns, bias=True
         )
         for launch in launches(problem, capability, row_wise=(False, True)):
             name = launch.kernel.__name__
@@ -145,12 +137,13 @@ def resources(launch: Launch, binary: Any, capability: int, exact: bool) -> dict
     }
 
 
-def unpacked(version: str, folder: Path) -> Path:
+def unpacked(version: str) -> Path:
     """The folder of a version of Triton for this Python; downloaded if it is not there yet."""
-    if not (folder / version).is_dir():
+    folder = VERSIONS / version
+    if not folder.is_dir():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-        subprocess.run([*command, str(folder / version), f"triton=={version}"], check=True)
-    return folder / version
+        subprocess.run([*command, str(folder), f"triton=={version}"], check=True)
+    return folder
 
 
 def main() -> None:
@@ -158,19 +151,17 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     add = parser.add_argument
     add("--triton", nargs="*", metavar="VERSION", help="default: the installed version")
-    add("--versions", type=Path, default=VERSIONS, metavar="DIR", help="default: %(default)s")
     add("--sizes", type=int, nargs="+", default=[300, 650, 1024], metavar="H")
     kinds = "tf32: fp32 with torch.set_float32_matmul_precision('high'); bf16*fp32: fp32 weights"
     add("--dtypes", nargs="+", default=KINDS, help=kinds)
     add("--sm", type=int, nargs="+", default=[80, 90, 100])
     add("--kernels", nargs="+", metavar="NAME", help="such as _forward; default: all")
-    add("--words", type=int, default=100_000, help="decide the tile shapes; default: %(default)s")
     options = parser.parse_args()
     if options.triton:  # in a process for each version, with the option that comes last
         command = [sys.executable, "-m", "scripts.kernels.compilation_matrix"]
         codes = []
         for version in options.triton:
-            path = os.pathsep.join([str(unpacked(version, options.versions)), str(TOP)])
+            path = os.pathsep.join([str(unpacked(version)), str(TOP)])
             variables = os.environ | {"PYTHONPATH": path}
             arguments = [*sys.argv[1:], "--triton"]
             codes.append(subprocess.run([*command, *arguments], env=variables).returncode)
@@ -182,7 +173,7 @@ def main() -> None:
             print(f"sm_{sm}: left out, the backend {sentence}")
         else:
             supported.append(sm)
-    for found in report(options.sizes, options.dtypes, supported, options.kernels, options.words):
+    for found in report(options.sizes, options.dtypes, supported, options.kernels):
         table.add(found)
     num_bad = sum(not found["good"] for found in table.rows)
     num_hazards = sum(found["hazards"] for found in table.rows)

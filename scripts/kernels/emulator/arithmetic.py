@@ -15,8 +15,6 @@ TYPES: dict[str, Any] = {
     "s64": np.int64, "u64": np.uint64, "b64": np.uint64, "f64": np.float64,
     "s8": np.int8, "u8": np.uint8, "pred": np.bool_,
 }  # fmt: skip
-ROUNDING = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-"""To whole numbers."""
 WIDE = {np.int32: np.int64, np.uint32: np.uint64, np.int16: np.int32, np.uint16: np.uint32}
 
 
@@ -54,23 +52,11 @@ def to_halves(values: Array, kind: str) -> Array:
     return f32_to_bf16(values) if kind[0] == "b" else values.astype(np.float16).view(np.uint16)
 
 
-def _pairs(kind: str, function: Function) -> Function:
-    """A function of two halves in a register of 32 bits."""
-
-    def of_pairs(*values: Array) -> Array:
-        found = function(*[from_halves(each, kind) for each in values]).astype(np.float32)
-        return to_halves(found, kind).view(np.uint32)
-
-    return of_pairs
-
-
 FUNCTIONS: dict[str, Function] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
     "rem": np.fmod, "fma": lambda x, y, z: x * y + z, "mad": lambda x, y, z: x * y + z,
-    "min": np.fmin, "max": np.fmax, "neg": np.negative, "abs": np.abs,
+    "min": np.fmin, "max": np.fmax, "neg": np.negative, "sqrt": np.sqrt, "ex2": np.exp2,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
-    "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "rcp": np.reciprocal,
-    "ex2": np.exp2, "lg2": np.log2, "sin": np.sin, "cos": np.cos, "tanh": np.tanh,
 }  # fmt: skip
 """By mnemonic: of numbers of one type."""
 
@@ -79,19 +65,15 @@ FUNCTIONS: dict[str, Function] = {
 def _function(decoder: Decoder, by: Instruction) -> Action:
     kind, name = by.fields[-1], by.mnemonic
     function = FUNCTIONS[name]
-    if name in {"mul", "mad"} and (by.has("wide") or by.has("hi")):
+    if name in {"mul", "mad"} and by.has("wide"):
         return _wide(decoder, by)
-    if by.has("NaN"):
-        function = {"min": np.minimum, "max": np.maximum}[name]
     if name == "div" and kind[0] != "f":
         function = _quotient
     if name == "rem":
         function = _remainder
     if name == "fma" and kind == "f32":
         function = _fma32
-    if kind in {"bf16x2", "f16x2"}:
-        function, kind = _pairs(kind, function), "b32"
-    elif kind[0] in "fs":
+    if kind[0] in "fs":
         function = _typed(kind, function)
     sources = decoder.sources(by.operands[1:], kind)
     return decoder.compute(by, by.operands[0], sources, function)
@@ -107,18 +89,16 @@ def _remainder(x: Array, y: Array) -> Array:
 
 
 def _wide(decoder: Decoder, by: Instruction) -> Action:
-    """Products of twice as many bits: all of them, or the upper half; perhaps added to a number."""
-    kind, upper = by.fields[-1], by.has("hi")
+    """Products of twice as many bits, perhaps added to a number."""
+    kind = by.fields[-1]
     number, wide = np.dtype(TYPES[kind]), WIDE[TYPES[kind]]
 
     def function(x: Array, y: Array, *addend: Array) -> Array:
         found = np.asarray(x.view(number).astype(wide) * y.view(number))
-        if upper:
-            found = (found >> wide(8 * number.itemsize)).astype(number)
         bits = found.view(f"u{found.itemsize}")
         return np.asarray(bits + addend[0] if addend else bits)
 
-    added = f"b{8 * number.itemsize * (1 if upper else 2)}"
+    added = f"b{16 * number.itemsize}"
     sources = decoder.sources(by.operands[1:3], kind) + decoder.sources(by.operands[3:], added)
     return decoder.compute(by, by.operands[0], sources, function)
 
@@ -225,25 +205,22 @@ def _neither_nan(x: Array, y: Array) -> Array:
 
 COMPARISONS: dict[str, Function] = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
-    "eq": np.equal, "ne": np.not_equal, "one": lambda x, y: (x != y) & _neither_nan(x, y),
-    "ltu": lambda x, y: ~(x >= y), "leu": lambda x, y: ~(x > y),
-    "gtu": lambda x, y: ~(x <= y), "geu": lambda x, y: ~(x < y),
-    "equ": lambda x, y: (x == y) | ~_neither_nan(x, y), "neu": np.not_equal,
-    "num": _neither_nan, "nan": lambda x, y: ~_neither_nan(x, y),
+    "eq": np.equal, "ne": np.not_equal, "num": _neither_nan,
 }  # fmt: skip
 
 
 @instruction("setp")
 def _compare(decoder: Decoder, by: Instruction) -> Action:
-    kind, name = by.fields[-1], by.fields[1]
-    number, compare = TYPES[kind], COMPARISONS["one" if kind[0] == "f" and name == "ne" else name]
-    sources = [*decoder.sources(by.operands[1:3], kind), *decoder.sources(by.operands[3:], "pred")]
+    _, name, kind = by.fields
+    number, compare = TYPES[kind], COMPARISONS[name]
+    if kind[0] == "f" and name == "ne":  # not that of numpy for nan
+        raise Unsupported(by.text)
 
-    def function(x: Array, y: Array, *others: Array) -> Array:
+    def function(x: Array, y: Array) -> Array:
         found: Array = compare(x.view(number), y.view(number))
-        return FUNCTIONS[by.fields[2]](found, *others) if others else found
+        return found
 
+    sources = decoder.sources(by.operands[1:], kind)
     return decoder.compute(by, by.operands[0], sources, function)
 
 
@@ -303,16 +280,10 @@ def _conversion(decoder: Decoder, by: Instruction) -> Function:
         return lambda x: bf16_to_f32(x).view(np.uint32)
     if to == "bf16" and source == "f32":
         return lambda x: f32_to_bf16(x.view(np.float32))
-    if to == "tf32":
-        return lambda x: (x + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
     number, result, bits = TYPES[source], TYPES[to], decoder.bits_of(by.operands[0])
-    rounding = next((function for name, function in ROUNDING.items() if by.has(name)), None)
 
     def function(x: Array) -> Array:
-        value = x.astype(f"u{np.dtype(number).itemsize}", copy=False).view(number)
-        if rounding is not None:
-            value = rounding(value)
-        value = value.astype(result)
+        value = x.astype(f"u{np.dtype(number).itemsize}", copy=False).view(number).astype(result)
         if value.dtype.kind == "f":
             return np.asarray(value.view(bits))
         return np.asarray(value.astype(f"{value.dtype.kind}{np.dtype(bits).itemsize}").view(bits))

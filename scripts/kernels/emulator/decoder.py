@@ -15,11 +15,9 @@ Builder = Callable[["Decoder", Instruction], Action]
 Function = Callable[..., Array]
 BUILDERS: dict[str, Builder] = {}
 """By mnemonic."""
-REFUSED = {"sat", "relu", "xorsign"}
+REFUSED = {"sat", "relu", "xorsign", "NaN", "hi", "rni", "rzi", "rmi", "rpi"}
 """Forms of known instructions."""
-SPECIAL = {"%tid.x", "%ntid.x", "%laneid"} | {
-    f"%{n}ctaid.{axis}" for n in ("", "n") for axis in "xyz"
-}
+SPECIAL = {"%tid.x", "%ctaid.x", "%nctaid.x"}
 
 
 def instruction(*mnemonics: str) -> Callable[[Builder], Builder]:

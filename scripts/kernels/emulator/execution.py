@@ -61,7 +61,7 @@ class Request(NamedTuple):
     """A launch of a compiled kernel."""
 
     text: str  # PTX
-    grid: tuple[int, int, int]
+    num_programs: int
     num_shared_bytes: int
     tensors: list[Buffer]
     values: list[Any]  # of the parameters: addresses and numbers
@@ -76,7 +76,7 @@ class Request(NamedTuple):
 
 
 def requested(
-    binary: Any, arguments: dict[str, Any], grid: tuple[int, int, int], allocations: Allocations
+    binary: Any, arguments: dict[str, Any], num_programs: int, allocations: Allocations
 ) -> Request:
     """The launch of a compiled kernel with arguments by name, in the order of its parameters.
 
@@ -105,7 +105,7 @@ def requested(
             raise Unsupported(f"{argument}: a tensor that overlaps another one")
         addresses[argument] = base + first - begin
     values = [addresses.get(n, x) for n, x in passed]
-    return Request(binary.asm["ptx"], grid, binary.metadata.shared, tensors, values)
+    return Request(binary.asm["ptx"], num_programs, binary.metadata.shared, tensors, values)
 
 
 def flat(arguments: dict[str, Any], signature: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -147,7 +147,7 @@ class Run:
         limit: int = 1 << 60,
         trace: Trace | None = None,
     ) -> None:
-        num_programs = math.prod(request.grid)
+        num_programs = request.num_programs
         self.memory = GlobalMemory(num_programs, request.tensors, counting=counting, trace=trace)
         self.ambiguous: Counter[str] = Counter()
         self.num_products = self.num_instructions = 0
@@ -167,18 +167,14 @@ class Run:
                 self._run(ids[begin : begin + step], order, limit)
 
     def _run(self, ids: Array, order: str, limit: int) -> None:
-        code, grid = self._code, self.request.grid
+        code = self._code
         registers: list[Any] = list(code.decoder.initial)
         thread = np.arange(code.kernel.num_threads, dtype=np.uint32)[None]
         special = {
             "%tid.x": thread,
-            "%laneid": thread % np.uint32(32),
-            "%ntid.x": np.full((1, 1), code.kernel.num_threads, np.uint32),
+            "%ctaid.x": ids[:, None].astype(np.uint32),
+            "%nctaid.x": np.full((1, 1), self.request.num_programs, np.uint32),
         }
-        rest = ids[:, None].astype(np.uint32)
-        for axis, size in zip("xyz", grid, strict=True):
-            special[f"%nctaid.{axis}"] = np.full((1, 1), size, np.uint32)
-            special[f"%ctaid.{axis}"], rest = rest % np.uint32(size), rest // np.uint32(size)
         for name, value in special.items():
             registers[code.decoder.slots[name]] = value
         programs = Programs(
@@ -270,11 +266,13 @@ class Emulator:
         bound = kernel.signature.bind(*args, **named)
         bound.apply_defaults()
         sizes = grid(bound.arguments) if callable(grid) else grid
-        x, y, z = (*sizes, 1, 1)[:3]
-        if not x * y * z:
+        num_programs = math.prod(sizes)
+        if len(sizes) > 1 and num_programs > sizes[0]:
+            raise Unsupported(f"a grid of several axes, {sizes}")
+        if not num_programs:
             return
         binary = compiled(kernel, self.capability, *args, **kwargs)
-        request = requested(binary, bound.arguments, (x, y, z), self.allocations)
+        request = requested(binary, bound.arguments, num_programs, self.allocations)
         before = request.copy() if self.recording else request
         run = Run(before, decoded(request.text), self.order, self.seed, self.counting)
         for i, each in enumerate(request.tensors):

@@ -38,7 +38,7 @@ CHANGED = {
 """Kinds that change what a thread computes."""
 ORDERED = {
     "ld", "st", "atom", "red", "cp", "ldmatrix", "stmatrix", "wgmma", "bar", "barrier",
-    "fence", "membar", "bra", "ret", "exit",
+    "fence", "bra", "ret", "exit",
 }  # fmt: skip
 """What a wait may order, or ends a block."""
 NUM_TRACED = 4

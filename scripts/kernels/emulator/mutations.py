@@ -27,7 +27,6 @@ COMPUTES = {
 }  # fmt: skip
 """Instructions through which an address is followed to what it is computed from."""
 ADDS = {"add", "sub", "or", "xor", "mad"}
-WIDER = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
 
 
 class Mutant(NamedTuple):

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 REGISTER = re.compile(r"%[A-Za-z]\w*(?:\.[xyz])?")
 NO_DESTINATION = {
-    "st", "bra", "bar", "barrier", "cp", "stmatrix", "red", "fence", "membar", "griddepcontrol",
+    "st", "bra", "bar", "barrier", "cp", "stmatrix", "red", "fence",
 }  # fmt: skip
 """Instructions whose first operand is not written."""
 SUSPENDING = {"bar", "barrier", "atom", "red"}

@@ -1,8 +1,6 @@
 """Loads, stores, atomics and asynchronous copies."""
 
-import operator
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -128,23 +126,17 @@ def _store(decoder: Decoder, by: Instruction) -> Action:
     return act
 
 
-UPDATES: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add, "min": min, "max": max, "and": operator.and_, "or": operator.or_,
-    "xor": operator.xor, "exch": lambda old, new: new,
-}  # fmt: skip
-
-
 @instruction("atom", "red")
 def _atomic(decoder: Decoder, by: Instruction) -> Action:
     name, kind = by.fields[-2], by.fields[-1]
     operands = by.operands if by.mnemonic == "atom" else ("_", *by.operands)
-    if _space(by) != "global" or (name != "cas" and name not in UPDATES):
+    if _space(by) != "global" or name != "add":
         raise Unsupported(by.text)
     orders = {"relaxed", "acquire", "release", "acq_rel"}
     order = next((field for field in by.fields if field in orders), "relaxed")
     slot = None if operands[0] == "_" else decoder.target(operands[0])
     address, where = decoder.address(operands[1], "b64"), decoder.mask(by)
-    sources = decoder.sources(operands[2:], kind)
+    (source,) = decoder.sources(operands[2:], kind)
     number, size = TYPES[kind], WIDTH[kind]
 
     def act(programs: Programs, mask: Mask) -> None:
@@ -152,15 +144,10 @@ def _atomic(decoder: Decoder, by: Instruction) -> Action:
         access = programs.access(by, address(programs), size, mask)
         if access is None:
             return
-        first, *second = (
-            programs.full(programs.registers[each])[access.chosen].view(number) for each in sources
-        )
+        added = programs.full(programs.registers[source])[access.chosen].view(number)
 
         def update(old: Any, i: int) -> Any:
-            value = old.view(number)
-            if name == "cas":
-                return (second[0][i] if value == first[i] else value).view(UNSIGNED[size])
-            return UPDATES[name](value, first[i]).view(UNSIGNED[size])
+            return (old.view(number) + added[i]).view(UNSIGNED[size])
 
         old = programs.memory.atomic(access, update, order)
         if slot is not None:
@@ -206,13 +193,8 @@ def _copy(decoder: Decoder, by: Instruction) -> Action:
     return act
 
 
-@instruction("griddepcontrol")
-def _launches(decoder: Decoder, by: Instruction) -> Action:
-    return lambda programs, mask: None  # launches are executed one after the other
-
-
-@instruction("fence", "membar")
+@instruction("fence")
 def _fence(decoder: Decoder, by: Instruction) -> Action:
     if by.fields[1] != "proxy":
-        return lambda programs, mask: None  # orders nothing that a race could be excused by
+        raise Unsupported(by.text)
     return lambda programs, mask: programs.shared.fence_proxies(programs.rows(by, mask), by)

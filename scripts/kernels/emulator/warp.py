@@ -18,10 +18,9 @@ ROW, PAIR = LANE // 4, 2 * (LANE % 4)
 
 @instruction("shfl")
 def _shuffle(decoder: Decoder, by: Instruction) -> Action:
-    mode = by.fields[2]
-    name, _, valid_name = by.operands[0].partition("|")
-    slot = decoder.target(name)
-    valid_slot = decoder.target(valid_name) if valid_name else None
+    mode, slot = by.fields[2], decoder.target(by.operands[0])
+    if mode not in {"bfly", "idx", "up"}:
+        raise Unsupported(by.text)
     value, lane, control = decoder.sources(by.operands[1:4], "b32")
     where = decoder.mask(by)
 
@@ -39,13 +38,11 @@ def _shuffle(decoder: Decoder, by: Instruction) -> Action:
         elif mode == "idx":
             source = first | (by_lane & ~segment & 31)
         else:
-            source = LANE + by_lane if mode == "down" else LANE - by_lane
+            source = LANE - by_lane
         valid = source >= last if mode == "up" else source <= last
         source = np.where(valid, source, LANE)
         found = np.take_along_axis(programs.warps(registers[value]), source, 1)
         programs.set(slot, found.reshape(programs.shape), mask)
-        if valid_slot is not None:
-            programs.set(valid_slot, valid.reshape(programs.shape), mask)
 
     return act
 
@@ -53,10 +50,7 @@ def _shuffle(decoder: Decoder, by: Instruction) -> Action:
 @instruction("redux")
 def _reduce(decoder: Decoder, by: Instruction) -> Action:
     number = TYPES[by.fields[-1]]
-    reduce = {
-        "min": np.minimum, "max": np.maximum, "add": np.add,
-        "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    }[by.fields[2]]  # fmt: skip
+    reduce = {"min": np.minimum, "max": np.maximum, "add": np.add}[by.fields[2]]
     slot, source = decoder.target(by.operands[0]), decoder.source(by.operands[1], "b32")
     where = decoder.mask(by)
 

@@ -12,7 +12,7 @@ The steps, in this order, each alone with --steps:
   benchmark-33k     scripts.benchmarks.output_layer: floors, kernels, memory, every peer that is
   benchmark-268k    installed
   row-wise          scripts.benchmarks.scale: steps at 10M × 300 and 100M × 300, captured and not
-  commands          tokens per second of lm train, evaluate, score and generate; sampling and top-k
+  decode            scripts.benchmarks.decode: sampling, top-k, top-p and min-p
   benchmark-800k    larger vocabularies
   benchmark-10m
   sanitizer         compute-sanitizer: memory and race checks of a few tests
@@ -20,23 +20,22 @@ The steps, in this order, each alone with --steps:
 A step is begun if the expected time is left of --seconds; `--continue` runs, in a further call with
 the same --out, the steps that have not ended. `--list` shows what two calls do.
 
-Leaves four files in --out, which are complete at any moment: gpu_check.json with all rows,
-summary.txt, which is also printed last, rows.jsonl and logs.tar.gz. A step ends at its limit, and
-all at --seconds from the start. No process remains, even if this one is killed. The exit code is 1
-if a step failed or had no time. `--dry-run` runs steps without a GPU, tiny and interpreted.
+Leaves two files in --out, which are complete at any moment: gpu_check.json with all rows, and
+rows.jsonl; outputs are in the folder gpu_check_logs next to them. A step ends at its limit, and all
+at --seconds from the start; no process remains. The exit code is 1 if a step failed or had no time.
+`--dry-run` runs steps without a GPU, tiny and interpreted.
 """
 
 import argparse
 import shlex
 import shutil
+import signal
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from scripts.kernels.gpu_check import plan, preflight, processes
-from scripts.kernels.gpu_check.report import Report
+from scripts.kernels.gpu_check import plan, preflight
 from scripts.kernels.gpu_check.run import Run
 
 
@@ -55,9 +54,6 @@ def parse_options() -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/gpu_check"), metavar="DIR")
     seconds = "for all steps; default: %(default)s"
     add("--seconds", type=float, default=plan.CALL_SECONDS, help=seconds)
-    unsafe = "accept a version of Triton that the backend refuses, or kernels whose results differ"
-    unsafe += " from the reference; all figures are marked unsafe"
-    add("--timing-only", action="store_true", help=unsafe)
     add("--dry-run", action="store_true", help="without a GPU, tiny, interpreted")
     options = parser.parse_args()
     names = plan.names(dry=options.dry_run)
@@ -77,45 +73,50 @@ def print_plan() -> None:
         print(f"  {'all':<15} {sum(step.expected for step in steps):4d}")
 
 
-def check(options: argparse.Namespace, began: float, work: Path) -> int:
-    """Run the steps and write the files; returns the exit code. Deletes `work` at the end."""
+def check(options: argparse.Namespace, began: float) -> int:
+    """Run the steps and write the report; returns the exit code."""
     command = shlex.join(["scripts/gpu_check", *sys.argv[1:]])
     facts = {"dry_run": options.dry_run, "command": command}
+    out, dry = options.out.resolve(), options.dry_run
     repeated = (options.steps or []) if options.continues else None
-    report = Report(options.out.resolve(), work, facts, repeated)
-    ended = {row["step"] for row in report.steps}
-    run = Run(report, began + options.seconds - plan.RESERVED_SECONDS)
+    run = Run(out, began + options.seconds - plan.RESERVED_SECONDS, facts, repeated)
+    ended = {row["step"] for row in run.steps}
     missing = None
     try:
-        missing = run.preflight(dry=options.dry_run, timing_only=options.timing_only)
+        missing = run.preflight(dry=dry)
         if missing is None:
-            capability = report.content["capability"]
-            names = options.steps or {*plan.names(dry=options.dry_run)} - ended
-            for step in plan.steps(work, capability, names, dry=options.dry_run):
+            names = options.steps or {*plan.names(dry=dry)} - ended
+            for step in plan.steps(out, run.content["capability"], names, dry=dry):
                 run.step(step)
     finally:
-        report.content["seconds"] = round(time.monotonic() - began, 1)
-        text = report.finish()
-        shutil.rmtree(work, ignore_errors=True)
-        with suppress(OSError):  # nobody reads the output of a run that was killed
-            print(f"\n{text}written: {report.out}/gpu_check.json", flush=True)
+        run.content["seconds"] = round(time.monotonic() - began, 1)
+        run.write()
+        shutil.rmtree(out / plan.WORK_FOLDER, ignore_errors=True)
+        with suppress(OSError):  # nobody reads the output of a run that was interrupted
+            print(f"\n{run.summary()}\nwritten: {out}/gpu_check.json", flush=True)
     if missing is not None:
         print(f"gpu_check: {missing}", file=sys.stderr)
         return preflight.MISSING
-    return int(any(row["exit_code"] for row in report.steps))
+    return int(any(row["exit_code"] for row in run.steps))
+
+
+def _stop(number: int, _: object) -> None:
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def main() -> None:
-    """Run the check so that no process outlives it."""
+    """Run the check; a signal ends it and its processes."""
     began = time.monotonic()
     options = parse_options()
     if options.list or options.dry_run:
         print_plan()
     if options.list:
         return
-    with tempfile.TemporaryDirectory(prefix="gpu_check-", ignore_cleanup_errors=True) as work:
-        code = processes.guarded(lambda: check(options, began, Path(work)))
-    sys.exit(code)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
+    sys.exit(check(options, began))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ GPU_TESTS = (
 SANITIZED = "repeat_bit_for_bit and (17 or 700)"
 MEMCHECK = ["memcheck", "--report-api-errors", "no"]
 """Failing calls of the driver are no errors of kernels: libraries try what a driver may lack."""
-METHODS = ["random", "graph", "full", "chunked", "cce", "liger", "adaptive", "grouped"]
+METHODS = ["random", "graph", "full", "cce", "liger", "adaptive", "grouped"]
 LARGEST = ["random", "graph", "cce", "adaptive", "grouped"]
 """Without full softmaxes that hold logits, or that go through all rows for few positions at a time.
 """
@@ -45,8 +45,10 @@ Gradients of classes are row-wise by default.
 """
 CALL_SECONDS, RESERVED_SECONDS = 300, 3
 """Seconds of one call of the check, and those for its last files."""
-LOGS = ("layer", "training", "scale", "commands", "decode")
-"""Rows that steps write, as files of JSON lines."""
+LOGS = ("layer", "training", "scale", "decode")
+"""Rows that steps write, as files of JSON lines in `LOG_FOLDER`."""
+LOG_FOLDER, WORK_FOLDER = "gpu_check_logs", "gpu_check_work"
+"""In the folder of the results; the second is for what steps read again, and does not remain."""
 
 
 class Step(NamedTuple):
@@ -70,7 +72,6 @@ class Extent(NamedTuple):
     speed: list[str]  # options of `training_speed`
     batches: list[list[str]]  # overrides of each call
     scale: list[list[str]]  # options of each call of `scale`
-    commands: list[str]
     decode: list[str]
 
 
@@ -84,7 +85,6 @@ ON_GPU = Extent(
         ["--positions=16384", "--threads=8", "--sizes=10000000", "--methods", "layer", "step"],
         ["--positions=16384", "--threads=8", "--sizes=100000000", "--methods", "layer"],
     ],
-    commands=["--steps", "1000", "--tokens", "400"],
     decode=["--rows", "33278:512", "1000000:300", "--rounds", "3"],
 )
 TINY = Extent(
@@ -94,7 +94,6 @@ TINY = Extent(
     speed=["--rounds", "1", "--steps", "5"],
     batches=[["--train.batch_size=4", "--train.seq_len=5"]],
     scale=[["--positions=64", "--sizes=97", "--methods", "layer", "step"]],
-    commands=["--steps", "20", "--tokens", "60"],
     decode=["--rows", "97:8", "--rounds", "1"],
 )
 
@@ -104,15 +103,16 @@ def module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"scripts.{name}", *arguments]
 
 
-def logged(work: Path, log: str, name: str, *arguments: str) -> list[str]:
+def logged(out: Path, log: str, name: str, *arguments: str) -> list[str]:
     """The command of a benchmark that writes rows."""
-    return module(f"benchmarks.{name}", "--json", str(work / f"{log}.jsonl"), *arguments)
+    path = out / LOG_FOLDER / f"{log}.jsonl"
+    return module(f"benchmarks.{name}", "--json", str(path), *arguments)
 
 
-def preflight(work: Path, *, dry: bool = False, timing_only: bool = False) -> Step:
+def preflight(out: Path, *, dry: bool = False) -> Step:
     """The step before all others."""
-    options = ["--dry-run"] * dry + ["--timing-only"] * timing_only
-    options += ["--json", str(work / "preflight.json")]
+    options = ["--dry-run"] * dry
+    options += ["--json", str(out / LOG_FOLDER / "preflight.json")]
     return Step("preflight", [module("kernels.gpu_check.preflight", *options)], 22, 90)
 
 
@@ -134,19 +134,19 @@ def calls() -> list[list[Step]]:
 
 
 def steps(
-    work: Path, capability: int, chosen: Collection[str] | None = None, *, dry: bool = False
+    out: Path, capability: int, chosen: Collection[str] | None = None, *, dry: bool = False
 ) -> list[Step]:
-    """The chosen steps, all by default, in their order; `work` is for files that they add.
+    """The chosen steps, all by default, in their order; `out` is the folder of the results.
 
     The first one compiles for those that follow.
     """
-    found = _dry_steps(work, capability) if dry else _gpu_steps(work, capability, chosen)
+    found = _dry_steps(out, capability) if dry else _gpu_steps(out, capability, chosen)
     return [step for step in found if chosen is None or step.name in chosen]
 
 
-def _gpu_steps(work: Path, capability: int, chosen: Collection[str] | None) -> list[Step]:
-    whole = _whole_programs(work, ON_GPU)
-    benchmarks = [_benchmark(work, name) for name in BENCHMARKS]
+def _gpu_steps(out: Path, capability: int, chosen: Collection[str] | None) -> list[Step]:
+    whole = _whole_programs(out, ON_GPU)
+    benchmarks = [_benchmark(out, name) for name in BENCHMARKS]
     sizes = [rows for name, (rows, *_) in BENCHMARKS.items() if chosen is None or name in chosen]
     command = module("kernels.compilation", "--sm", str(capability), "--rows")
     compilation = Step("compile", [[*command, *(sizes or ["33278:650"])]], 14, 90)
@@ -176,15 +176,16 @@ def _sanitizer() -> Step:
     )
 
 
-def _benchmark(work: Path, name: str) -> Step:
+def _benchmark(out: Path, name: str) -> Step:
     rows, expected, methods = BENCHMARKS[name]
     options = ["--device", "cuda", "--rows", rows, "--methods", *methods]
     options += ["--backends", "triton"]  # also where auto would not take the kernels
-    return Step(name, [logged(work, "layer", "output_layer", *options)], expected, 3 * expected)
+    return Step(name, [logged(out, "layer", "output_layer", *options)], expected, 3 * expected)
 
 
-def _whole_programs(work: Path, extent: Extent) -> list[Step]:
-    """Whole training steps, row-wise steps of large tables, and the commands."""
+def _whole_programs(out: Path, extent: Extent) -> list[Step]:
+    """Whole training steps, row-wise steps of large tables, and decoding."""
+    work = out / WORK_FOLDER
     text = ["--out", str(work / "corpus"), "--no-progress"]
     corpus = module("synthetic_corpus", *extent.corpus, *text)
     recipe = [RECIPE, f"--data.dir={work / 'corpus'}", "--classes.method=random"]
@@ -193,32 +194,27 @@ def _whole_programs(work: Path, extent: Extent) -> list[Step]:
     speed = [*recipe, f"--run_dir={work / 'run'}", f"--data.prepared_dir={work / 'prepared'}"]
     speed += [*PLAIN, *extent.speed, "--trees", *layers]
     scale = ["--device", extent.device, "--dtype", "bf16", "--memory-limit-gb", "120"]
-    training = [
-        logged(work, "training", "training_speed", *speed, *each) for each in extent.batches
-    ]
-    tables = [logged(work, "scale", "scale", *scale, *each) for each in extent.scale]
-    commands = [
-        logged(work, "commands", "commands", *recipe, *extent.commands),
-        logged(work, "decode", "decode", "--device", extent.device, *extent.decode),
-    ]
+    training = [logged(out, "training", "training_speed", *speed, *each) for each in extent.batches]
+    tables = [logged(out, "scale", "scale", *scale, *each) for each in extent.scale]
+    decode = logged(out, "decode", "decode", "--device", extent.device, *extent.decode)
     return [
         Step("training", [corpus, *training], 80, 160),
         Step("row-wise", tables, 65, 150),
-        Step("commands", [corpus, *commands], 65, 150),
+        Step("decode", [decode], 15, 150),
     ]
 
 
-def _dry_steps(work: Path, capability: int) -> list[Step]:
+def _dry_steps(out: Path, capability: int) -> list[Step]:
     """The steps without a GPU, tiny and interpreted."""
     tests = [*PYTEST, "tests/output/backends/triton/test_kernels.py", "--shard", "0/1"]
     tests += ["-k", "empty_batch or nan_in_the_weight"]
     tiny = ["--rows", "97:8", "--positions", "32"]
     options = [*tiny, "--rounds", "1", "--backends", "triton", "reference", "--methods", *METHODS]
     interpreted = {"TRITON_INTERPRET": "1"}
-    benchmark = logged(work, "layer", "output_layer", *options)
+    benchmark = logged(out, "layer", "output_layer", *options)
     return [
         Step("compile", [module("kernels.compilation", "--sm", str(capability), *tiny)], 30, 900),
         Step("tests", [tests], 45, 900, interpreted, parallel=True),
         Step("benchmark-97", [benchmark], 25, 900, interpreted),
-        *_whole_programs(work, TINY),
+        *_whole_programs(out, TINY),
     ]

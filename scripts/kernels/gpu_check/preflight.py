@@ -93,42 +93,15 @@ def tools(capability: int) -> dict[str, Any]:
     return {"c_compiler": compiler, "ptxas": f"{assembler.path} {assembler.version}"}
 
 
-def obstacle(capability: int) -> str | None:
-    """Why the backend refuses this version of Triton by default; None if it does not."""
-    import torch
-
-    from lm.output.backends.triton.backend import TIMING_ONLY, TritonBackend
-    from lm.output.backends.triton.launch import instrumented
-    from scripts.kernels.compilation import make_problem
-
-    names = (TIMING_ONLY, "TRITON_INTERPRET")
-    variables = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        with instrumented(capability=capability):
-            return TritonBackend().obstacle(make_problem(1000, 64, 1), torch.device("cuda"))
-    finally:
-        os.environ.update(variables)
-
-
-def support(capability: int, *, dry: bool, timing_only: bool) -> dict[str, Any]:
-    """Whether figures are for timing only, and the variables that steps require for that."""
-    import triton
-
-    from lm.output.backends.triton.backend import TIMING_ONLY
+def support(capability: int, *, dry: bool) -> dict[str, str | None]:
+    """Why the backend refuses this version of Triton, which is an error unless steps are dry."""
+    from scripts.kernels.compilation import obstacle
 
     found = obstacle(capability)
-    if found is None:
-        return {"variables": {}}
-    if timing_only or os.environ.get(TIMING_ONLY) == "1":
-        os.environ[TIMING_ONLY] = "1"
-        mark = f"Triton {triton.__version__}: timing only, unsafe"
-        return {"timing_only": mark, "obstacle": found, "variables": {TIMING_ONLY: "1"}}
-    if not dry:
-        raise MissingError(
-            f"the backend {found}; put a newer Triton first on PYTHONPATH"
-            " (scripts.kernels.pack_triton), or time this one with --timing-only"
-        )
-    return {"obstacle": found, "variables": {}}
+    if found and not dry:
+        newer = "put a newer Triton first on PYTHONPATH, see scripts/kernels/README.md"
+        raise MissingError(f"the backend {found}; {newer}")
+    return {"obstacle": found}
 
 
 def comparison(capability: int) -> dict[str, str | None]:
@@ -151,7 +124,7 @@ def comparison(capability: int) -> dict[str, str | None]:
     }
 
 
-def examine(*, dry: bool, timing_only: bool) -> dict[str, Any]:
+def examine(*, dry: bool) -> dict[str, Any]:
     """All facts; raises `MissingError`."""
     facts: dict[str, Any] = {}
 
@@ -163,8 +136,7 @@ def examine(*, dry: bool, timing_only: bool) -> dict[str, Any]:
     add({"device": None, "capability": 90} if dry else device())
     capability = facts["capability"]
     add(tools(capability))
-    add(support(capability, dry=dry, timing_only=timing_only))
-    from lm.output.backends.triton.backend import TIMING_ONLY
+    add(support(capability, dry=dry))
     from lm.training.environment import processor_name
     from scripts.benchmarks.reporting import commit
 
@@ -172,12 +144,8 @@ def examine(*, dry: bool, timing_only: bool) -> dict[str, Any]:
     facts["device"] = facts["device"] or facts["processor"]
     add({"differences": {} if dry else comparison(capability)})
     bad = [f"{dtype}: {found}" for dtype, found in facts["differences"].items() if found]
-    if bad and "timing_only" not in facts:
-        found = f"the kernels differ from the reference: {'; '.join(bad)}"
-        if not timing_only:
-            raise MissingError(f"{found}; --timing-only runs all steps, and marks their figures")
-        mark = "wrong results: timing only, unsafe"
-        facts |= {"timing_only": mark, "obstacle": found, "variables": {TIMING_ONLY: "1"}}
+    if bad:
+        raise MissingError(f"the kernels differ from the reference: {'; '.join(bad)}")
     return facts
 
 
@@ -185,12 +153,10 @@ def main() -> None:
     """Print the facts and write them as JSON if asked."""
     parser = argparse.ArgumentParser(prog="python -m scripts.kernels.gpu_check.preflight")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    unsafe = "accept any version of Triton, and results that differ"
-    parser.add_argument("--timing-only", action="store_true", help=unsafe)
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     try:
-        facts = examine(dry=options.dry_run, timing_only=options.timing_only)
+        facts = examine(dry=options.dry_run)
     except MissingError as missing:
         print(missing)
         sys.exit(MISSING)

@@ -6,24 +6,20 @@ import random
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from scripts.kernels.gpu_check import plan, preflight
-from scripts.kernels.gpu_check.acceptance import acceptance
 from scripts.kernels.gpu_check.plan import Step
-from scripts.kernels.gpu_check.report import Report
-from scripts.kernels.gpu_check.run import Run
+from scripts.kernels.gpu_check.run import Run, run_commands
+from scripts.kernels.pytest_shard import part
 
 TOP = Path(__file__).resolve().parents[3]
-STEPS = ["preflight", "compile", "tests", "benchmark-97", "training", "row-wise", "commands"]
-UNSAFE = "Triton 3.6.0: timing only, unsafe"
+STEPS = ["preflight", "compile", "tests", "benchmark-97", "training", "row-wise", "decode"]
 
 
 def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
@@ -72,15 +68,10 @@ def test_the_check_for_a_gpu_runs_all_steps_without_one_and_continues(tmp_path: 
         (name, "passed") for name in STEPS
     ]
     rows = report["rows"]
-    (layer,) = (row for row in rows["layer"] if row["backend"] == "triton")
-    kernels = {row["kernel"]: row["launches"] for row in layer["kernels"]}
-    forward, backward = ["_sort", "_merge", "_plan", "_forward"], ["_errors", "_heavy", "_rows"]
-    assert layer["launches"] == {"forward": forward, "backward": backward}
-    assert kernels == dict.fromkeys([*forward, *backward], 1)
+    assert any(row["backend"] == "triton" and not row["refused"] for row in rows["layer"])
     assert len(rows["training"]) == 2 * len(plan.LAYERS)
     assert [row["method"] for row in rows["scale"] if row["outcome"] == "done"] == ["layer", "step"]
     assert all(row["same"] in (True, "") for row in rows["decode"])
-    assert (tmp_path / "summary.txt").read_text() in printed[-12_000:]
     steps = report["steps"]
     steps[-1]["status"] = "no time"  # a further call runs it, and keeps the others
     path.write_text(json.dumps(report))
@@ -89,9 +80,9 @@ def test_the_check_for_a_gpu_runs_all_steps_without_one_and_continues(tmp_path: 
     report = json.loads(path.read_text())
     assert report["steps"][:-2] == steps[1:-1]
     assert report["rows"]["layer"] == rows["layer"]
-    assert len(report["rows"]["commands"]) == 2 * len(rows["commands"])
-    with tarfile.open(tmp_path / "logs.tar.gz") as archive:
-        assert {f"{name}.0.log" for name in STEPS} <= set(archive.getnames())
+    assert len(report["rows"]["decode"]) == 2 * len(rows["decode"])
+    logs = {path.name for path in (tmp_path / plan.LOG_FOLDER).iterdir()}
+    assert {f"{name}.0.log" for name in STEPS} <= logs
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -108,61 +99,30 @@ def test_what_is_missing_is_named(step: str, message: str, tmp_path: Path) -> No
     assert message in errors
 
 
-@pytest.mark.parametrize("killed", ["the guard", "the check"])
-def test_a_killed_check_leaves_no_process_and_a_readable_report(
-    killed: str, tmp_path: Path
-) -> None:
-    mark, generator = f"gpu-check-{uuid.uuid4()}", random.Random()
-    out, temporary = tmp_path / "out", tmp_path / "temporary"
-    temporary.mkdir()
-    variables = {"GPU_CHECK_MARK": mark, "TMPDIR": str(temporary)}
-    guard = start("--dry-run", "--seconds", "3600", "--out", str(out), **variables)
-    path = out / "gpu_check.json"
-    while not (path.exists() and '"running"' in path.read_text()):
-        time.sleep(0.01)
-    time.sleep(generator.uniform(0, 6))
-    children = Path(f"/proc/{guard.pid}/task/{guard.pid}/children").read_text().split()
-    victim = guard.pid if killed == "the guard" else int(children[0])
-    assert len(processes_with(mark)) >= 3
-    os.kill(victim, signal.SIGKILL)
-    assert ends(mark)
-    guard.communicate()
-    report = json.loads(path.read_text())
-    expected = "interrupted" if killed == "the guard" else "running"
-    assert report["steps"][-1]["status"] in {expected, "passed"}
-    assert len(list(out.iterdir())) <= 8
-    assert not list(temporary.glob("gpu_check-*"))
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_processes_that_processes_started(
+def test_a_check_that_is_ended_leaves_no_process_and_a_readable_report(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     mark = f"gpu-check-{uuid.uuid4()}"
-    program = f"""
-import sys, time
-from pathlib import Path
-from scripts.kernels.gpu_check import processes
-def work():
-    shell = "(setsid setsid sleep 600 &) ; sleep 600 & touch {tmp_path}/ready; wait"
-    command = ["bash", "-c", shell]
-    running = processes.start(command, Path("{tmp_path}/log"))
-    return processes.wait_all([running], time.monotonic() + 600, lambda: None)[0]
-sys.exit(processes.guarded(work))
-"""
-    variables = os.environ | {"GPU_CHECK_MARK": mark, "PYTHONPATH": str(TOP)}
-    guard = subprocess.Popen([sys.executable, "-c", program], env=variables)
-    while not (tmp_path / "ready").exists() or len(processes_with(mark)) < 5:
+    process = start("--dry-run", "--out", str(tmp_path), GPU_CHECK_MARK=mark)
+    path = tmp_path / "gpu_check.json"
+    while process.poll() is None and not (path.exists() and '"running"' in path.read_text()):
         time.sleep(0.01)
-    guard.send_signal(number)
-    assert guard.wait(20) == 128 + number
-    assert processes_with(mark) == []
+    time.sleep(random.Random().uniform(0, 6))
+    process.send_signal(number)
+    process.communicate()
+    assert process.returncode == 128 + number
+    assert ends(mark)
+    assert json.loads(path.read_text())["steps"][-1]["status"] in {"interrupted", "passed"}
+    assert not (tmp_path / plan.WORK_FOLDER).exists()
 
 
-def report_in(folder: Path, **facts: Any) -> Report:
-    """A report with its logs in a folder next to it."""
-    (folder / "work").mkdir()
-    return Report(folder / "out", folder / "work", {"command": "scripts/gpu_check", **facts})
+def test_no_process_that_a_command_started_remains(tmp_path: Path) -> None:
+    mark = f"gpu-check-{uuid.uuid4()}"
+    command, variables = ["bash", "-c", "sleep 600 & exit 3"], {**os.environ, "MARK": mark}
+    waiting = time.monotonic() + 600
+    assert run_commands([(command, tmp_path / "log")], waiting, variables) == [3]
+    assert ends(mark)
 
 
 def python(program: str) -> list[str]:
@@ -183,38 +143,30 @@ def python(program: str) -> list[str]:
 def test_the_end_of_a_step_is_reported(
     step: Step, status: str, exit_code: int, tmp_path: Path
 ) -> None:
-    report = report_in(tmp_path)
-    found = Run(report, time.monotonic() + 600).step(step)
+    run = Run(tmp_path, time.monotonic() + 600, {})
+    found = run.step(step)
     assert (found["status"], found["exit_code"]) == (status, exit_code)
-    assert report.steps == [found]
+    assert run.steps == json.loads((tmp_path / "gpu_check.json").read_text())["steps"] == [found]
 
 
 @pytest.mark.parametrize(
-    ("version", "nll", "message", "reason"),
+    ("version", "nll", "message"),
     [
-        ("3.6.0", None, r"requires Triton 3.7.1 .* --timing-only$", UNSAFE),
-        (
-            "3.9.0",
-            "nll is off",
-            "^the kernels differ from the reference: bf16: nll is off; --timing-only runs",
-            "wrong results: timing only, unsafe",
-        ),
+        ("3.6.0", None, r"requires Triton 3.7.1 .*; put a newer Triton first on PYTHONPATH, see"),
+        ("3.9.0", "nll is off", "^the kernels differ from the reference: bf16: nll is off$"),
     ],
 )
-def test_wrong_or_unsafe_kernels_are_refused_unless_for_timing(
-    version: str, nll: str | None, message: str, reason: str, monkeypatch: pytest.MonkeyPatch
+def test_wrong_or_unsafe_kernels_are_refused(
+    version: str, nll: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SQRTLM_UNSAFE_TRITON", "0")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("triton.__version__", version)
     for name, found in (("packages", {}), ("device", {"device": "G", "capability": 90})):
         monkeypatch.setattr(preflight, name, lambda found=found: found)
     monkeypatch.setattr(preflight, "tools", lambda _: {})
     monkeypatch.setattr(preflight, "comparison", lambda _: {"bf16*fp32": None, "bf16": nll})
     with pytest.raises(preflight.MissingError, match=message):
-        preflight.examine(dry=False, timing_only=False)
-    facts = preflight.examine(dry=False, timing_only=True)
-    assert facts["timing_only"] == reason
-    assert facts["variables"] == {"SQRTLM_UNSAFE_TRITON": "1"}
+        preflight.examine(dry=False)
 
 
 @pytest.mark.parametrize("programs", ["kernels", "commands"])
@@ -229,8 +181,7 @@ def test_the_programs_of_the_check_import_only_what_it_requires(programs: str) -
         names += [f"kernels.gpu_check.{name}" for name in ("__main__", "preflight")]
         collect.append(plan.GPU_TESTS[0])
     else:
-        names = ["benchmarks.commands", "benchmarks.decode", "benchmarks.training_speed"]
-        names += ["synthetic_corpus"]
+        names = ["benchmarks.decode", "benchmarks.training_speed", "synthetic_corpus"]
         collect += plan.GPU_TESTS
     code = f"import sys, importlib\nfor name in {blocked}: sys.modules[name] = None\n"
     code += "".join(f"importlib.import_module('scripts.{name}')\n" for name in names)
@@ -242,28 +193,10 @@ def test_the_programs_of_the_check_import_only_what_it_requires(programs: str) -
     assert "test_gpu.py::test_results_repeat_bit_for_bit[1]" in done.stdout
 
 
-def test_acceptance_is_computed_from_the_rows_of_the_benchmarks() -> None:
-    def layer(size: int, floors: float) -> dict[str, Any]:
-        row = {"vocab_size": size, "label": "graph/triton", "seconds_median": 1.0}
-        return row | {"ratio_to_floor": floors}
-
-    rates = (("two_level", 7e5), ("torch", 5e5))
-    training = [
-        {"tree": tree, "tokens_per_second_median": rate, "batch_size": 20, "seq_len": 35}
-        for tree, rate in rates
-    ]
-    step = {"method": "layer", "dtype": "bf16", "outcome": "done", "graph_seconds": 0.0125}
-    lines = acceptance(
-        {
-            "layer": [layer(800_000, 1.6), layer(10_000_000, 1.5)],
-            "training": training,
-            "scale": [step | {"vocab_size": 10_000_000}],
-        }
-    )
-    assert [line for line in lines if not line.startswith("not measured: ")] == [
-        "missed: forward + backward at 800,000 words, captured ≤ 1.5 × floor: 1.60 × floor",
-        "met: forward + backward at 10,000,000 words, captured ≤ 1.5 × floor: 1.50 × floor",
-        "met: training with classes, 20 × 35 ≥ 600,000 tokens/s: 700,000.00 tokens/s",
-        "met: training with classes ≥ 1 × torch's full: 1.40 × torch's full",
-        "missed: a row-wise step at 10,000,000 × 300, captured ≤ 11 ms: 12.50 ms",
-    ]
+def test_parts_of_the_tests_are_disjoint_and_complete() -> None:
+    """Tests with the same parameters, which compile the same kernels, are in one part."""
+    names = ["test_c", *(f"test_{test}[{x}]" for test in "ab" for x in range(5))]
+    parts = [part(names, f"{i}/3") for i in range(3)]
+    assert sorted(name for each in parts for name in each) == sorted(names)
+    assert all(("test_a[1]" in each) == ("test_b[1]" in each) for each in parts)
+    assert all(len(each) >= 2 for each in parts)
