@@ -156,10 +156,7 @@ def prepare_with(
     counts: NDArray[np.int64],
     word_class: NDArray[np.int32],
 ) -> Prepared:
-    """Prepare a new folder with words [N] that are given, their counts, and classes if needed.
-
-    The settings are those that the folder is said to be made by, as in `prepare`.
-    """
+    """Prepare a new folder, as `prepare`, with words [N] and classes [N] that are given."""
     make_folder(folder)
     requested = requested_meta(data, tokenizer, classes, folder, None)
     meta = replace(requested, tokenizer=save_tokenizer(folder, words, counts))

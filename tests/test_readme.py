@@ -59,14 +59,20 @@ def test_the_example_of_training_on_your_own_text_and_all_commands_run(
     assert [verb for verb, *_ in items] == ["new", "train", "evaluate"]
     events = [{"user": n % 9, "item": n % 12, "time": n} for n in range(120)]
     write_table(Path("events.parquet"), events)
-    Path("users.txt").write_text("3 4 5\n")
+    new_item = [
+        {"user": n, "item": 12, "time": 200 + place} for n in range(9) for place in range(4)
+    ]
+    write_table(Path("newer.parquet"), events + new_item)
     Path("list.nbest").write_text("a-1 the cat\na-2 a cat\n")
     table = re.findall(r"^\| `lm ([^`]+)`", README, re.MULTILINE)
     others = [command.split() for command in table if command.split()[0] not in ("new", "train")]
     assert len(others) >= 5
     for verb, *arguments in example + items + others:
-        values = [VALUES.get(argument, argument) for argument in arguments]
-        if verb == "recommend":
+        values = [
+            VALUES.get(argument, argument.replace("TABLE", "newer.parquet"))
+            for argument in arguments
+        ]
+        if verb in ("recommend", "extend"):
             values[0] = "runs/shop"
         assert main([verb, *values, *SMALL.get(verb, [])]) == 0, verb
     assert "tokens predicted" in capsys.readouterr().out

@@ -40,7 +40,7 @@ TOP_K, TOP_P, MIN_P = 10, 0.9, 0.1
 DRAWS = {"sample": Sampling(), "draw top-p": Sampling(top_p=TOP_P, excluded=(0,))}
 WAYS = (*DRAWS, "top-k", "top-p", "min-p")
 SHARPNESS = 12.0
-"""Of the peaked distribution, in nats."""
+"""Nats of the peaked distribution."""
 CALLS = 5
 """Calls of a way in succession; the first one finds other data in the caches."""
 COLUMNS = {
