@@ -165,8 +165,8 @@ def test_an_interruption_while_libraries_are_imported_is_no_traceback(becomes: s
 def test_a_closed_stdin_is_empty(lstm_run: Path) -> None:
     command = f"{quote(sys.executable)} -m lm score {quote(str(lstm_run))} <&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1] == "lm: the text to score is empty"
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.splitlines()[-1] == "lm: -: there is no line to score"
 
 
 def test_the_end_of_a_training_run_names_its_model_and_the_next_command(
