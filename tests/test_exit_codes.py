@@ -193,6 +193,8 @@ def test_files(code: int, what: str, run: Path, code_of: Callable[..., int]) -> 
 def test_models(run: Path) -> None:
     (run / "model.safetensors").write_bytes(b"")
     assert main(["evaluate", str(run)]) == 4
+    (run / "model.json").write_bytes(b"")
+    assert main(["evaluate", str(run)]) == 4
     (run / "model.json").unlink()
     assert main(["evaluate", str(run)]) == 4
 
