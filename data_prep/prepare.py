@@ -139,10 +139,13 @@ def prepare(
         if meta.complete and meta == found:
             logger.info("%s is up to date", folder)
         else:
+            stages = _Stages(data, tokenizer, classes, folder, progress)
+            # Before any file is replaced, because a class file may be wrong.
+            levels = None if meta.counts is None else stages.class_levels(meta)
             write_meta(folder, meta)
             if found:
                 _remove_stale(folder, found, meta)
-            meta = _Stages(data, tokenizer, classes, folder, progress).run(meta)
+            meta = stages.run(meta, levels)
     # Every file was verified or has just been written, except classes that are not needed.
     return Prepared(folder, meta, verified=set(FILES) - ({CLASSES} if classes is None else set()))
 
@@ -303,8 +306,11 @@ class _Stages:
     folder: Path
     progress: bool
 
-    def run(self, meta: Meta) -> Meta:
-        """Do the stages that are missing from a record; return the complete record."""
+    def run(self, meta: Meta, levels: NDArray[np.int32] | None) -> Meta:
+        """Do the stages that are missing from a record; return the complete record.
+
+        `levels` are the classes, if they are made already.
+        """
         tokenizer, found, has_words = None, None, self.tokenizer.kind == "words"
         if meta.tokenizer is None:
             logger.info("building the vocabulary from the training split")
@@ -323,8 +329,9 @@ class _Stages:
                 meta = self._encode(meta, cast(Split, split), tokenizer)
                 write_meta(self.folder, meta)
         del tokenizer  # large, and most methods of making classes do not need it
-        if self.classes is not None and meta.classes is None:
-            meta = replace(meta, classes=self._build_classes(meta, self.classes))
+        levels = self.class_levels(meta) if levels is None else levels
+        if levels is not None:
+            meta = replace(meta, classes=self._write_classes(levels))
         meta = replace(meta, complete=True)
         write_meta(self.folder, meta)
         return meta
@@ -368,19 +375,30 @@ class _Stages:
             return meta
         return replace(meta, counts=write_array(self.folder / COUNTS, [occurrences], "int64"))
 
-    def _build_classes(self, meta: Meta, settings: ClassesConfig) -> ClassesInfo:
-        from data_prep.classes.class_file import lowest_classes
+    def class_levels(self, meta: Meta) -> NDArray[np.int32] | None:
+        """The classes of each word, [levels, N]; None if they are not missing from a record."""
+        if self.classes is None or meta.classes is not None:
+            return None
         from data_prep.classes.word_classes import build_class_levels  # imports scipy
 
-        logger.info("building word classes by %s", settings.method)
-        levels = build_class_levels(
-            stored_array(self.folder, meta, COUNTS, verify=False),
-            settings,
-            tokens=stored_array(self.folder, meta, "train.npy", verify=False),
-            words=self._words,
-            folder=Path(self.data.dir),
-            progress=self.progress,
-        )
+        logger.info("building word classes by %s", self.classes.method)
+        try:
+            return build_class_levels(
+                stored_array(self.folder, meta, COUNTS, verify=False),
+                self.classes,
+                tokens=stored_array(self.folder, meta, "train.npy", verify=False),
+                words=self._words,
+                folder=Path(self.data.dir),
+                progress=self.progress,
+            )
+        except UserError as error:
+            raise type(error)(f"{error}; the tokens in {self.folder} remain valid") from error
+
+    def _write_classes(self, levels: NDArray[np.int32]) -> ClassesInfo:
+        from data_prep.classes.class_file import lowest_classes
+
+        settings = self.classes
+        assert settings is not None
         return ClassesInfo(
             method=settings.method,
             num_word_classes=int(lowest_classes(levels).max()) + 1,

@@ -190,8 +190,9 @@ def available_bytes(device: torch.device) -> int | None:
         for limit_file, usage_file, reclaimable in MEMORY_FILES:
             limit, usage = _read(group / limit_file), _read(group / usage_file)
             if limit.isdigit():
-                used = max(int(usage or 0), resident)  # other groups may have paid its libraries
-                used -= _read_fields(group / "memory.stat").get(reclaimable, 0)
+                kept = _read_fields(group / "memory.stat").get(reclaimable, 0)
+                # Other groups may have paid the libraries of this process.
+                used = max(int(usage or 0) - kept, resident)
                 free = min(free, int(limit) - used)
     return max(free, 0) + resident
 

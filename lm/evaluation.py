@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data_prep.corpus.lines import read_lines
-from data_prep.errors import UserError
+from data_prep.errors import DataError, UserError
 from data_prep.sequences import Sequences, find_sequences
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.punctuation import EOS, UNK
@@ -183,11 +183,17 @@ def evaluate_split(
 
 
 def evaluate_text(
-    run: TrainedRun, lines: Iterable[str], *, progress: bool = True, open_vocabulary: bool = False
+    run: TrainedRun,
+    lines: Iterable[str],
+    *,
+    name: str = "text",
+    progress: bool = True,
+    open_vocabulary: bool = False,
 ) -> Evaluation:
     """Evaluate the model of a run on the lines of a text, given without line ends.
 
-    Empty lines count only if they did in the corpus of the model.
+    Empty lines count only if they did in the corpus of the model. `name` is that of the text in a
+    message.
 
     Raises:
         UserError: if there is no model, its tokenizer is not the one that it was trained with, or
@@ -195,7 +201,7 @@ def evaluate_text(
     """
     literals = dict.fromkeys(run.tokenizer.literals, 0)
     text = list(counted_literals(lines, literals))
-    tokens, counts = encode_text(run, text)
+    tokens, counts = encode_text(run, text, name)
     log_literals("text", literals)
     sequences = None
     if run.is_independent:
@@ -271,12 +277,14 @@ def determines_bytes(run: TrainedRun, lines: Iterable[str]) -> bool:
     return all(line == " ".join(each) and EOS not in each for line, each in words)
 
 
-def encode_text(run: TrainedRun, lines: Iterable[str]) -> tuple[NDArray[Any], TextCounts]:
+def encode_text(
+    run: TrainedRun, lines: Iterable[str], name: str = "text"
+) -> tuple[NDArray[Any], TextCounts]:
     """The tokens of a text, by a run's rule for empty lines, and what the text contains."""
     tokenizer = run.tokenizer
     text = list(lines if run.keeps_empty_lines else filter(str.strip, lines))
     if not text:
-        raise UserError("the text to evaluate is empty")
+        raise DataError(f"{name}: there is no line to evaluate")
     counts = TextCounts(
         words=sum(len(line.split()) for line in text),
         lines=len(text),

@@ -4,11 +4,14 @@ uv resolves pyproject.toml with all extras for Linux on x86-64, as on a machine 
 its own: with constraints.txt, with the newest versions, and with the lower bounds. It reads
 metadata alone. All packages must have a wheel. Without a package index the check is skipped; where
 the environment variable CI is set, it fails.
+
+`python -m scripts.installation hashes` writes `hashed_requirements.txt` anew.
 """
 
 import os
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -20,6 +23,13 @@ VERSIONS = {
     "newest versions": (),
     "lower bounds": ("--resolution", "lowest-direct"),
 }
+HASHED = TOP / "scripts" / "hashed_requirements.txt"
+HEADER = """\
+# Every distribution of an installation under Python 3.12 on Linux (x86-64, glibc 2.28 or later):
+#   pip install --require-hashes --no-deps -r scripts/hashed_requirements.txt
+#   pip install --no-deps --no-build-isolation .
+# Written by `python -m scripts.installation hashes`.
+"""
 UNREACHABLE = ("error sending request", "network was disabled")
 """What uv says where it reaches no package index."""
 
@@ -27,19 +37,42 @@ UNREACHABLE = ("error sending request", "network was disabled")
 def resolve(case: tuple[str, str]) -> str | None:
     """Why nothing fits a version of Python and a choice of `VERSIONS`; None if something does."""
     python, versions = case
+    done = compile_requirements(python, "--quiet", "--all-extras", *VERSIONS[versions])
+    return done.stderr if done.returncode else None
+
+
+def compile_requirements(python: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """What uv prints of the requirements in pyproject.toml."""
     platform = ("--python-platform", "x86_64-manylinux_2_28")
     wheels = ("--only-binary", ":all:")
-    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-config"]
-    command += ["--python-version", python, *platform, *wheels, *VERSIONS[versions]]
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--no-config"]
+    command += ["--python-version", python, *platform, *wheels, *options, "pyproject.toml"]
     known = {name: value for name, value in os.environ.items() if name != "UV_FIND_LINKS"}
-    done = subprocess.run(
-        [*command, "--all-extras", "pyproject.toml"],
+    return subprocess.run(
+        command,
         cwd=TOP,
         env=known | {"UV_PYTHON_DOWNLOADS": "never"},
         capture_output=True,
         text=True,
     )
-    return done.stderr if done.returncode else None
+
+
+def write_hashes() -> None:
+    """Write the requirements of `constraints.txt` for one platform, with the CUDA libraries."""
+    lock = ("--format", "pylock.toml")
+    done = compile_requirements("3.12", *VERSIONS["constraints.txt"], *lock)
+    if done.returncode:
+        sys.exit(f"installation: {done.stderr}")
+    lines = [
+        " ".join(
+            [
+                f"{package['name']}=={package['version']}",
+                *(f"--hash=sha256:{wheel['hashes']['sha256']}" for wheel in package["wheels"]),
+            ]
+        )
+        for package in tomllib.loads(done.stdout)["packages"]
+    ]
+    HASHED.write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -62,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_hashes() if sys.argv[1:] == ["hashes"] else main()

@@ -84,7 +84,7 @@ FULL = "lm: stdout cannot be written: No space left on device"
         ("-m lm config --help | true", 141, False, ""),
         ("-m lm config --help >&-", 0, False, ""),
         ("-m lm config seed 2>&-", 0, True, ""),
-        ("-m lm score RUN <&-", 2, False, "lm: the text to score is empty"),
+        ("-m lm score RUN <&-", 3, False, "lm: -: there is no line to score"),
     ],
 )
 def test_the_end_of_a_stream_is_no_traceback(

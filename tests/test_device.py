@@ -74,6 +74,7 @@ STAT = "anon 700\ninactive_file 5\ntotal_inactive_file 7\n"
         (V2, {"memory.high": "4000", "memory.current": "900", "memory.max": "max"}, 8, 3100),
         (V2, {"a/b/memory.max": "100000"}, 8, 100000 - 10),  # what the process has
         (V2, {"a/b/memory.max": "3000", "a/b/memory.current": "4"}, 8, 3000 - 10),
+        (V2, {"memory.max": "3000", "memory.current": "12", "memory.stat": STAT}, 8, 3000 - 10),
         (
             V1,
             {

@@ -65,6 +65,7 @@ BAD_INPUTS = """\
 2 | evaluate {run} --split=dev | --split
 3 | evaluate {run} --text={absent} | absent
 3 | evaluate {run} --text={binary} | binary.txt
+3 | evaluate {run} --text={empty} | empty.txt
 2 | evaluate {run} --k=3 | --ranking
 2 | evaluate {run} --mixture=0.5 | --arpa
 3 | evaluate {run} --arpa={absent} | absent
@@ -74,6 +75,7 @@ BAD_INPUTS = """\
 2 | evaluate {run} --device=tpu | tpu
 3 | score {run} {absent} | absent
 3 | score {run} {binary} | binary.txt
+3 | score {run} {empty} | empty.txt
 2 | score {run} {text} --level=letter | --level
 2 | score {run} {text} --unit=bytes | --unit
 2 | generate {run} --tokens=0 | --tokens
@@ -83,6 +85,7 @@ BAD_INPUTS = """\
 2 | generate {run} --beams=2 --top-k=3 | --beams
 2 | generate {run} --allow-unk --spell-unk | --spell-unk
 3 | generate {run} --prompts={absent} | absent
+3 | generate {run} --prompts={empty} | empty.txt
 3 | rescore {run} {absent} --lm-weight=1 | absent
 3 | rescore {run} {text} --lm-weight=1 | text.txt
 3 | rescore {run} {binary} --lm-weight=1 | binary.txt
@@ -189,6 +192,8 @@ def test_files(code: int, what: str, run: Path, code_of: Callable[..., int]) -> 
 
 def test_models(run: Path) -> None:
     (run / "model.safetensors").write_bytes(b"")
+    assert main(["evaluate", str(run)]) == 4
+    (run / "model.json").write_bytes(b"")
     assert main(["evaluate", str(run)]) == 4
     (run / "model.json").unlink()
     assert main(["evaluate", str(run)]) == 4

@@ -201,7 +201,7 @@ def test_generation_equals_that_of_the_command(run: Path, printed: Callable[...,
         (lambda m: m.generate(excluded=None), "excluded must be token ids, got None"),
         (lambda m: m.generate(stop=None), "stop must be a list of strings, got None"),
         (lambda m: m.generate(tokens=10), "generate has no argument tokens; its .*num_tokens.*"),
-        (lambda m: m.perplexity(""), "the text to evaluate is empty"),
+        (lambda m: m.perplexity(""), "text: there is no line to evaluate"),
     ],
 )
 def test_mistakes_are_named(

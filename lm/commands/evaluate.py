@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
     if lines is None:
         result = evaluate_split(run, options.split, **settings)
     else:
-        result = evaluate_text(run, lines, **settings)
+        result = evaluate_text(run, lines, name=options.text, **settings)
     values = result.to_dict()
     tables = [result.table(options.text or options.split)]
     further: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from data_prep.errors import UserError
+from data_prep.errors import DataError, UserError
 from lm.commands.arguments import COMPUTING, COUNT, JSON, NUMBER, RUN, SWITCH, Options
 from lm.run import TrainedRun
 
@@ -92,7 +92,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
     if options.prompts is not None:
         if not (prompts := list(read_text(options.prompts))):
-            raise UserError(f"{options.prompts}: no prompts")
+            raise DataError(f"{options.prompts}: no prompts")
         return prompts
     if options.prompt != "-":
         return [options.prompt or ""]

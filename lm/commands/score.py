@@ -70,8 +70,10 @@ def run(options: argparse.Namespace) -> None:
         open_vocabulary=options.open_vocabulary,
         details=options.details,
     )
+    file = options.file or "-"
     layout = Layout(
         scorer=scorer,
+        source=file,
         level=options.level,
         name=options.format,
         unit=options.unit,
@@ -86,7 +88,6 @@ def run(options: argparse.Namespace) -> None:
     if options.vocabulary_size is not None:
         counted = counted.replace("counted as <unk>", "by their shares of P(<unk>)")
     literals = dict.fromkeys(run.tokenizer.literals, 0)
-    file = options.file or "-"
     lines = read_text(file)
     if not options.ids:
         lines = noted_words(run.tokenizer, lines, file)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data_prep.errors import CheckpointError, StorageError
+from data_prep.errors import CheckpointError, DataError, StorageError
 from data_prep.settings import NonNegative, Positive, Strict
 from data_prep.storage import read_json, sha256_file, write_atomically, write_json_atomically
 from lm.config import ModelConfig, OutputConfig, WordTable
@@ -122,7 +122,10 @@ def read_description(folder: Path) -> Description:
         if (folder / "config.yaml").exists():
             hint = f"`lm train {folder} --resume auto` continues the training"
         raise CheckpointError(f"{folder}: no trained model here ({DESCRIPTION} is missing); {hint}")
-    description: Description = read_json(path, Description, FORMAT_VERSION)
+    try:
+        description: Description = read_json(path, Description, FORMAT_VERSION)
+    except DataError as error:
+        raise CheckpointError(str(error)) from error
     if description.sha256 and description.sha256 != _sha256(json.loads(path.read_bytes())):
         raise CheckpointError(f"{path} is damaged: its SHA-256 is not the recorded one")
     return description

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from data_prep.tokenizer.punctuation import EOS
 from lm.figures import perplexity
 from lm.scoring.scorer import LineScore, Scorer
@@ -43,6 +43,7 @@ class Layout:
     unit: str  # of log-probabilities and entropies: `log10`, `nats` or `bits`
     has_ids: bool  # whether lines begin with an id, see `--ids`; else it is their number
     keep_empty_lines: bool = True  # of a stream; independent sentences may be empty
+    source: str = "text"  # of the lines, in a message
 
     def rows(self, lines: Iterable[str], *, stream: bool) -> Iterator[str]:
         """Score lines, as one text or as independent sentences; yields what is printed.
@@ -68,7 +69,7 @@ class Layout:
             log_prob += float(each.sum())
             oov_log_prob += float(each[is_oov].sum())
         if not num_lines:
-            raise UserError("the text to score is empty")
+            raise DataError(f"{self.source}: there is no line to score")
         count = num_units if by_word else num_tokens
         summary = {
             "sentences": num_lines,
@@ -112,7 +113,7 @@ class Layout:
                     )
             if not id:
                 expected = "expected an id, a tab or space, and a sentence"
-                raise UserError(f"line {number}: {expected}")
+                raise DataError(f"{self.source}, line {number}: {expected}")
             sentence = "".join(rest)
             if keep_empty or sentence.strip():
                 ids.append(id)

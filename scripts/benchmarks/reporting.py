@@ -130,5 +130,5 @@ def commit() -> str | None:
 
 
 def _program() -> str:
-    path = Path(sys.argv[0])
+    path = Path(sys.argv[0].removesuffix("/__main__.py"))
     return f"python -m scripts.{path.parent.name}.{path.stem}"

@@ -159,10 +159,8 @@ def test_a_summary_is_printed_in_every_layout(lstm_run: Path, printed: Printed) 
 def test_mistakes_are_single_lines(
     lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
 ) -> None:
-    text, empty = tmp_path / "text.txt", tmp_path / "empty.txt"
+    text = tmp_path / "text.txt"
     text.write_text("a\tthe cat\n\tthe dog\n")
-    empty.touch()
-    assert complaint("score", lstm_run, empty).endswith("the text to score is empty")
     for given in ("--format=kenlm", "--level=sentence", "--level=summary"):
         assert "--details requires" in complaint("score", lstm_run, text, "--details", given)
     assert complaint("score", lstm_run, "--ids", text, "more") == "unknown option more"

@@ -44,3 +44,14 @@ def test_the_readme_installs_the_torch_of_the_constraints() -> None:
         r"pip install .*(torch==\S+)", (installation.TOP / "README.md").read_text()
     )
     assert named in (installation.TOP / "constraints.txt").read_text().splitlines()
+
+
+def test_hashed_requirements_are_ordinary_wheels_of_the_constraints() -> None:
+    lines = installation.HASHED.read_text().splitlines()[installation.HEADER.count("\n") :]
+    pin = re.compile(r"([a-z0-9.-]+)==([0-9a-z.]+)(?: --hash=sha256:[0-9a-f]{64})+")
+    pins = {match[1]: match[2] for match in map(pin.fullmatch, lines) if match}
+    assert len(pins) == len(lines)  # no local version, such as 2.13.0+cpu
+    constraints = (installation.TOP / "constraints.txt").read_text().lower().replace("_", "-")
+    for name, version in (line.split("==") for line in constraints.split()):
+        assert pins.get(name, version) == version
+    assert pins.keys() >= {"torch", "triton", "lightning", "numpy", "numba", "wandb"}

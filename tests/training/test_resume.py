@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -126,6 +127,37 @@ def test_interrupted_again_and_again_equals_uninterrupted(
     assert done[0] <= done[1] < done[2] < done[3] < 24
     assert main(command) == 0
     assert_same(tmp_path / "run", uninterrupted(recipe))
+
+
+@pytest.mark.parametrize("lost", ["nothing", "random state", "optimizer state", "a batch"])
+def test_a_continuation_without_a_part_of_the_checkpoint_is_seen(
+    lost: str,
+    uninterrupted: Callable[[str], Path],
+    arguments: list[str],
+    tmp_path: Path,
+    kill_before_batch: dict[int, int],
+    assert_same: AssertSame,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    restore, recipe = TrainingState.restore, "transformer, adamw, cosine"
+
+    def restore_the_rest(state: TrainingState, checkpoint: dict[str, Any]) -> None:
+        if lost == "random state":
+            checkpoint["devices"][0]["cpu"] = torch.Generator().get_state()
+        elif lost == "optimizer state":
+            checkpoint["optimizer"]["state"] = {}
+        elif lost == "a batch":
+            checkpoint["progress"]["batches_done"] += 1
+        restore(state, checkpoint)
+
+    monkeypatch.setattr(TrainingState, "restore", restore_the_rest)
+    kill_before_batch[7] = signal.SIGTERM
+    command = [*arguments, *RECIPES[recipe], "--resume", "auto"]
+    with pytest.raises(SystemExit):
+        main(command)
+    assert main(command) == 0
+    with nullcontext() if lost == "nothing" else pytest.raises(AssertionError):
+        assert_same(tmp_path / "run", uninterrupted(recipe))
 
 
 @pytest.mark.parametrize(
