@@ -33,13 +33,11 @@ from data_prep.meta import (
     has_speller,
     read_meta,
     requested_meta,
-    requested_settings,
-    setting_changes,
     stored_array,
     verify_stored,
     write_meta,
 )
-from data_prep.prepared import Prepared, open_prepared
+from data_prep.prepared import Prepared
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
 from data_prep.storage import copy_atomically, locked, make_folder, write_array
 from data_prep.tokenizer.serialization import (
@@ -161,37 +159,10 @@ def prepare_with(
 ) -> Prepared:
     """Prepare a new folder, as `prepare`, with words [N] and classes [N] that are given."""
     make_folder(folder)
-    requested = requested_meta(data, tokenizer, classes, folder, None)
-    meta = replace(requested, tokenizer=save_tokenizer(folder, words, counts))
-    if classes is not None:
-        found = ClassesInfo(
-            method=classes.method,
-            num_word_classes=int(word_class.max()) + 1,
-            shortlist=classes.shortlist,
-            array=write_array(folder / CLASSES, [word_class], "int32"),
-        )
-        meta = replace(meta, classes=found)
-    return Prepared(folder, _Stages(data, tokenizer, classes, folder, False).run(meta))
-
-
-def open_made_by(
-    data: DataConfig, tokenizer: TokenizerConfig, classes: ClassesConfig | None, folder: Path | str
-) -> Prepared:
-    """Open a prepared folder if these settings, as in `prepare`, made it; the corpus is not read.
-
-    Raises:
-        UserError: other settings made it, it lacks classes that are needed, or any error of
-            `open_prepared`.
-    """
-    prepared = open_prepared(folder)
-    requested = requested_settings(data, tokenizer, classes)
-    if changed := setting_changes(prepared.meta.settings, requested):
-        changes = "; ".join(chain.from_iterable(changed.values()))
-        mistake = f"{folder} was prepared with other settings ({changes})"
-        raise DataError(f"{mistake}: run `lm prepare` with these settings first")
-    if classes is not None and prepared.meta.classes is None:
-        raise DataError(f"{folder} was prepared without word classes: run `lm prepare` first")
-    return prepared
+    meta = requested_meta(data, tokenizer, classes, folder, None)
+    meta = replace(meta, tokenizer=save_tokenizer(folder, words, counts))
+    stages = _Stages(data, tokenizer, classes, folder, progress=False)
+    return Prepared(folder, stages.run(meta, None if classes is None else word_class))
 
 
 def _check_owner(folder: Path) -> None:

@@ -7,6 +7,7 @@ and, if classes were needed, `classes.npy`. Every file is complete or absent.
 
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,13 @@ from data_prep.meta import (
     ClassesInfo,
     Meta,
     read_meta,
+    requested_settings,
+    setting_changes,
     stored_array,
     verify_stored,
 )
 from data_prep.sequences import Sequences, find_sequences
+from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
 from data_prep.storage import copy_atomically
 from data_prep.tokenizer.serialization import MODEL_FILE, TOKENIZER, load_tokenizer
 from data_prep.tokenizer.speller import SPELLER, Speller
@@ -170,3 +174,23 @@ def open_prepared(folder: Path | str) -> Prepared:
     if not meta.complete:
         raise DataError(f"{folder} is half prepared: run `lm prepare` again to finish it")
     return Prepared(folder, meta)
+
+
+def open_made_by(
+    data: DataConfig, tokenizer: TokenizerConfig, classes: ClassesConfig | None, folder: Path | str
+) -> Prepared:
+    """Open a prepared folder if these settings, as in `prepare`, made it; the corpus is not read.
+
+    Raises:
+        UserError: other settings made it, it lacks classes that are needed, or any error of
+            `open_prepared`.
+    """
+    prepared = open_prepared(folder)
+    requested = requested_settings(data, tokenizer, classes)
+    if changed := setting_changes(prepared.meta.settings, requested):
+        changes = "; ".join(chain.from_iterable(changed.values()))
+        mistake = f"{folder} was prepared with other settings ({changes})"
+        raise DataError(f"{mistake}: run `lm prepare` with these settings first")
+    if classes is not None and prepared.meta.classes is None:
+        raise DataError(f"{folder} was prepared without word classes: run `lm prepare` first")
+    return prepared

@@ -84,7 +84,7 @@ class Run:
     @cached_property
     def prepared(self) -> "Prepared":
         """The prepared data."""
-        from data_prep.prepare import open_made_by
+        from data_prep.prepared import open_made_by
 
         if self.given.prepared is not None:
             return self.given.prepared

@@ -13,8 +13,7 @@ from datasets import IterableDataset
 from data_prep import prepare as prepare_module
 from data_prep.classes import word_classes
 from data_prep.errors import UserError
-from data_prep.prepare import open_made_by
-from data_prep.prepared import open_prepared
+from data_prep.prepared import open_made_by, open_prepared
 from data_prep.settings import ClassesConfig, DataConfig, SplitFiles, TokenizerConfig
 from data_prep.tokenizer.serialization import save_tokenizer
 from data_prep.tokenizer.tokenizer import WordTokenizer
