@@ -59,19 +59,14 @@ def compile_requirements(python: str, *options: str) -> subprocess.CompletedProc
 
 def write_hashes() -> None:
     """Write the requirements of `constraints.txt` for one platform, with the CUDA libraries."""
-    lock = ("--format", "pylock.toml")
-    done = compile_requirements("3.12", *VERSIONS["constraints.txt"], *lock)
+    options = (*VERSIONS["constraints.txt"], "--format", "pylock.toml")
+    done = compile_requirements("3.12", *options)
     if done.returncode:
         sys.exit(f"installation: {done.stderr}")
-    lines = [
-        " ".join(
-            [
-                f"{package['name']}=={package['version']}",
-                *(f"--hash=sha256:{wheel['hashes']['sha256']}" for wheel in package["wheels"]),
-            ]
-        )
-        for package in tomllib.loads(done.stdout)["packages"]
-    ]
+    lines = []
+    for package in tomllib.loads(done.stdout)["packages"]:
+        hashes = (f"--hash=sha256:{wheel['hashes']['sha256']}" for wheel in package["wheels"])
+        lines.append(" ".join([f"{package['name']}=={package['version']}", *hashes]))
     HASHED.write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")
 
 
