@@ -182,6 +182,12 @@ def test_an_extended_run_is_a_run(
     found = printed("recommend", "runs/next", "--history=history", "--k=11")
     assert {each.split(" (")[0] for each in found.strip().split("\t")} == {*OLD, *NEW}
     assert '"new 1"' in printed("classes", "runs/next")
+    generate = ("generate", "runs/next", '--prompt=["new 1", "old 3"]', "--tokens=4", "--samples=3")
+    drawn = [json.loads(line) for line in printed(*generate).splitlines()]
+    assert all(line[:2] == ["new 1", "old 3"] and len(line) == 6 for line in drawn)
+    assert {item for line in drawn for item in line} <= {*OLD, *NEW}
+    found = json.loads(printed(*generate, "--json"))
+    assert found == {"prompt": ["new 1", "old 3"], "samples": [line[2:] for line in drawn]}
 
 
 @pytest.mark.parametrize(

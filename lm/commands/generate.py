@@ -112,9 +112,17 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     model, tokenizer, num_tokens = run.model, run.tokenizer, options.tokens
     has_unk = options.allow_unk or options.spell_unk
-    excluded = () if has_unk else (tokenizer.unk_id,)
+    excluded: tuple[int, ...] = () if has_unk else (tokenizer.unk_id,)
+    stop = [text.replace("\\n", "\n") for text in options.stop or ()]
+    if has_items := run.is_independent and run.config.data.user_field is not None:
+        prompts = list(map(_words_of_items, prompts))
+        if run.config.data.predict_eos:
+            stop.append("\n")
+        else:  # it has no probability that was learned
+            excluded += (tokenizer.eos_id,)
     _report_unknown_words(tokenizer, prompts)
     streams = not options.json and options.beams is None and options.samples == len(prompts) == 1
+    streams &= not has_items
     results: Iterable[list[Sample]]
     if options.beams is None:
         results = generate_text(
@@ -124,7 +132,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
             num_tokens=num_tokens,
             num_samples=options.samples,
             sampling=replace(sampling, excluded=excluded),
-            stop=[text.replace("\\n", "\n") for text in options.stop or ()],
+            stop=stop,
             seed=1 if options.seed is None else options.seed,
             speller=run.speller if options.spell_unk else None,
             on_piece=partial(print, end="", flush=True) if streams else None,
@@ -137,7 +145,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     if streams:
         print(prompts[0], end="", flush=True)
     with _on_new_lines() if streams and sys.stdout.isatty() else nullcontext():
-        _print(options, prompts, results, streams=streams)
+        _print(options, prompts, results, streams=streams, has_items=has_items)
 
 
 def _print(
@@ -146,15 +154,22 @@ def _print(
     results: "Iterable[list[Sample]]",
     *,
     streams: bool,
+    has_items: bool,
 ) -> None:
-    """Print the continuations of each prompt."""
+    """Print the continuations of each prompt; of items, as JSON lists."""
     for prompt, found in zip(prompts, results, strict=True):
         samples = found[: options.samples]
+        if has_items and not options.json:
+            for sample in samples:
+                items = _items_of_words(f"{prompt} {sample.text}")
+                print(json.dumps(items, ensure_ascii=False), flush=True)
+            continue
         if streams:
             print()
         elif options.json:
-            texts = [sample.text for sample in samples]
-            values: dict[str, object] = {"prompt": prompt, "samples": texts}
+            form = _items_of_words if has_items else str
+            texts = [form(sample.text) for sample in samples]
+            values: dict[str, object] = {"prompt": form(prompt), "samples": texts}
             if options.beams is not None:
                 values["log_probs"] = [sample.log_prob for sample in samples]
             print(json.dumps(values, ensure_ascii=False), flush=True)
@@ -163,6 +178,20 @@ def _print(
             for text in texts:
                 is_separated = "\n" in text and len(prompts) * len(texts) > 1
                 print(text, *["---"] * is_separated, sep="\n", flush=True)
+
+
+def _words_of_items(prompt: str) -> str:
+    """The words that stand for the items of a prompt, as `--history` of `lm recommend` has them."""
+    from data_prep.corpus.events import item_word  # imports pyarrow
+    from lm.generation.items import parse_items
+
+    return " ".join(map(item_word, parse_items(prompt, "the prompt")))
+
+
+def _items_of_words(text: str) -> list[str]:
+    from data_prep.corpus.events import word_item
+
+    return list(map(word_item, text.split()))
 
 
 @contextmanager

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> None:
     """Print a line for each user: items and probabilities, or a JSON object."""
     from data_prep.corpus.lines import read_text
-    from lm.generation.items import Catalogue, recommend
+    from lm.generation.items import Catalogue, parse_items, recommend
 
     source = options.history or options.events
     if source is None:
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     users: Iterator[_User]
     if options.events is None:
         lines = enumerate(read_text(source), 1)
-        users = ((None, _items(line, f"{source}, line {number}")) for number, line in lines)
+        users = ((None, parse_items(line, f"{source}, line {number}")) for number, line in lines)
     elif run.config.data.user_field is None:
         raise UserError(f"--events: {run.folder} has no columns of a table, use --history")
     else:
@@ -117,19 +117,6 @@ class _Lost:
             )
             text += " users. Items with white space are given as JSON lists"
             _log.warning(text, self._name, self._items, self._first, self._users)
-
-
-def _items(line: str, name: str) -> list[Any]:
-    """The items of a line."""
-    if not line.lstrip().startswith("["):
-        return line.split()
-    try:
-        items = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{name} is not JSON: {error}") from error
-    if not all(isinstance(item, str | int) for item in items):
-        raise UserError(f"{name}: expected items that are text or integers")
-    return list(items)
 
 
 def _chunks(users: Iterator[_User]) -> Iterator[list[_User]]:

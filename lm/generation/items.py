@@ -1,7 +1,8 @@
 """Recommending: the most probable next items of sequences, exact over the whole catalogue."""
 
+import json
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from data_prep.corpus.events import item_word, word_item
+from data_prep.errors import UserError
 from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.model.language_model import LanguageModel
 from lm.model.reader import Ints, read_lines
@@ -83,3 +85,16 @@ def recommend(
         left_out = pad_sequence(rows, batch_first=True, padding_value=-1).to(hidden.device)
     with torch.no_grad():
         return model.output.topk(hidden, k, excluded=left_out)
+
+
+def parse_items(line: str, name: str) -> list[Any]:
+    """The items of a line: separated by white space, or a JSON list; UserError if it is none."""
+    if not line.lstrip().startswith("["):
+        return line.split()
+    try:
+        items = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{name} is not JSON: {error}") from error
+    if not all(isinstance(item, str | int) for item in items):
+        raise UserError(f"{name}: expected items that are text or integers")
+    return list(items)
