@@ -206,10 +206,7 @@ def vocabularies(results: Path) -> list[Row]:
             ours["perplexity"] = _mean(finals[chosen["method"]])
             ours["full_perplexity"] = _mean(finals["full"]) if "full" in finals else None
             found.append(ours)
-    where = {"method": "step", "vocab_size": 10_000_000, "dtype": "fp32"}
-    large = read_log(results, "scale", where)[-1]
-    speed = {"tokens_per_second_median": large["run_positions"] / large["cpu_seconds"]}
-    return [*found, {"words": 10_000_000, "text": "synthetic", **speed}]
+    return [*found, *read_log(results, "code", {"text": "source code"})]
 
 
 def declaration(search: str) -> dict[str, Any]:
