@@ -88,5 +88,5 @@ def new_item_recipe(
     recipe, run_dir = shlex.quote(str(path)), shlex.quote(str(run))
     return (
         f"{summary}then: lm train {recipe}\n      lm evaluate {run_dir} --ranking --exclude seen\n"
-        f"      lm recommend {run_dir} --history FILE --exclude seen"
+        f"      lm recommend {run_dir} --events {shlex.quote(str(table))} --exclude seen"
     )

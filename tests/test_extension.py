@@ -157,6 +157,7 @@ def test_probabilities_sum_to_one_and_old_items_keep_their_ratios(shape: str) ->
 
 def test_an_extended_run_is_a_run(
     printed: Callable[..., str],
+    complaint: Callable[..., str],
     contents: Callable[[Path], dict[str, str]],
     sequences: list[list[str]],
 ) -> None:
@@ -169,6 +170,7 @@ def test_an_extended_run_is_a_run(
     assert contents(Path("runs/shop")) == before
     histories = [json.dumps(line) for line in sequences]
     Path("histories").write_text("\n".join(histories))
+    assert "no checkpoint that" in complaint("train", "runs/next", "--resume=auto")
     options = ("recommend", "runs/next", "--k=4", "--json")
     by_line = printed(*options, "--history=histories").splitlines()
     by_user = printed(*options, "--events=new.csv").splitlines()

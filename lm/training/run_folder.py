@@ -8,6 +8,7 @@ from data_prep.prepared import Prepared
 from data_prep.storage import sha256_file, write_hashed, write_json_atomically
 from data_prep.tokenizer.serialization import TOKENIZER, verify_tokenizer
 from lm.config import Config, differences, load_config, to_yaml
+from lm.model.files import DESCRIPTION
 from lm.run import Run
 from lm.training.checkpoint import BEST, LAST
 from lm.training.environment import describe_environment
@@ -52,6 +53,9 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
     if not checkpoint.exists():
         if resume not in (None, "auto"):
             raise CheckpointError(f"--resume {resume}: no such checkpoint")
+        if (folder / DESCRIPTION).exists():
+            problem = "has a model, but no checkpoint that training could continue from"
+            raise CheckpointError(f"{folder} {problem}: train in another folder, --run_dir=FOLDER")
         return None
     if resume != "auto" and not written.exists():
         written = checkpoint.parent.parent / "config.yaml"
