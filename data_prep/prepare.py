@@ -156,12 +156,14 @@ def prepare_with(
     words: WordTokenizer,
     counts: NDArray[np.int64],
     word_class: NDArray[np.int32],
+    *,
+    progress: bool = True,
 ) -> Prepared:
     """Prepare a new folder, as `prepare`, with words [N] and classes [N] that are given."""
     make_folder(folder)
     meta = requested_meta(data, tokenizer, classes, folder, None)
     meta = replace(meta, tokenizer=save_tokenizer(folder, words, counts))
-    stages = _Stages(data, tokenizer, classes, folder, progress=False)
+    stages = _Stages(data, tokenizer, classes, folder, progress)
     return Prepared(folder, stages.run(meta, None if classes is None else word_class))
 
 

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from tqdm import tqdm
 
 from data_prep.corpus.lines import read_lines as read_corpus
 from data_prep.errors import UserError
@@ -67,12 +68,13 @@ class Added(NamedTuple):
     items: int  # of the catalogue, with these
 
 
-def extend(trained: TrainedRun, config: Config) -> Added:
+def extend(trained: TrainedRun, config: Config, *, progress: bool = True) -> Added:
     """Write a run with the new items of other data to `config.run_path`.
 
     Args:
         trained: the run, which remains as it is.
         config: that of the run, with other data and another folder.
+        progress: whether progress bars are shown on stderr.
 
     Raises:
         UserError: the data has no new item, another key differs, the run is not one on items with
@@ -94,7 +96,7 @@ def extend(trained: TrainedRun, config: Config) -> Added:
     tokenizer = WordTokenizer(WordIndex.of([*old.words, *new]))
     counts = np.array([count_of.get(word, 0) for word in tokenizer.words])
     counts[tokenizer.eos_id] = 0  # it is not predicted
-    data = _Data(tokenizer, config)
+    data = _Data(tokenizer, config, progress)
     node = choose_nodes(trained.model, data)
     state, grown = extended_state(trained.model, node, torch.from_numpy(counts))
     find_rows(_model(trained.description, state, grown), data, counts, len(new))
@@ -102,7 +104,8 @@ def extend(trained: TrainedRun, config: Config) -> Added:
         own = tree.node_of_row[tree.row_of_word]
         word_class = (torch.cat([own.cpu(), node]) - 1).clamp(min=0)[None].int().numpy()
         sections = config.data, config.tokenizer, config.needed_classes
-        prepared = prepare_with(*sections, folder / "data", tokenizer, counts, word_class)
+        arrays = tokenizer, counts, word_class
+        prepared = prepare_with(*sections, folder / "data", *arrays, progress=progress)
         write_run_metadata(Run(replace(config, run_dir=str(folder)), Parts(prepared)))
         write_hashed(folder / "config.yaml", [to_yaml(config).encode()])
         sha256 = prepared.tokenizer_sha256
@@ -125,6 +128,8 @@ def _check(trained: TrainedRun, config: Config) -> None:
         raise UserError(f"lm extend changes the data alone, not {', '.join(others)}")
     if config.run_path.resolve() == name.resolve():
         raise UserError("lm extend writes another run: name its folder, --run_dir=FOLDER")
+    if config.run_path.exists():  # before the data are read
+        raise UserError(f"{config.run_path} already exists: delete it, or choose another name")
     if trained.config.output.tree != "two_level":
         raise UserError(f"{name}: lm extend requires output.tree: two_level")
     if trained.model.input_tree is not None or trained.model.input_pieces is not None:
@@ -136,10 +141,12 @@ class _Data(NamedTuple):
 
     tokenizer: WordTokenizer
     config: Config
+    progress: bool
 
-    def chunks(self) -> Iterator[Lines]:
+    def chunks(self, purpose: str) -> Iterator[Lines]:
         """Yield the ids of some sequences after others."""
-        lines = read_corpus(self.config.data, "train")
+        disable = None if self.progress else True
+        lines = iter(tqdm(read_corpus(self.config.data, "train"), purpose, disable=disable))
         while chunk := list(islice(lines, LINES)):
             lines_of_ids = map(np.array, self.tokenizer.encode_lines(chunk))
             known = (ids[ids != self.tokenizer.unk_id] for ids in lines_of_ids)
@@ -153,7 +160,7 @@ def choose_nodes(model: LanguageModel, data: _Data) -> Tensor:
     row, num_new = output.tree.row_of_node[1:], data.tokenizer.vocab_size - num_old
     children = slice(0, int(output.tree.num_children[0]))
     score = torch.zeros(num_new, len(row), device=model.device)
-    for chunk in data.chunks():
+    for chunk in data.chunks("classes"):
         lines = [line for line in chunk if (line >= num_old).any()]
         if not lines:
             continue
@@ -262,7 +269,7 @@ def _events(
     prob = torch.from_numpy(share).clamp(max=1).float().to(model.device)
     generator = torch.Generator(model.device).manual_seed(0)
     found: list[tuple[Tensor, Tensor]] = []
-    for lines in data.chunks():
+    for lines in data.chunks("rows"):
         for hidden, target, _ in read_lines(model, lines, eos_id):
             drawn = torch.rand(len(target), generator=generator, device=model.device)
             kept = drawn < prob[target]

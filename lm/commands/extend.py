@@ -3,11 +3,18 @@
 import argparse
 import logging
 
-from lm.commands.arguments import COMPUTING, RUN, Options
+from lm.commands.arguments import COMPUTING, NO_PROGRESS, Options
 from lm.run import Run, TrainedRun
 
 HELP = "add the new items of newer data to a trained run, without training"
-OPTIONS: Options = {"source": RUN["run_dir"]} | COMPUTING
+_RUN: Options = {
+    "source": {
+        "metavar": "RUN",
+        "help": "folder of the run; --run_dir=FOLDER is the new one, --data.files.train=FILE the"
+        " newer data, with all events so far",
+    }
+}
+OPTIONS = _RUN | COMPUTING | NO_PROGRESS
 _log = logging.getLogger(__name__)
 
 
@@ -17,6 +24,6 @@ def run(options: argparse.Namespace) -> None:
     trained = TrainedRun.open(options.source, device=options.device, threads=options.threads)
     from lm.extension import extend
 
-    added = extend(trained, config)
+    added = extend(trained, config, progress=not options.no_progress)
     _log.info("%d new items, %d in all", added.new, added.items)
     print(config.run_path)

@@ -53,7 +53,8 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
     if not checkpoint.exists():
         if resume not in (None, "auto"):
             raise CheckpointError(f"--resume {resume}: no such checkpoint")
-        if (folder / DESCRIPTION).exists():
+        was_trained = (folder / LOCK).exists()  # the first model is written before a checkpoint
+        if (folder / DESCRIPTION).exists() and not was_trained:
             problem = "has a model, but no checkpoint that training could continue from"
             raise CheckpointError(f"{folder} {problem}: train in another folder, --run_dir=FOLDER")
         return None
