@@ -3,6 +3,7 @@
 import json
 import platform
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,17 @@ def test_a_run_leaves_the_files_that_its_use_requires(train: Train, tmp_path: Pa
     }
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((run / "env.json").read_text())["torch"] == torch.__version__
+
+
+def test_a_run_without_a_checkpoint_yet_begins_anew_though_it_has_a_model(
+    train: Train, tmp_path: Path
+) -> None:
+    """A kill between the first validation and the first checkpoint leaves this."""
+    train(tmp_path, "--train.max_steps=4")
+    expected = (tmp_path / "model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "checkpoints")
+    train(tmp_path, "--train.max_steps=4", "--resume=auto")
+    assert (tmp_path / "model.safetensors").read_bytes() == expected
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(
