@@ -47,6 +47,11 @@ def test_info_counts_the_parameters_of_the_model(reported: Reported) -> None:
     sizes += [info["batch_mib"], info["other_mib"]]
     assert info["memory_mib"] == pytest.approx(sum(sizes), abs=0.3)
     assert info["memory_available_mib"] > info["memory_mib"]
+    adaptive, _ = reported("info", "--output.tree=adaptive", "--output.cutoffs=[9]")
+    assert "tree_depth" not in adaptive
+    rest = vocab_size - 9  # projected to a fourth of the hidden size
+    tail = (hidden + rest) * (hidden // 4)
+    assert adaptive["output_parameters"] == (9 + 1) * (hidden + 1) + tail
 
 
 def test_the_report_on_the_classes_of_a_run_has_all_tokens(
@@ -72,21 +77,24 @@ def test_figures_are_sums_over_the_paths_of_tokens(shape: str) -> None:
     share = counts.double() / counts.sum()
     paths = [[node for node, _ in tree.path(word)] for word in range(23)]
     columns = [int(tree.num_children[path].sum()) for path in paths]
-    for found, each in (
-        (report.visits_per_token, [len(path) for path in paths]),
-        (report.columns_per_token, columns),
+    for name, of_words in (
+        ("visits_per_token", [len(path) for path in paths]),
+        ("columns_per_token", columns),
     ):
-        assert found == pytest.approx(float(share @ torch.tensor(each).double()))
-    assert sum(level.num_words for level in report.levels) == 23
-    assert sum(level.num_nodes for level in report.levels) == len(report.nodes) == tree.num_nodes
-    for node in report.nodes:
-        below = [word for word in range(23) if node.node in paths[word]]
-        assert node.words == len(below)
-        above = paths[below[0]][: node.level]
-        assert node.parent == (above[-1] if above else None)
-        assert node.token_mass == pytest.approx(float(share[below].sum()))
-        assert node.top_words == tuple(sorted(below, reverse=True)[:2])
-    assert top_words_below(tree, counts, [0], 23) == [tuple(reversed(range(23)))]
+        expected = float(share @ torch.tensor(of_words).double())
+        found = [report[name], sum(level[name] for level in report["levels"])]
+        assert found == pytest.approx([expected, expected])
+    assert sum(level["num_words"] for level in report["levels"]) == 23
+    num_nodes = sum(level["num_nodes"] for level in report["levels"])
+    assert num_nodes == len(report["nodes"]) == tree.num_nodes
+    for node in report["nodes"]:
+        below = [word for word in range(23) if node["node"] in paths[word]]
+        assert node["words"] == len(below)
+        above = paths[below[0]][: node["level"]]
+        assert node["parent"] == (above[-1] if above else None)
+        assert node["token_mass"] == pytest.approx(float(share[below].sum()))
+        assert node["top_words"] == sorted(below, reverse=True)[:2]
+    assert top_words_below(tree, counts, [0], 23) == [list(reversed(range(23)))]
 
 
 def test_a_deep_tree_is_trained_used_and_reported(
