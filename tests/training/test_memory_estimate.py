@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from lm.config import Config, load_config
 from lm.output import ClassTree
 from lm.output.backends import saved_bytes
 from lm.output.backends.base import Problem
-from lm.run import Parts, Run
+from lm.run import Run
 from lm.training import memory_estimate as module
 from lm.training.memory_estimate import TOLERANCE, MemoryEstimate
 
@@ -34,7 +33,7 @@ Configured = Callable[..., Config]
 
 
 def run_of(config: Config) -> Run:
-    return Run(config, Parts(tree=TREE))
+    return Run.of(config, tree=TREE)
 
 
 def estimate(config: Config) -> MemoryEstimate:
@@ -145,7 +144,7 @@ def test_settings_that_would_be_refused_or_need_more_are_not_proposed(
 ) -> None:
     available(1000)
     prepared = SimpleNamespace(vocab_size=NUM_WORDS, counts=lambda: [1] * NUM_WORDS)
-    adaptive = Run(config("output.tree=adaptive"), Parts(cast(Any, prepared)))
+    adaptive = Run.of(config("output.tree=adaptive"), prepared=prepared)
     with pytest.raises(UserError, match=r": even --word_table\.optimizer=adagrad would need"):
         module.check_memory(adaptive)
     for options in (["model.embedding=8", "train.devices=2"], ["model.hidden=1000000"]):
