@@ -15,8 +15,10 @@ import torch
 
 from data_prep.errors import UserError
 from lm.cli import main
+from lm.config import validate
 from lm.device import launch
 from lm.model.files import load_model
+from lm.run import Run
 from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
@@ -101,21 +103,14 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
     assert both[-1].valid_perplexity == pytest.approx(one[-1].valid_perplexity, rel=1e-5)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "SLURM"])
-@pytest.mark.parametrize("devices", [[], ["--train.devices=auto"], ["--train.devices=3"]])
-def test_devices_are_the_processes_that_a_launcher_has_started(
-    arguments: list[str], tmp_path: Path, launcher: str, devices: list[str]
+@pytest.mark.parametrize(("launcher", "devices"), [("torchrun", "null"), ("SLURM", "auto")])
+def test_the_processes_that_a_launcher_has_started_train_one_run(
+    arguments: list[str], tmp_path: Path, launcher: str, devices: str
 ) -> None:
-    processes = launched(launcher, "-m", "lm", *arguments, "--train.max_steps=2", *devices)
-    code = 0 if "--train.devices=3" not in devices else 1 if launcher == "torchrun" else 2
-    printed, message = map("".join, zip(*(finish(each, code) for each in processes), strict=True))
-    if code == 0:
-        assert printed == f"{tmp_path / 'run'}\n"  # once
-        assert len(load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["devices"]) == 2
-    else:
-        expected = f"lm: train.devices: 3, but {launcher} started 2 on each machine: omit"
-        assert message.count("lm: ") == message.count(expected) == 1
-        assert not (tmp_path / "run").exists()
+    options = ["--train.max_steps=2", f"--train.devices={devices}"]
+    processes = launched(launcher, "-m", "lm", *arguments, *options)
+    assert "".join(finish(each)[0] for each in processes) == f"{tmp_path / 'run'}\n"  # once
+    assert len(load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["devices"]) == 2
 
 
 STOPPED = 7
@@ -170,10 +165,11 @@ def test_several_processes_continue_bit_for_bit_or_refuse_another_number_of_them
     tiny: Path,
     prepared_dir: Path,
     tmp_path: Path,
-    assert_same: Callable[[Path, Path], None],
     complaint: Callable[..., str],
     devices: int,
 ) -> None:
+    from scripts.benchmarks.faults.work import outcome  # processes run this file without `scripts`
+
     data = f"--data.prepared_dir={prepared_dir}"
     command = ["train", tiny, "--no-progress", data, "--train.batch_size=6", "--train.max_steps=12"]
     words = [__file__, tmp_path, *command]
@@ -182,7 +178,7 @@ def test_several_processes_continue_bit_for_bit_or_refuse_another_number_of_them
     for name in CONTINUED:
         whole, stopped = tmp_path / name / "whole", tmp_path / name / "stopped"
         assert len(load_checkpoint(whole / "checkpoints" / "last.ckpt")["devices"]) == devices
-        assert_same(stopped, whole)
+        assert outcome(stopped) == outcome(whole)
     options = [f"--run_dir={tmp_path / 'lstm' / 'stopped'}", "--train.accelerator=cpu"]
     options += [*CONTINUED["lstm"], "--output.backend=reference", "--train.val_every_steps=6"]
     assert complaint(*command, *options, "--train.max_steps=15", "--resume=auto") == (
@@ -201,7 +197,7 @@ SLURM = {"SLURM_NTASKS": "6", "SLURM_NNODES": "3", "SLURM_PROCID": "4", "SLURM_S
     [
         ({}, None),
         (TORCHRUN, ("torchrun", 4, 2, 5)),
-        (TORCHRUN | SLURM, ("torchrun", 4, 2, 5)),
+        (TORCHRUN | SLURM | {"RANK": "0"}, ("torchrun", 4, 2, 0)),
         ({"WORLD_SIZE": "8", "RANK": "1"}, None),  # of no launcher that Fabric knows
         (SLURM, ("SLURM", 2, 3, 4)),
         (SLURM | {"ENVIRONMENT": "BATCH"}, ("SLURM", 2, 3, 4)),  # srun in a script
@@ -223,8 +219,21 @@ def test_launchers_are_known_by_their_variables(
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
             launch()
-    else:
-        assert launch() == expected
+        return
+    found = launch()
+    assert found == expected
+    train: dict[str, Any] = {"max_steps": 1, "accelerator": "cpu"}
+    for devices, alone in ((None, 1), ("auto", 1), (3, 3)):
+        run = Run(validate({"name": "run", "train": train | {"devices": devices}}, "c"))
+        if found is None or devices != 3:
+            assert run.num_devices == (alone if found is None else found.per_machine)
+            continue
+        with pytest.raises(SystemExit if found.rank else UserError) as caught:
+            run.num_devices  # noqa: B018
+        if not found.rank:  # the first process reports
+            assert str(caught.value).startswith(
+                f"train.devices: 3, but {found.launcher} started {found.per_machine} on each"
+            )
 
 
 @pytest.mark.parametrize(

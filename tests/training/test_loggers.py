@@ -202,13 +202,3 @@ def test_the_variable_of_wandb_is_respected_where_wandb_is_used(
     monkeypatch.setenv("WANDB_MODE", "bogus")
     with pytest.raises(UserError, match="WANDB_MODE=bogus: expected disabled, offline or online"):
         check_wandb(logs_to_wandb("online"))
-
-
-def test_the_reason_why_wandb_is_not_online_is_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("WANDB_API_KEY", "short")
-    with pytest.raises(UserError, match=r"log.wandb: online: .*40.* characters"):
-        check_wandb(logs_to_wandb("online"))

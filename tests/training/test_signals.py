@@ -15,9 +15,9 @@ from lm.cli import main
 from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
 from lm.training.signals import SIGNALS, StopSignals
+from scripts.benchmarks.faults.work import outcome
 
 Train = Callable[..., Path]
-AssertSame = Callable[[Path, Path], None]
 
 
 FATAL = {signal.SIGTERM: 143, signal.SIGKILL: -9, signal.SIGUSR1: 138}
@@ -76,7 +76,7 @@ def test_a_second_signal_stops_at_once(
 
 
 def test_killed_from_outside_again_and_again_equals_uninterrupted(
-    train: Train, arguments: list[str], tmp_path: Path, assert_same: AssertSame
+    train: Train, arguments: list[str], tmp_path: Path
 ) -> None:
     command, last = [*arguments, *LONG, "--resume", "auto"], tmp_path / "run/checkpoints/last.ckpt"
     step = 0
@@ -104,4 +104,4 @@ def test_killed_from_outside_again_and_again_equals_uninterrupted(
             (line,) = re.findall(r"^stopped by .*$", message, re.MULTILINE)
             assert line == f"stopped by {number.name} at step {step}: continue with --resume auto"
     assert main(command) == 0
-    assert_same(tmp_path / "run", train(tmp_path / "uninterrupted", *LONG))
+    assert outcome(tmp_path / "run") == outcome(train(tmp_path / "uninterrupted", *LONG))
