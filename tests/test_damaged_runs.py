@@ -112,7 +112,7 @@ def test_the_rule_of_empty_lines_of_a_run_without_a_configuration_is_reported(
 def test_data_prepared_with_another_tokenizer_are_an_error(
     tiny: Path, copied_run: Path, complaint: Complaint
 ) -> None:
-    assert main(["prepare", str(tiny), f"--run_dir={copied_run}", "--tokenizer.min_count=9"]) == 0
+    assert main(["prepare", str(tiny), f"--run_dir={copied_run}", "--tokenizer.vocab_size=9"]) == 0
     assert complaint("evaluate", copied_run) == (
         f"{copied_run}/data was prepared again, with another tokenizer than that of {copied_run}"
     )

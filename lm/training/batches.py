@@ -33,6 +33,11 @@ class Batch(NamedTuple):
     continues: bool  # whether each column continues the same column of the previous batch
     num_ignored: int | None = None  # targets that are padding, -100; None: there never are any
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of targets that are no padding."""
+        return self.targets.numel() - (self.num_ignored or 0)
+
 
 class Batches:
     """The batches of an endless training run, numbered from 0; each device has its own columns.

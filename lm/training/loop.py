@@ -215,7 +215,7 @@ def update(state: TrainingState, batches: Sequence[Batch]) -> None:
         optimizer.step()
     elif before is not None:
         state.carried_loss.undo(*before)
-        state.num_tokens -= sum(batch.targets.numel() for batch in batches)
+        state.num_tokens -= sum(batch.num_tokens for batch in batches)
     for parameter in state.parameters:
         parameter.grad = None
     state.carried_loss.keep()

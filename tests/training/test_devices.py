@@ -77,30 +77,49 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
     return printed, message
 
 
-@pytest.mark.parametrize(
-    ("output", "stops"),
-    [
-        (["--model.input_pieces=40"], [["--train.max_steps=4"], ["--resume", "auto"]]),
-        # The batches of a process may have no target in a cluster.
-        (["--output.tree=adaptive", "--output.cutoffs=[15,21]"], [[]]),
+SHARDED = ["--train.strategy=shard_output", "--optim.optimizer=sgd", "--optim.lr=0.5"]
+TIED_ADAGRAD = ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"]
+ALIKE = {
+    "pieces of words": ["--model.input_pieces=40"],
+    # The batches of a process may have no target in a cluster.
+    "adaptive": ["--output.tree=adaptive", "--output.cutoffs=[15,21]"],
+    "by class, clipped, pieces": [
+        *(*SHARDED, *TIED_ADAGRAD, "--train.shard_by=class"),
+        *("--optim.clip=0.1", "--model.input_pieces=40"),
     ],
-    ids=["pieces of words", "adaptive"],
-)
+    "tied, adagrad": [*SHARDED, *TIED_ADAGRAD],
+    "path sums, row-wise": [
+        *(*SHARDED, "--model.input_embedding=path_sum", "--word_table.gradients=row_wise")
+    ],
+    "adamw": [
+        *(*SHARDED, "--optim.optimizer=adamw", "--optim.lr=1e-3", "--optim.clip=0.1"),
+        "--model.init_range=0.2",
+    ],
+}
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in list(ALIKE)[3:]]
+
+
+@pytest.mark.parametrize("recipe", [*list(ALIKE)[:3], *LONG])
 def test_two_processes_train_as_one_and_continue_where_they_stopped(
-    two: Two, train: Callable[..., Path], tmp_path: Path, output: list[str], stops: list[list[str]]
+    two: Two, train: Callable[..., Path], tmp_path: Path, recipe: str
 ) -> None:
-    options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2", *output]
-    one = read_metrics(train(tmp_path / "one", *options) / "metrics.csv")
-    for stop in stops:
-        assert finish(two(*options, *stop))[0] == f"{tmp_path / 'run'}\n"  # once
-    checkpoint = load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")
-    assert not torch.equal(*(device["cpu"] for device in checkpoint["devices"]))  # dropout
-    both = read_metrics(tmp_path / "run" / "metrics.csv")
-    assert [line.step for line in both] == [line.step for line in one] == [2, 4, 6, 8]
-    for ours, truth in zip(both, one, strict=True):
-        assert ours.tokens == truth.tokens
-        assert ours.train_perplexity == pytest.approx(truth.train_perplexity, rel=1e-5)
-    assert both[-1].valid_perplexity == pytest.approx(one[-1].valid_perplexity, rel=1e-5)
+    """Dealt rows are continued by one process."""
+    options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2", *ALIKE[recipe]]
+    is_dealt, run = SHARDED[0] in options, tmp_path / "run"
+    one = train(tmp_path / "one", *(each for each in options if "--train.s" not in each))
+    assert finish(two(*options, "--train.max_steps=4"))[0] == f"{run}\n"  # once
+    finish(two(*options, "--resume", "auto", devices=1 if is_dealt else 2))
+    both, truth = (read_metrics(folder / "metrics.csv") for folder in (run, one))
+    assert [(line.step, line.tokens) for line in both] == [(n, 32 * n) for n in (2, 4, 6, 8)]
+    perplexities = [[line.train_perplexity for line in lines] for lines in (both, truth)]
+    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-5)
+    assert both[-1].valid_perplexity == pytest.approx(truth[-1].valid_perplexity, rel=1e-5)
+    if not is_dealt:
+        devices = load_checkpoint(run / "checkpoints/last.ckpt")["devices"]
+        assert not torch.equal(*(device["cpu"] for device in devices))  # dropout
+        return
+    weights, expected = (load_model(folder)[0].state_dict() for folder in (run, one))
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("launcher", "devices"), [("torchrun", "null"), ("SLURM", "auto")])
@@ -186,8 +205,6 @@ def test_several_processes_continue_bit_for_bit_or_refuse_another_number_of_them
     )
 
 
-TIED_ADAGRAD = ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"]
-ADAMW = ["--optim.optimizer=adamw", "--optim.lr=1e-3", "--optim.clip=0.1"]
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "RANK": "5"}
 SLURM = {"SLURM_NTASKS": "6", "SLURM_NNODES": "3", "SLURM_PROCID": "4", "SLURM_STEP_ID": "0"}
 
@@ -234,42 +251,6 @@ def test_launchers_are_known_by_their_variables(
             assert str(caught.value).startswith(
                 f"train.devices: 3, but {found.launcher} started {found.per_machine} on each"
             )
-
-
-@pytest.mark.parametrize(
-    "table",
-    [
-        pytest.param(TIED_ADAGRAD, marks=pytest.mark.long),
-        [*TIED_ADAGRAD, "--train.shard_by=class", "--optim.clip=0.1", "--model.input_pieces=40"],
-        pytest.param(
-            ["--model.input_embedding=path_sum", "--word_table.gradients=row_wise"],
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            [*ADAMW, "--optim.clip=0.1", "--model.init_range=0.2"], marks=pytest.mark.long
-        ),
-    ],
-    ids=["tied, adagrad", "by class, clipped, pieces", "path sums, row-wise", "adamw"],
-)
-def test_dealt_rows_train_as_those_of_one_process_and_continue_on_any_number(
-    two: Two, train: Callable[..., Path], tmp_path: Path, table: list[str]
-) -> None:
-    sgd = ["--optim.optimizer=sgd", "--optim.lr=0.5", "--optim.weight_decay=0"]
-    options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2", *sgd, *table]
-    one = train(tmp_path / "one", *(each for each in options if "shard_by" not in each))
-    options += ["--train.strategy=shard_output"]
-    finish(two(*options, "--train.max_steps=4"))
-    finish(two(*options, "--resume", "auto", devices=1))
-    run = tmp_path / "run"
-    both = read_metrics(run / "metrics.csv")
-    assert [line.step for line in both] == [2, 4, 6, 8]
-    for ours, truth in zip(both, read_metrics(one / "metrics.csv"), strict=True):
-        assert ours.train_perplexity == pytest.approx(truth.train_perplexity, rel=1e-5)
-    assert ours.valid_perplexity == pytest.approx(truth.valid_perplexity, rel=1e-5)
-    whole, truth_weights = (load_model(each)[0].state_dict() for each in (run, one))
-    assert whole.keys() == truth_weights.keys()
-    for name, tensor in whole.items():
-        torch.testing.assert_close(tensor, truth_weights[name], rtol=1e-4, atol=1e-5)
 
 
 def long_run(two: Two, run: Path, *options: str) -> subprocess.Popen[str]:

@@ -66,15 +66,22 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update_and_names_step_an
     assert outcome(tmp_path / "run") == outcome(tmp_path / "truth")
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--train.accumulate=2"],
+        ["--data.sequences=independent", "--data.prepared_dir=null", "--train.seq_len=3"],
+    ],
+)
 def test_skipped_steps_change_no_parameter_and_are_counted(
     tmp_path: Path,
     command: Callable[[Path], list[str]],
     failed: Callable[..., str],
     poison: Callable[..., None],
-    accumulate: int,
+    options: list[str],
 ) -> None:
-    options = [*SAVES, f"--train.accumulate={accumulate}", "--train.skip_nonfinite_steps=2"]
+    options = [*SAVES, *options, "--train.skip_nonfinite_steps=2"]
     run, last = tmp_path / "run", tmp_path / "run" / "checkpoints" / "last.ckpt"
     assert main([*command(run), *options, "--train.max_steps=3"]) == 0
     before = load_checkpoint(last)
@@ -89,6 +96,7 @@ def test_skipped_steps_change_no_parameter_and_are_counted(
     lines = read_metrics(run / "metrics.csv")
     assert [line.skipped_steps for line in lines] == [0, 0, 0, 1, 2]
     assert [line.step for line in lines] == [1, 2, 3, 4, 5]
+    assert [line.tokens_per_second for line in lines[3:]] == [0, 0]  # their tokens are not counted
     poison({1})
     message = failed(run, *options, "--train.max_steps=6", "--resume=auto")
     assert re.match(r"the gradient is not finite in step 6 \(batch \d+ of epoch 1\)", message)
