@@ -207,7 +207,7 @@ def test_a_step_of_the_fused_kernels_reads_nothing_from_the_device(
         assert len(launches) == 2 * before >= 14
 
 
-def test_runs_that_record_no_step_say_why() -> None:
+def test_runs_that_record_no_step_say_why(caplog: pytest.LogCaptureFixture) -> None:
     assert why_eager(TrainConfig(), 1, on_gpu=True) is None
     assert why_eager(TrainConfig(), 1, on_gpu=False) == ""
     assert why_eager(TrainConfig(cuda_graph="off"), 1, on_gpu=True) == ""
@@ -219,6 +219,11 @@ def test_runs_that_record_no_step_say_why() -> None:
         (TrainConfig(skip_nonfinite_steps=1), "gradients are finite (train.skip_nonfinite_steps)"),
     ):
         assert why_eager(config, 1, on_gpu=True) == f"the host reads whether {reason}"
+    caplog.set_level(logging.INFO)
+    place = {"device": torch.device("cuda"), "world_size": 2, "is_global_zero": True}
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    assert not StepGraph(cast(Any, SimpleNamespace(**place)), TrainConfig(), optimizer).records
+    assert caplog.messages == [f"training steps run without a CUDA graph: {several}"]
 
 
 def test_pinned_memory_is_written_after_it_was_copied() -> None:

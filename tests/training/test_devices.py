@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lm.config import validate
 from lm.device import launch
 from lm.model.files import load_model
 from lm.run import Run
+from lm.training import devices as module
 from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
@@ -283,6 +285,20 @@ def test_if_a_process_is_killed_the_run_ends_with_one_line(two: Two, tmp_path: P
     assert "another process of the run" in message.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("is_first", "world_size", "expected"),
+    [(True, 2, UserError), (False, 2, SystemExit), (True, 1, RuntimeError)],
+)
+def test_the_first_process_reports_that_another_is_lost(
+    lstm_run: Path, is_first: bool, world_size: int, expected: type[BaseException]
+) -> None:
+    fabric: Any = SimpleNamespace(
+        launch=lambda: None, world_size=world_size, is_global_zero=is_first
+    )
+    with pytest.raises(expected), module.launched(fabric, Run.read(lstm_run)):
+        raise RuntimeError("third_party/gloo/transport: connection reset by peer")
+
+
 def test_after_an_error_a_process_of_a_group_ends_without_finalization(tmp_path: Path) -> None:
     program = f"""
 import atexit, sys
@@ -300,7 +316,7 @@ sys.exit(run_process())
 
 
 def test_settings_that_require_a_gpu_are_refused_without_one(
-    tmp_path: Path, failed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, failed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -314,6 +330,11 @@ def test_settings_that_require_a_gpu_are_refused_without_one(
             found = failed(run, f"--train.accelerator={accelerator}", option)
             assert found.startswith(message)
     assert not run.exists()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    module.check_devices(Run.read(tiny, ["--train.precision=16-mixed"]))
+    with pytest.raises(UserError, match=r"train.devices: 2: expected at most 1 CUDA dev"):
+        module.check_devices(Run.read(tiny, ["--train.devices=2"]))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
-"""Continuing a run: interrupted equals uninterrupted, bit for bit."""
+"""Signals stop a run, and continuing it: interrupted equals uninterrupted, bit for bit."""
 
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from lm.cli import main
 from lm.config import load_config
 from lm.run import Run
 from lm.training.batches import Batches, SequenceBatches
 from lm.training.checkpoint import load_checkpoint, save_checkpoint
+from lm.training.signals import SIGNALS, StopSignals
 from scripts.benchmarks.faults.work import outcome
 
 Train = Callable[..., Path]
@@ -50,6 +52,56 @@ RECIPES = {  # `test_cuda_graph.py` has others, which stop once
         *("--word_table.tied=true", "--train.precision=bf16-mixed", "--optim.schedule=step"),
     ],
 }
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_not_ignored() -> Iterator[None]:
+    """As they would be under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_signals_stop_training_unless_that_of_a_closed_terminal_is_ignored(
+    tmp_path: Path,
+) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        with StopSignals() as signals:
+            os.kill(os.getpid(), number)
+            assert signals.agreed() == number
+    file = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=file, rank=0, world_size=1)
+    try:
+        with StopSignals() as signals:
+            assert signals.agreed() is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signals.agreed() == signal.SIGTERM
+    finally:
+        torch.distributed.destroy_process_group()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under `nohup`
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.agreed() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("fatal", [0, 3])
+def test_a_second_signal_stops_at_once(
+    fatal: int, arguments: list[str], tmp_path: Path, before_call: Callable[..., None]
+) -> None:
+    def kill_twice(batches: Batches, number: int) -> None:
+        for _ in range(2 if number == fatal else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before_call(Batches, "__getitem__", kill_twice)
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 130
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -109,6 +109,9 @@ def test_the_processor_and_the_most_memory_are_those_that_linux_tells(
     status.write_text("Name:\ta: b\nVmPeak:\t 9000000 kB\nVmHWM:\t 1234567 kB\n")
     assert environment.processor_name() == "A B 7, avx2, avx512f, avx512_bf16"
     assert environment.peak_memory() == "1,264 MB"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5_000_000)
+    assert environment.peak_memory() == "1,264 MB, 5 MB on the GPU"
 
 
 def test_a_checkpoint_without_its_run_is_refused_if_it_does_not_fit(
