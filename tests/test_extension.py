@@ -39,6 +39,7 @@ SHAPES = {
 def sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The items of users, with new ones; `new.csv` has all, `old.csv` lacks the new ones."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lm.extension.LINES", 2)  # some parts have no new item
     rng = np.random.default_rng(0)
     items = np.array([*OLD, *NEW])
     users = [rng.choice(items, size=rng.integers(3, 9)).tolist() for _ in range(30)]

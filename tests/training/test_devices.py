@@ -35,22 +35,19 @@ def two(arguments: list[str]) -> Two:
     """
 
     def begin(*options: str, devices: int = 2) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "lm", *arguments, *options]
-        command += [f"--train.devices={devices}", "--train.accelerator=cpu"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+        command = ["-m", "lm", *arguments, *options, f"--train.devices={devices}"]
+        return launched("", *command)[0]
 
     return begin
 
 
 def launched(launcher: str, *command: str, devices: int = 2) -> list[subprocess.Popen[str]]:
-    """The processes of torchrun, or of two tasks of SLURM, with arguments for Python."""
+    """The process of Python with arguments, that of torchrun, or those of two tasks of SLURM."""
     python = [sys.executable]
     environments = [{"OMP_NUM_THREADS": "1"}]
     if launcher == "torchrun":
         python += ["-m", "torch.distributed.run", f"--nproc-per-node={devices}", "--standalone"]
-    else:
+    elif launcher == "SLURM":
         given = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(os.getpid())}
         given |= {"SLURM_STEP_ID": "0", "SLURM_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
         ranks = [{"SLURM_PROCID": each, "SLURM_LOCALID": each} for each in "01"]
