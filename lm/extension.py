@@ -18,6 +18,7 @@ remains as it is, but for the biases of classes:
 The probabilities sum to 1 as before, and within a class those of the other items keep their ratios.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -42,7 +43,7 @@ from lm.model.files import Description, save_model
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.run import Parts, Run, TrainedRun
+from lm.run import Run, TrainedRun
 from lm.training.run_folder import write_run_metadata
 
 LINES = 128
@@ -59,17 +60,11 @@ MAX_ITERATIONS = 20
 _OF_DATA = ("data.", "name", "run_dir")
 """Keys, or prefixes of keys, that may differ from those of the run."""
 Lines = list[NDArray[np.int64]]
+_log = logging.getLogger(__name__)
 
 
-class Added(NamedTuple):
-    """Numbers of an extension."""
-
-    new: int  # items that the run lacked
-    items: int  # of the catalogue, with these
-
-
-def extend(trained: TrainedRun, config: Config, *, progress: bool = True) -> Added:
-    """Write a run with the new items of other data to `config.run_path`.
+def extend(trained: TrainedRun, config: Config, *, progress: bool = True) -> None:
+    """Write a run with the new items of other data to `config.run_path`; log their number.
 
     Args:
         trained: the run, which remains as it is.
@@ -106,12 +101,12 @@ def extend(trained: TrainedRun, config: Config, *, progress: bool = True) -> Add
         sections = config.data, config.tokenizer, config.needed_classes
         arrays = tokenizer, counts, word_class
         prepared = prepare_with(*sections, folder / "data", *arrays, progress=progress)
-        write_run_metadata(Run(replace(config, run_dir=str(folder)), Parts(prepared)))
+        write_run_metadata(Run.of(replace(config, run_dir=str(folder)), prepared=prepared))
         write_hashed(folder / "config.yaml", [to_yaml(config).encode()])
         sha256 = prepared.tokenizer_sha256
         description = replace(trained.description, tokenizer_sha256=sha256, valid_perplexity=None)
         save_model(folder, state, description)
-    return Added(len(new), tokenizer.vocab_size - 2)
+    _log.info("%d new items, %d in all", len(new), tokenizer.vocab_size - 2)
 
 
 def _check(trained: TrainedRun, config: Config) -> None:

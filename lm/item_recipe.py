@@ -13,18 +13,12 @@ from data_prep.corpus.events import count_events
 from data_prep.corpus.hints import find_columns
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig, SplitFiles
-from data_prep.storage import folder_to_fill, write_hashed
+from data_prep.storage import folder_to_fill
 from lm.config import Config
-from lm.recipe import ITEMS, SETTINGS, check_names, fit
+from lm.recipe import ITEMS, check_names, fit, write_recipe
 
 COLUMNS = ("user", "item", "time")
 """Columns of a table that is one of events unless another option says otherwise."""
-SETTING = """\
-model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: $dropout,
-  count_word_dropout: 5, init_range: 0.1}
-optim: {optimizer: sgd, lr: 20, clip: 0.25, schedule: cosine}
-train: {max_epochs: $epochs, batch_size: 64, seq_len: 64, threads: $threads}
-"""
 
 
 def has_events(path: Path) -> bool:
@@ -70,10 +64,8 @@ def new_item_recipe(
     counts = count_events(DataConfig(files=SplitFiles(train=str(table)), **settings))
     if counts.short == counts.users:
         raise UserError(f"{table}: no user has three events, of which the last two are held out")
-    lstm = {20_000: SETTINGS[20_000], float("inf"): SETTING}
     sizes = counts.events, counts.items + 2, ITEMS
-    files = {"train": table}
-    content, model = fit(path, files, *sizes, backbone, lstm=lstm, events=settings)
+    content, model = fit(path, {"train": table}, *sizes, backbone, events=settings)
     order = f"in the order of {time[0]}" if time else "in the order of the rows"
     summary = (
         f"{path}: for {table}, {counts.events:,} events of {counts.users:,} users with"
@@ -82,9 +74,8 @@ def new_item_recipe(
         f" alone\n"
         f"model: {model}\n"
     )
-    header = "".join(f"# {line}" for line in summary.splitlines(keepends=True))
     with folder_to_fill(path.parent):
-        write_hashed(path, [header.encode(), content.encode()])
+        write_recipe(path, summary, content)
     recipe, run_dir = shlex.quote(str(path)), shlex.quote(str(run))
     return (
         f"{summary}then: lm train {recipe}\n      lm evaluate {run_dir} --ranking --exclude seen\n"

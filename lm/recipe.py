@@ -37,7 +37,7 @@ from data_prep.storage import folder_to_fill, new_folder, write_hashed
 from data_prep.tokenizer.punctuation import STOPS, UNK, separate_words
 from lm.config import Config, validate
 from lm.output import ClassTree
-from lm.run import Parts, Run
+from lm.run import Run
 from lm.training.memory_estimate import estimate_memory
 
 RECIPE = """\
@@ -62,26 +62,19 @@ EVENTS = """\
 # Items of one user, in the order of time_field, are a sequence.
 data: {files: {$files}, $events}
 # All items are in the catalogue."""
-SETTINGS: dict[float, str] = {
-    20_000: """\
+FIRST_TRY = """\
 model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden}
 optim: {optimizer: adamw, lr: 0.005, schedule: cosine}
 train: {max_steps: 300, batch_size: $batch, seq_len: 16, val_every_steps: 50, threads: $threads}
-""",
-    5_000_000: """\
+"""
+"""For texts of fewer than `FEW_TOKENS`."""
+LSTM = """\
 model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: $dropout,
   count_word_dropout: 5, init_range: 0.1$pieces}
 optim: {optimizer: sgd, lr: 20, clip: 0.25, schedule: cosine}
-train: {max_epochs: $epochs, batch_size: 20, seq_len: 35, threads: $threads}
-""",
-    math.inf: """\
-model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden, dropout: 0.1,
-  count_word_dropout: 5, init_range: 0.1$pieces}
-optim: {optimizer: sgd, lr: 20, clip: 0.25, schedule: cosine}
-train: {max_epochs: $epochs, batch_size: 64, seq_len: 64, threads: $threads, val_every_steps: 500}
-""",
-}
-"""Texts of fewer tokens have these, as configs/wikitext2_lstm.yaml and eltec_hun_lstm.yaml have."""
+train: {max_epochs: $epochs, batch_size: $batch, seq_len: $length, threads: $threads$validation}
+"""
+"""With the optimizer of configs/wikitext2_lstm.yaml, eltec_hun_lstm.yaml and items.yaml."""
 TRANSFORMER = """\
 model: {backbone: transformer, layers: $layers, input_embedding: path_sum, hidden: $hidden,
   dropout: 0.1, count_word_dropout: 5}
@@ -90,9 +83,10 @@ optim: {optimizer: adamw, lr: 0.001, weight_decay: 0.1, clip: 1.0, schedule: cos
 train: {max_epochs: $epochs, batch_size: $batch, seq_len: $length, threads: $threads}
 """
 """For texts of all sizes, with the optimizer of configs/wikitext2_transformer.yaml."""
+FEW_TOKENS, MANY_TOKENS = 20_000, 5_000_000
 HIDDEN_SIZES = {
-    "lstm": {20_000: (64,), 200_000: (200, 128, 64), math.inf: (300, 200, 128, 64)},
-    "transformer": {20_000: (64,), 5_000_000: (256, 128, 64), math.inf: (320, 256, 128, 64)},
+    "lstm": {FEW_TOKENS: (64,), 200_000: (200, 128, 64), math.inf: (300, 200, 128, 64)},
+    "transformer": {FEW_TOKENS: (64,), MANY_TOKENS: (256, 128, 64), math.inf: (320, 256, 128, 64)},
 }
 """Sizes of the model for texts of fewer tokens; the first one that fits is taken."""
 MEMORY_SHARE = 0.7
@@ -194,8 +188,7 @@ def new_recipe(
             f" {num_tokens:,} tokens and a vocabulary of {about}{num_words:,}{unknown}\n"
             f"split: {cut}\nmodel: {model}\n"
         )
-        header = "".join(f"# {line}" for line in summary.splitlines(keepends=True))
-        write_hashed(path, [header.encode(), content.encode()])
+        write_recipe(path, summary, content)
     recipe, run_dir = shlex.quote(str(path)), shlex.quote(str(run))
     return f"{summary}then: lm train {recipe}\n      lm generate {run_dir}"
 
@@ -211,6 +204,12 @@ def check_names(path: Path, run: Path, files: Iterable[Path]) -> None:
             raise UserError(f"{str(each)!a}: a name must not have control characters")
     for each in files:
         check_file(each)
+
+
+def write_recipe(path: Path, summary: str, content: str) -> None:
+    """Write a recipe that begins with a summary, as comments."""
+    header = "".join(f"# {line}" for line in summary.splitlines(keepends=True))
+    write_hashed(path, [header.encode(), content.encode()])
 
 
 def _shares(unit: Unit, sizes: Sizes, tokens: dict[str, float], period: int) -> str:
@@ -259,7 +258,8 @@ def measure(sample: Sample) -> tuple[int, int, str]:
     has_no_spaces = is_list or (
         num_letters > 0.05 * len(characters) and len("".join(unspaced)) > 6 * len(unspaced)
     )
-    is_rare = len(words) >= FEW_WORDS and share_once(words) > MOSTLY_RARE
+    num_once = sum(count == 1 for count in Counter(words).values())
+    is_rare = len(words) >= FEW_WORDS and num_once > MOSTLY_RARE * len(words)
     if has_no_spaces or is_rare or len(characters) > 20 * len(words):
         num_spaces = max(0, len(words) - num_lines)
         num_tokens = math.ceil((len(characters) + num_spaces + len(sample.lines)) / sample.share)
@@ -275,7 +275,7 @@ def measure(sample: Sample) -> tuple[int, int, str]:
     if split_punctuation and not are_items:
         words = separate_words(sample.lines, lowercase=False, split_punctuation=True).split()
     num_tokens = math.ceil((len(words) + num_lines) / sample.share)
-    min_count = 1 if are_items or num_tokens < min(SETTINGS) else 2
+    min_count = 1 if are_items or num_tokens < FEW_TOKENS else 2
     num_half, num_words = (
         2 + sum(count >= min_count for count in Counter(words[:end]).values())
         for end in (len(words) // 2, len(words))
@@ -287,11 +287,6 @@ def measure(sample: Sample) -> tuple[int, int, str]:
     num_words = min(MAX_WORDS, num_words)
     tokenizer = f"kind: words, min_count: {min_count}, vocab_size: {MAX_WORDS}"
     return num_tokens, num_words, f"{tokenizer}, split_punctuation: {json.dumps(split_punctuation)}"
-
-
-def share_once(words: list[str]) -> float:
-    """The share of words that occur once."""
-    return sum(count == 1 for count in Counter(words).values()) / len(words)
 
 
 def repetition(num_tokens: int) -> tuple[int, float]:
@@ -317,13 +312,11 @@ def fit(
     tokenizer: str,
     backbone: Literal["lstm", "transformer"] = "lstm",
     *,
-    lstm: Mapping[float, str] = SETTINGS,
     events: Mapping[str, object] | None = None,
 ) -> tuple[str, str]:
     """Choose the settings for a text, with the largest model that fits into the available memory.
 
-    `lstm` has the settings of an LSTM by the number of tokens that they are below. `events` are
-    further keys of the section `data`, for a table of events.
+    `events` are further keys of the section `data`, for a table of events.
 
     Returns:
         The YAML of the configuration, and a line about the model.
@@ -331,40 +324,40 @@ def fit(
     Raises:
         UserError: if the path is no name for a run, or not even the smallest model fits.
     """
-    limit = next(limit for limit in lstm if num_tokens < limit)
-    is_small = num_tokens < 5_000_000
+    is_tiny, is_small = num_tokens < FEW_TOKENS, num_tokens < MANY_TOKENS
     tree = ClassTree.balanced(num_words, math.isqrt(num_words) + 1)  # of about the same size
     names = {split: json.dumps(str(file), ensure_ascii=False) for split, file in files.items()}
+    others = {key: json.dumps(value, ensure_ascii=False) for key, value in (events or {}).items()}
+    template, layers, threads = LSTM, 1, min(8, torch.get_num_threads())
     epochs = 12 if is_small else 2 if num_tokens < 20_000_000 else 1
-    dropout = 0.1
+    dropout, batch, length = 0.1, 64, 64
+    validation = "" if is_small or events else ", val_every_steps: 500"
     if backbone == "lstm" and is_small:
         epochs, dropout = repetition(num_tokens)
-    batch = min(8, max(1, num_tokens // 200))
-    template, layers, threads = lstm[limit], 1, min(8, torch.get_num_threads())
+        batch, length = (64, 64) if events else (20, 35)
     if backbone == "transformer":
-        template, layers = TRANSFORMER, 2 if is_small else 4
-        batch = min(32, batch if limit == 20_000 else 32)
-    pieces = min(INPUT_PIECES, max(8, num_words // 4))
-    steps = max(1, num_tokens // (batch * 64)) * epochs
+        template, layers, batch = TRANSFORMER, 2 if is_small else 4, 32
+        length = min(64, max(2, num_tokens // 2))
+    if is_tiny:
+        template = FIRST_TRY if backbone == "lstm" else TRANSFORMER
+        batch = min(8, max(1, num_tokens // 200))
+    has_pieces = "kind: words" in tokenizer and tokenizer != ITEMS
+    num_pieces = min(INPUT_PIECES, max(8, num_words // 4))
     values = {
         "name": json.dumps(path.stem, ensure_ascii=False),
         "files": ", ".join(map(": ".join, names.items())),
-        "events": ", ".join(
-            f"{key}: {json.dumps(value, ensure_ascii=False)}"
-            for key, value in (events or {}).items()
-        ),
+        "events": ", ".join(map(": ".join, others.items())),
         "tokenizer": tokenizer,
         "shortlist": min(1000, num_words // 33),
         "clustered": f", clustered_words: {ALL_CLUSTERED}" if num_words > ALL_CLUSTERED else "",
-        "pieces": f", input_pieces: {pieces}"
-        if "kind: words" in tokenizer and tokenizer != ITEMS
-        else "",
+        "pieces": f", input_pieces: {num_pieces}" if has_pieces else "",
         "batch": batch,
         "epochs": epochs,
         "dropout": dropout,
         "layers": layers,
-        "length": min(64, max(2, num_tokens // 2)),
-        "warmup": min(400, steps // 10),
+        "length": length,
+        "validation": validation,
+        "warmup": min(400, max(1, num_tokens // (batch * 64)) * epochs // 10),
         "threads": threads,
     }
     recipe = RECIPE.replace("$data", TEXT if events is None else EVENTS)
@@ -372,7 +365,7 @@ def fit(
     for hidden in by_tokens[next(below for below in by_tokens if num_tokens < below)]:
         content = Template(recipe + template).substitute(values, hidden=hidden)
         config = validate(yaml.safe_load(content), str(path))
-        run = Run(config, Parts(tree=tree))
+        run = Run.of(config, tree=tree)
         used, available = estimate_memory(run).total, run.available_bytes
         if available is None or used < MEMORY_SHARE * available:
             computing = f"{threads} thread{'s' * (threads > 1)}, {used / 1e9:.1f} GB of memory"

@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from data_prep.errors import UserError
-from data_prep.storage import write_hashed
-from lm.config import Config, load_config, load_run_config
+from data_prep.storage import sha256_file, write_hashed
+from data_prep.tokenizer.serialization import TOKENIZER, load_tokenizer
+from data_prep.tokenizer.speller import SPELLER, Speller
+from data_prep.tokenizer.tokenizer import Tokenizer
+from lm.config import Config, WordTable, load_config, load_run_config, resolve_word_table
 
 if TYPE_CHECKING:
     import torch
 
     from data_prep.prepared import Prepared
-    from data_prep.tokenizer.speller import Speller
-    from data_prep.tokenizer.tokenizer import Tokenizer
-    from lm.config import WordTable
     from lm.model.files import Description
     from lm.model.language_model import LanguageModel
     from lm.output import ClassTree
@@ -34,34 +34,24 @@ TREE = "tree.txt"
 _log = logging.getLogger(__name__)
 
 
-class Parts(NamedTuple):
-    """Parts of a `Run` that the caller has already; the run computes the others."""
-
-    prepared: "Prepared | None" = None
-    tree: "ClassTree | None" = None
-    input_tree: "ClassTree | None" = None
-
-
-_NO_PARTS = Parts()
-
-
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a training run is computed from: its configuration, and what follows from that.
-
-    Attributes:
-        config: the configuration.
-        given: parts that are not computed.
-    """
+    """What a training run is computed from: its configuration, and what follows from that."""
 
     config: Config
-    given: Parts = _NO_PARTS
 
     @classmethod
     def read(cls, source: str | Path, overrides: Sequence[str] = ()) -> "Run":
         """Read a configuration: a YAML file, or the folder of a run, with overrides."""
         is_folder = Path(source).is_dir()
         return cls((load_run_config if is_folder else load_config)(Path(source), overrides))
+
+    @classmethod
+    def of(cls, config: Config, **parts: Any) -> "Run":
+        """A run with parts that the caller has already: `prepared`, `tree`, `input_tree`."""
+        run = cls(config)
+        vars(run).update(parts)  # where cached properties are found
+        return run
 
     @property
     def folder(self) -> Path:
@@ -79,15 +69,13 @@ class Run:
         others = sorted(self.folder.absolute().parent.glob("*/data"))
         preparation = self.config.preparation
         prepared = prepare(*preparation, keep=keep, progress=progress, others=others)
-        return replace(self, given=Parts(prepared))
+        return Run.of(self.config, prepared=prepared)
 
     @cached_property
     def prepared(self) -> "Prepared":
         """The prepared data."""
         from data_prep.prepared import open_made_by
 
-        if self.given.prepared is not None:
-            return self.given.prepared
         return open_made_by(*self.config.preparation)
 
     def check_classes(self) -> None:
@@ -112,8 +100,6 @@ class Run:
         """The tree of softmaxes over the words of the prepared data; None for `adaptive`."""
         from lm.model.build import build_tree
 
-        if self.given.tree is not None:
-            return self.given.tree
         config = self.config
         if self._keeps_tree():
             config = replace(config, output=replace(config.output, tree=str(self.folder / TREE)))
@@ -137,9 +123,7 @@ class Run:
         """The tree whose paths input vectors sum, if it is not `tree`."""
         from lm.model.build import build_input_tree
 
-        if self.given.input_tree is not None or not self.config.has_input_tree:
-            return self.given.input_tree
-        return build_input_tree(self.prepared)
+        return build_input_tree(self.prepared) if self.config.has_input_tree else None
 
     @cached_property
     def pieces(self) -> "torch.Tensor | None":
@@ -149,10 +133,8 @@ class Run:
         return pieces_of_words(self.config, self.prepared)
 
     @cached_property
-    def word_table(self) -> "WordTable":
+    def word_table(self) -> WordTable:
         """The section `word_table`, resolved for this tree and the devices."""
-        from lm.config import resolve_word_table
-
         num_rows = self.prepared.vocab_size if self.tree is None else self.tree.num_rows
         return resolve_word_table(self.config, num_rows, self.num_devices, on_gpu=self.on_gpu)
 
@@ -220,7 +202,10 @@ class Run:
 
     def changed(self, config: Config) -> "Run":
         """A run of the same data and trees by another configuration."""
-        return Run(config, Parts(self.given.prepared, self.tree, self.input_tree))
+        parts: dict[str, Any] = {"tree": self.tree, "input_tree": self.input_tree}
+        if "prepared" in vars(self):
+            parts["prepared"] = self.prepared
+        return Run.of(config, **parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,11 +290,8 @@ class TrainedRun:
         return read_description(self.folder)
 
     @cached_property
-    def tokenizer(self) -> "Tokenizer":
+    def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model was trained with."""
-        from data_prep.storage import sha256_file
-        from data_prep.tokenizer.serialization import TOKENIZER, load_tokenizer
-
         if sha256_file(self.folder / TOKENIZER) != self.description.tokenizer_sha256:
             raise UserError(
                 f"{self.folder}: the tokenizer is not the one that the model was trained with"
@@ -317,10 +299,8 @@ class TrainedRun:
         return load_tokenizer(self.folder)
 
     @cached_property
-    def speller(self) -> "Speller":
+    def speller(self) -> Speller:
         """The spellings of unknown words, of the run or of its prepared data."""
-        from data_prep.tokenizer.speller import SPELLER, Speller
-
         path = self.folder / SPELLER
         if self.is_independent:
             raise UserError(f"{self.folder} has items, which are not spelled: no open vocabulary")

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
 from pathlib import Path
 from shutil import copytree
 
@@ -12,7 +11,6 @@ import pytest
 from data_prep.errors import UserError
 from lm.cli import main
 from lm.model.files import read_description
-from lm.run import Run, TrainedRun
 
 Complaint = Callable[..., str]
 Damage = Callable[[Path], None]
@@ -46,18 +44,6 @@ def test_a_run_that_was_moved_is_evaluated_on_the_data_that_moved_with_it(
     assert json.loads((copied_run / "evaluate-test.json").read_text()) == results[0]
 
 
-def test_a_run_cannot_be_changed_and_computes_its_parts_once(lstm_run: Path) -> None:
-    for run, parts in (
-        (Run.read(lstm_run), ("config", "prepared", "tree", "word_table", "pieces")),
-        (TrainedRun(lstm_run), ("folder", "description", "tokenizer", "model")),
-    ):
-        for part in parts:
-            found = getattr(run, part)
-            with pytest.raises(FrozenInstanceError):
-                setattr(run, part, found)
-            assert getattr(run, part) is found
-
-
 def test_a_run_whose_training_is_not_complete_names_the_command_that_continues_it(
     copied_run: Path, complaint: Complaint
 ) -> None:
@@ -71,7 +57,7 @@ def test_a_run_whose_training_is_not_complete_names_the_command_that_continues_i
     tokenizer = copied_run / "tokenizer.json"
     content = tokenizer.read_text()
     tokenizer.write_text(content[:20])
-    assert complaint("train", copied_run, *options).startswith(f"{tokenizer} is damaged")
+    assert complaint("train", copied_run, *options).startswith(f"{tokenizer} is not the tokenizer")
     tokenizer.write_text(content)
     assert main(["train", str(copied_run), *options]) == 0
     assert main(["evaluate", str(copied_run)]) == 0
@@ -121,6 +107,15 @@ def test_the_rule_of_empty_lines_of_a_run_without_a_configuration_is_reported(
     assert main(text) == 0
     message = f"{copied_run} has no config.yaml: empty lines are counted as lines"
     assert caplog.messages.count(message) == 1
+
+
+def test_data_prepared_with_another_tokenizer_are_an_error(
+    tiny: Path, copied_run: Path, complaint: Complaint
+) -> None:
+    assert main(["prepare", str(tiny), f"--run_dir={copied_run}", "--tokenizer.vocab_size=9"]) == 0
+    assert complaint("evaluate", copied_run) == (
+        f"{copied_run}/data was prepared again, with another tokenizer than that of {copied_run}"
+    )
 
 
 @pytest.mark.parametrize("verb", ["classes", "info"])

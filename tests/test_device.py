@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`gpus(free, …)`: from now on there are GPUs with this much free memory."""
 
     def pretend(*free: int) -> None:
+        def free_and_total(gpu: Any) -> tuple[int, int]:
+            return free[gpu.index if isinstance(gpu, torch.device) else gpu], 0
+
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 0))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", free_and_total)
 
     return pretend
 
@@ -37,6 +41,7 @@ def test_auto_is_the_gpu_with_the_most_free_memory_if_the_model_fits(
     assert module.choose_device("auto", 801) == torch.device("cpu")
     assert module.choose_device("cpu", 1) == torch.device("cpu")
     assert module.choose_device("cuda:0", 10**9) == torch.device("cuda:0")
+    assert module.available_bytes(torch.device("cuda", 1)) == 1000
 
 
 def test_a_run_on_a_gpu_moves_the_model_there(

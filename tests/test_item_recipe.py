@@ -8,8 +8,7 @@ import pytest
 
 from lm.cli import main
 from lm.config import load_config
-from lm.item_recipe import SETTING
-from lm.recipe import ITEMS, SETTINGS, fit
+from lm.recipe import ITEMS, fit
 from tests.data_prep.conftest import write_table
 
 
@@ -81,15 +80,15 @@ def test_without_a_time_the_order_is_that_of_the_rows(printed: Callable[..., str
 
 
 def test_more_events_have_the_settings_of_the_recipe_for_items() -> None:
-    lstm = {20_000: SETTINGS[20_000], float("inf"): SETTING}
     events = {"sequences": "independent"}
-    content, _ = fit(Path("my.yaml"), {}, 190_000, 4_000, ITEMS, lstm=lstm, events=events)
+    content, _ = fit(Path("my.yaml"), {}, 190_000, 4_000, ITEMS, events=events)
     Path("my.yaml").write_text(content)
     shipped = load_config(Path(__file__).parents[1] / "configs/items.yaml")
     mine = load_config("my.yaml")
     assert (mine.model.hidden, mine.optim) == (shipped.model.hidden, shipped.optim)
     assert (mine.train.batch_size, mine.train.seq_len) == (64, 64)
-    assert mine.train.max_epochs == 24
+    assert (mine.train.max_epochs, mine.model.input_pieces) == (24, None)
+    assert (mine.tokenizer.min_count, mine.tokenizer.vocab_size) == (1, None)
 
 
 def test_what_does_not_fit_is_refused(

@@ -53,12 +53,6 @@ def test_the_shortest_texts_train(text: str, printed: Printed) -> None:
     assert (printed("generate", "runs/my", *options) == text) == (len(rest) == 8)
 
 
-@pytest.mark.parametrize(("text", "length"), [("a\na\n", 2), ("the quick brown fox\n" * 4, 10)])
-def test_the_context_of_a_transformer_fits_a_short_text(text: str, length: int) -> None:
-    assert new(text, "--model.backbone=transformer").train.seq_len == length
-    assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=1"]) == 0
-
-
 def test_a_recipe_with_splits_trains_and_is_better_than_the_unigram_model(printed: Printed) -> None:
     Path("my.txt").write_text("\n".join(toy_sentences(1, 400)) + "\n")
     out = printed("new", "my.yaml", "--text=my.txt")
@@ -281,8 +275,10 @@ def test_every_size_has_valid_settings(
     if backbone == "transformer":
         assert (optim.optimizer, optim.schedule) == ("adamw", "cosine")
         assert optim.warmup_steps <= 400
-    # Streams of an LSTM require a token for each sequence.
-    assert config.train.batch_size <= tokens
+    # Streams of an LSTM require a token for each sequence, windows one more than they have.
+    train = config.train
+    shortest = 1 if backbone == "lstm" else train.seq_len + 1
+    assert train.batch_size * shortest <= max(3, tokens)
     assert config.classes.shortlist < words
 
 

@@ -108,14 +108,6 @@ def test_the_unit_fits_the_text(unit: str, share: float) -> None:
         assert num_words >= 2 + len({word for line in lines for word in line.split()})
 
 
-def test_items_are_all_words_and_have_no_pieces() -> None:
-    config = new("".join(f"i{number(900)} i{number(900)} i{number(900)}\n" for _ in range(9_000)))
-    assert (config.tokenizer.min_count, config.tokenizer.vocab_size) == (1, None)
-    assert config.model.input_pieces is None
-    assert main(["prepare", "my.yaml", "--no-progress"]) == 0
-    assert open_prepared(config.prepared_path).splits["train"].oov == 0
-
-
 @pytest.mark.parametrize("num_lines", [400, 4_000])
 def test_many_words_that_occur_once_are_warned_of(
     num_lines: int, caplog: pytest.LogCaptureFixture

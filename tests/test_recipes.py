@@ -15,7 +15,7 @@ from lm.cli import main
 from lm.config import Config, load_config
 from lm.model.files import load_model
 from lm.output import ClassTree
-from lm.run import Parts, Run
+from lm.run import Run
 from lm.training.metrics import read_metrics
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("**/*.yaml"))
@@ -165,7 +165,7 @@ def test_the_tree_is_the_one_that_its_options_name(tiny: Path, prepared_dir: Pat
     }
     for (name, *options), tree in expected.items():
         config = load_config(tiny, [f"--output.tree={name}", *options])
-        found: Any = Run(config, Parts(prepared)).tree
+        found: Any = Run.of(config, prepared=prepared).tree
         for array, value in tree.state_dict().items():
             assert torch.equal(found.state_dict()[array], value), (name, options, array)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -47,21 +46,11 @@ def test_info_counts_the_parameters_of_the_model(reported: Reported) -> None:
     sizes += [info["batch_mib"], info["other_mib"]]
     assert info["memory_mib"] == pytest.approx(sum(sizes), abs=0.3)
     assert info["memory_available_mib"] > info["memory_mib"]
-
-
-def test_the_report_on_the_classes_of_a_run_has_all_tokens(
-    reported: Reported, prepared_dir: Path
-) -> None:
-    report, table = reported("classes", "--words=2")
-    root, *classes = report["nodes"]
-    word_class = np.load(prepared_dir / "classes.npy")
-    assert table.startswith(f"{len(classes) + 1} nodes, depth 2\n")
-    assert len(classes) == len(np.unique(word_class))
-    assert root["token_mass"] == 1
-    assert sum(node["token_mass"] for node in classes) == pytest.approx(1, abs=1e-12)
-    assert {node["words"] for node in classes} == {*np.bincount(word_class).tolist()}
-    assert max(len(node["top_words"]) for node in classes) == 2
-    assert "the" in {word for node in classes for word in node["top_words"]}
+    adaptive, _ = reported("info", "--output.tree=adaptive", "--output.cutoffs=[9]")
+    assert "tree_depth" not in adaptive
+    rest = vocab_size - 9  # projected to a fourth of the hidden size
+    tail = (hidden + rest) * (hidden // 4)
+    assert adaptive["output_parameters"] == (9 + 1) * (hidden + 1) + tail
 
 
 @pytest.mark.parametrize("shape", TREES)
@@ -72,21 +61,24 @@ def test_figures_are_sums_over_the_paths_of_tokens(shape: str) -> None:
     share = counts.double() / counts.sum()
     paths = [[node for node, _ in tree.path(word)] for word in range(23)]
     columns = [int(tree.num_children[path].sum()) for path in paths]
-    for found, each in (
-        (report.visits_per_token, [len(path) for path in paths]),
-        (report.columns_per_token, columns),
+    for name, of_words in (
+        ("visits_per_token", [len(path) for path in paths]),
+        ("columns_per_token", columns),
     ):
-        assert found == pytest.approx(float(share @ torch.tensor(each).double()))
-    assert sum(level.num_words for level in report.levels) == 23
-    assert sum(level.num_nodes for level in report.levels) == len(report.nodes) == tree.num_nodes
-    for node in report.nodes:
-        below = [word for word in range(23) if node.node in paths[word]]
-        assert node.words == len(below)
-        above = paths[below[0]][: node.level]
-        assert node.parent == (above[-1] if above else None)
-        assert node.token_mass == pytest.approx(float(share[below].sum()))
-        assert node.top_words == tuple(sorted(below, reverse=True)[:2])
-    assert top_words_below(tree, counts, [0], 23) == [tuple(reversed(range(23)))]
+        expected = float(share @ torch.tensor(of_words).double())
+        found = [report[name], sum(level[name] for level in report["levels"])]
+        assert found == pytest.approx([expected, expected])
+    assert sum(level["num_words"] for level in report["levels"]) == 23
+    num_nodes = sum(level["num_nodes"] for level in report["levels"])
+    assert num_nodes == len(report["nodes"]) == tree.num_nodes
+    for node in report["nodes"]:
+        below = [word for word in range(23) if node["node"] in paths[word]]
+        assert node["words"] == len(below)
+        above = paths[below[0]][: node["level"]]
+        assert node["parent"] == (above[-1] if above else None)
+        assert node["token_mass"] == pytest.approx(float(share[below].sum()))
+        assert node["top_words"] == sorted(below, reverse=True)[:2]
+    assert top_words_below(tree, counts, [0], 23) == [list(reversed(range(23)))]
 
 
 def test_a_deep_tree_is_trained_used_and_reported(
@@ -97,11 +89,14 @@ def test_a_deep_tree_is_trained_used_and_reported(
     run = str(tmp_path / "run")
     for verb in (["evaluate"], ["generate", "--tokens=3"], ["generate", "--beams=2"], ["info"]):
         assert printed(*verb, run)
-    report = json.loads(printed("classes", run, "--json", "--nodes=7"))
+    report = json.loads(printed("classes", run, "--json", "--nodes=7", "--words=2"))
     assert report["depth"] == len(report["levels"]) == 4
     assert len(report["nodes"]) == 7
-    more = f"({report['num_nodes'] - 5:,} further nodes: --nodes)"
-    assert more in printed("classes", run, "--nodes=5")
+    assert max(len(node["top_words"]) for node in report["nodes"]) == 2
+    assert "the" in report["nodes"][0]["top_words"]
+    table = printed("classes", run, "--nodes=5")
+    assert table.startswith(f"{report['num_nodes']} nodes, depth 4\n")
+    assert f"({report['num_nodes'] - 5:,} further nodes: --nodes)" in table
 
 
 def test_a_taxonomy_is_a_tree(tiny: Path, tmp_path: Path, printed: Callable[..., str]) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from data_prep.errors import UserError
@@ -31,10 +30,10 @@ def run(options: argparse.Namespace) -> None:
     tree, counts = run.input_tree or run.tree, torch.tensor(run.prepared.counts())
     assert tree is not None
     report = tree_report(tree, counts, num_nodes=options.nodes, num_top_words=options.words)
-    values, token = asdict(report), _name(run)
-    for node in values["nodes"]:
-        node["top_words"] = list(map(token, node["top_words"]))
-    print(json.dumps(values, ensure_ascii=False) if options.json else _lines(values))
+    name = _name(run)
+    for node in report["nodes"]:
+        node["top_words"] = list(map(name, node["top_words"]))
+    print(json.dumps(report, ensure_ascii=False) if options.json else _lines(report))
 
 
 def _name(run: Run) -> Callable[[int], str]:

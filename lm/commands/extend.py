@@ -1,7 +1,6 @@
 """`lm extend`: the items of newer data in a trained run, without training."""
 
 import argparse
-import logging
 
 from lm.commands.arguments import COMPUTING, NO_PROGRESS, Options
 from lm.run import Run, TrainedRun
@@ -15,7 +14,6 @@ _RUN: Options = {
     }
 }
 OPTIONS = _RUN | COMPUTING | NO_PROGRESS
-_log = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -24,6 +22,5 @@ def run(options: argparse.Namespace) -> None:
     trained = TrainedRun.open(options.source, device=options.device, threads=options.threads)
     from lm.extension import extend
 
-    added = extend(trained, config, progress=not options.no_progress)
-    _log.info("%d new items, %d in all", added.new, added.items)
+    extend(trained, config, progress=not options.no_progress)
     print(config.run_path)

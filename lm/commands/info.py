@@ -17,9 +17,8 @@ def run(options: argparse.Namespace) -> None:
     run = Run.read(options.source, options.overrides)
     run.check_classes()
     from lm.output import HierarchicalSoftmax
-    from lm.training.batches import Batches
+    from lm.training.batches import make_batches
     from lm.training.memory_estimate import estimate_memory
-    from lm.training.sequence_batches import SequenceBatches
 
     config, tree, model = run.config, run.tree, run.model_without_weights
     parameters = {
@@ -43,10 +42,9 @@ def run(options: argparse.Namespace) -> None:
             "tree_depth": tree.depth,
             "columns_per_token_at_most": tree.max_path_columns,
         }
-    batches = SequenceBatches if run.prepared.is_independent else Batches
     values |= {
         "train_tokens": run.prepared.splits["train"].tokens,
-        "batches_per_epoch": batches(config, run.prepared).per_epoch,
+        "batches_per_epoch": make_batches(config, run.prepared).per_epoch,
         **{f"{name}_parameters": count for name, count in parameters.items() if count},
         "parameters": sum(parameters.values()),
         "row_wise_gradients": run.word_table.row_wise,

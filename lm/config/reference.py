@@ -33,6 +33,12 @@ class Key(NamedTuple):
     default: str  # in YAML; empty if the key is required
     meaning: str
 
+    @property
+    def head(self) -> str:
+        """Name, type and default."""
+        default = f" = {self.default}" if self.default else " (required)"
+        return f"{self.name}: {self.type}{default}"
+
 
 def sections() -> dict[str, tuple[str, list[Key]]]:
     """Section → (its meaning, its keys); the keys outside all sections have the name ""."""
@@ -53,9 +59,8 @@ def describe_keys(name: str | None = None) -> str:
             blocks.append(textwrap.fill(f"[{section}] {meaning}", _WIDTH))
         for key in keys:
             if name is None or f"{key.name}.".startswith(f"{name}."):
-                default = f" = {key.default}" if key.default else " (required)"
                 meaning = textwrap.indent(textwrap.fill(key.meaning, _WIDTH - 4), "    ")
-                blocks.append(f"{key.name}: {key.type}{default}\n{meaning}")
+                blocks.append(f"{key.head}\n{meaning}")
     if not blocks:
         known = [key.name for _, keys in sections().values() for key in keys]
         raise UserError(
@@ -67,17 +72,9 @@ def describe_keys(name: str | None = None) -> str:
 def describe_usual_keys() -> str:
     """A line for each of `USUAL_KEYS`, and where the others are."""
     keys = {key.name: key for _, group in sections().values() for key in group}
-    lines = []
-    for name in USUAL_KEYS:
-        default = f" = {keys[name].default}" if keys[name].default else " (required)"
-        lines.append(textwrap.shorten(f"{name}: {keys[name].type}{default}", _WIDTH))
-    return "\n".join(
-        [
-            "usual keys of the configuration:",
-            *(f"  {line}" for line in lines),
-            "all keys with their meaning: lm config [KEY], configs/README.md",
-        ]
-    )
+    lines = [f"  {textwrap.shorten(keys[name].head, _WIDTH)}" for name in USUAL_KEYS]
+    title, more = "usual keys of the configuration:", "all keys with their meaning: lm config [KEY]"
+    return "\n".join([title, *lines, f"{more}, configs/README.md"])
 
 
 def _keys(prefix: str, section: Any) -> list[Key]:

@@ -16,12 +16,13 @@ from typing import Any
 
 from data_prep.errors import UserError
 from data_prep.storage import locked, make_folder
+from data_prep.tokenizer.serialization import TOKENIZER, verify_tokenizer
 from lm.config import Config
 from lm.device import keep_freed_memory
 from lm.figures import ITEM, perplexity_rule, token_unit
 from lm.model.files import DESCRIPTION, read_description
 from lm.run import Run
-from lm.training.batches import Batch, Batches
+from lm.training.batches import Batch, Batches, make_batches
 from lm.training.checkpoint import load_checkpoint, load_newest
 from lm.training.clock import Progress
 from lm.training.devices import build_fabric, launched
@@ -30,14 +31,7 @@ from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
 from lm.training.metrics import draw_curves
 from lm.training.optimizers import set_learning_rate
-from lm.training.run_folder import (
-    LOCK,
-    check_folder,
-    check_tokenizer,
-    report_new_length,
-    write_run_metadata,
-)
-from lm.training.sequence_batches import SequenceBatches
+from lm.training.run_folder import LOCK, check_folder, report_new_length, write_run_metadata
 from lm.training.shards import clip_gradients
 from lm.training.signals import Interrupted, StopSignals
 from lm.training.state import TrainingState
@@ -76,7 +70,6 @@ def train(
     fabric = build_fabric(run)
     is_main = fabric.is_global_zero
     check_memory(run)
-    make_batches = SequenceBatches if run.prepared.is_independent else Batches
     batches = make_batches(config, run.prepared, fabric.global_rank, fabric.world_size)
     if is_main:
         make_folder(folder)
@@ -86,7 +79,8 @@ def train(
         if is_main or resume:
             checkpoint = check_folder(config, resume)
         if checkpoint is not None:
-            check_tokenizer(folder, run.prepared)
+            if (folder / TOKENIZER).exists():
+                verify_tokenizer(folder, run.prepared.tokenizer_sha256)
             if resume == "auto":
                 checkpoint, saved = load_newest(checkpoint)
             else:
@@ -221,7 +215,7 @@ def update(state: TrainingState, batches: Sequence[Batch]) -> None:
         optimizer.step()
     elif before is not None:
         state.carried_loss.undo(*before)
-        state.num_tokens -= sum(batch.targets.numel() for batch in batches)
+        state.num_tokens -= sum(batch.num_tokens for batch in batches)
     for parameter in state.parameters:
         parameter.grad = None
     state.carried_loss.keep()

@@ -47,7 +47,7 @@ def build_optimizer(
     """
     table = [] if word_table.optimizer is None else model.table
     in_table = {id(parameter) for parameter in table}
-    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in in_table]
+    trained = [p for p in model.parameters() if id(p) not in in_table]
     matrices = [parameter for parameter in trained if parameter.dim() > 1]
     vectors = [parameter for parameter in trained if parameter.dim() <= 1]
     decays = ((matrices, config.weight_decay), (vectors, 0.0))

@@ -3,10 +3,8 @@
 import logging
 from pathlib import Path
 
-from data_prep.errors import CheckpointError, DataError, UserError
-from data_prep.prepared import Prepared
-from data_prep.storage import sha256_file, write_hashed, write_json_atomically
-from data_prep.tokenizer.serialization import TOKENIZER, verify_tokenizer
+from data_prep.errors import CheckpointError, UserError
+from data_prep.storage import write_hashed, write_json_atomically
 from lm.config import Config, differences, load_config, to_yaml
 from lm.model.files import DESCRIPTION
 from lm.run import Run
@@ -85,16 +83,6 @@ def _changes(written: Path, config: Config) -> dict[str, str]:
     """Key → `key: old → new` of what differs from the configuration that a run has written."""
     found = differences(load_config(written), config) if written.exists() else {}
     return {key: f"{key}: {old} → {new}" for key, (old, new) in found.items()}
-
-
-def check_tokenizer(folder: Path, prepared: Prepared) -> None:
-    """Check that the prepared data still have the tokenizer that a run started with."""
-    path = folder / TOKENIZER
-    if path.exists() and (found := sha256_file(path)) != prepared.tokenizer_sha256:
-        verify_tokenizer(folder, found)
-        raise DataError(
-            f"{prepared.folder} was prepared again, with another tokenizer than that of {folder}"
-        )
 
 
 def write_run_metadata(run: Run) -> None:

@@ -201,7 +201,7 @@ class TrainingState:
         first, model = self.progress.batches_done, self.model
         batches = [self.batches[first + k] for k in range(self.config.train.accumulate)]
         self.progress.batches_done += len(batches)
-        num_tokens = sum(batch.targets.numel() - (batch.num_ignored or 0) for batch in batches)
+        num_tokens = sum(batch.num_tokens for batch in batches)
         self.progress.tokens_done += num_tokens * self.batches.world_size
         self.num_tokens += num_tokens
         is_usual = all(batch.targets.shape == self.inputs.shape for batch in batches)

@@ -110,13 +110,13 @@ def test_a_run_keeps_its_folder_unless_another_is_asked_for(
         assert load_run_config(Path("runs/old"), overrides).run_path == Path(folder)
 
 
-def test_all_spellings_of_a_number_are_numbers(tmp_path: Path) -> None:
+def test_numbers_off_aliases_and_merge_keys_are_read_as_yaml_has_them(tmp_path: Path) -> None:
+    for value in ("off", "'off'", "auto"):
+        text = f"name: run\ntrain: {{max_steps: 5, cuda_graph: {value}}}\n"
+        assert load_config(written(tmp_path, text)).train.cuda_graph == value.strip("'")
     for number in ("1e-3", "1E-3", ".001", "0.001", "1.e-3", "+1e-3"):
         text = MINIMAL + f"optim: {{lr: {number}}}\n"
         assert load_config(written(tmp_path, text)).optim.lr == 0.001
-
-
-def test_aliases_and_merge_keys_are_replaced(tmp_path: Path) -> None:
     text = "name: run\ntrain: &limits {max_steps: 5, threads: 2}\n"
     base = load_config(written(tmp_path, text))
     text = "name: run\ntrain: {<<: {max_steps: 7, threads: 2}, max_steps: 5}\n"

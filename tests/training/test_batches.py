@@ -12,27 +12,15 @@ import torch
 
 from data_prep.errors import UserError
 from data_prep.sequences import Sequences, find_sequences
-from lm.config import Config, TrainConfig, validate
-from lm.training.batches import Batches
-from lm.training.sequence_batches import IGNORED, SequenceBatches
+from lm.config import validate
+from lm.training.batches import IGNORED, Batch, Batches, make_batches
 
-EOS, UNK = 0, 1
+EOS, UNK = 65_000, 1
 SEQ_LEN = 4
+every_kind = pytest.mark.parametrize("kind", ["streams", "windows", "sequences"])
 
 
-def make(
-    n: int, shuffle: bool, batch_size: int = 3, seed: int = 7, rank: int = 0, world_size: int = 1
-) -> Batches:
-    """Batches of sequences of 4 tokens from a text whose tokens are 0, 1, …, n - 1."""
-    train = {"batch_size": batch_size, "seq_len": SEQ_LEN, "max_steps": 1}
-    model = {"backbone": "transformer" if shuffle else "lstm"}
-    config = validate({"name": "a", "seed": seed, "train": train, "model": model}, "a")
-    text = np.arange(n, dtype=np.uint16)
-    prepared: Any = SimpleNamespace(eos_id=99, tokens=lambda _: text)
-    return Batches(config, prepared, rank, world_size)
-
-
-def some_sequences(count: int = 37) -> Sequences:
+def some_sequences(count: int) -> Sequences:
     """Sequences of different items, empty ones among them."""
     rng = np.random.default_rng(2)
     items = iter(range(2, 60_000))
@@ -41,84 +29,74 @@ def some_sequences(count: int = 37) -> Sequences:
     return find_sequences(tokens, eos_id=EOS, unk_id=UNK)
 
 
-def of_sequences(
-    sequences: Sequences, batch_size: int = 6, seed: int = 7, rank: int = 0, world_size: int = 1
-) -> SequenceBatches:
-    config = Config(
-        name="a", train=TrainConfig(batch_size=batch_size, seq_len=SEQ_LEN, max_steps=1), seed=seed
+def make(
+    kind: str,
+    size: int = 200,
+    batch_size: int = 6,
+    seed: int = 7,
+    rank: int = 0,
+    world_size: int = 1,
+    sequences: Sequences | None = None,
+) -> Batches:
+    """Batches of a text whose tokens are 0, 1, …, size - 1, or of so many sequences."""
+    train = {"batch_size": batch_size, "seq_len": SEQ_LEN, "max_steps": 1}
+    model = {"backbone": "transformer" if kind == "windows" else "lstm"}
+    config = validate({"name": "a", "seed": seed, "train": train, "model": model}, "a")
+    text, sequences = np.arange(size, dtype=np.uint16), sequences or some_sequences(size)
+    prepared: Any = SimpleNamespace(
+        eos_id=EOS,
+        is_independent=kind == "sequences",
+        tokens=lambda _: text,
+        sequences=lambda _: sequences,
     )
-    prepared: Any = SimpleNamespace(sequences=lambda split: sequences, eos_id=EOS)
-    return SequenceBatches(config, prepared, rank, world_size)
+    return make_batches(config, prepared, rank, world_size)
 
 
-def of_kind(kind: str, **options: int) -> Batches | SequenceBatches:
-    """Batches of six sequences."""
-    if kind == "sequences":
-        return of_sequences(some_sequences(), **options)
-    return make(200, kind == "windows", 6, **options)
-
-
-every_kind = pytest.mark.parametrize("kind", ["streams", "windows", "sequences"])
-
-
-def epoch_targets(batches: Batches, epoch: int) -> list[torch.Tensor]:
-    """The targets [T, B] of each batch of one epoch."""
+def epoch_of(batches: Batches, epoch: int) -> list[Batch]:
     numbers = range(epoch * batches.per_epoch, (epoch + 1) * batches.per_epoch)
-    return [batches[number].targets for number in numbers]
+    return [batches[number] for number in numbers]
 
 
-def windows(batches: Batches, epoch: int) -> list[list[int]]:
-    """The targets of each window of one epoch, in order."""
-    return [column.tolist() for targets in epoch_targets(batches, epoch) for column in targets.T]
+def assert_read_from_the_token_before(batch: Batch) -> None:
+    expected = torch.where(batch.targets == 0, EOS, batch.targets - 1)
+    assert torch.equal(batch.inputs, expected)
 
 
-@pytest.mark.parametrize("n", [12, 23, 24, 25, 36, 50])
-def test_streams_make_each_token_a_target_once_in_order(n: int) -> None:
+@pytest.mark.parametrize("size", [12, 23, 24, 25, 36, 50, 54])
+def test_streams_are_the_text_in_order_and_continue_until_the_epoch_ends(size: int) -> None:
+    batches = make("streams", size, batch_size=3)
     for epoch in (0, 1):
-        targets = torch.cat(epoch_targets(make(n, False), epoch))
-        assert targets.T.reshape(-1).tolist() == list(range(n // 3 * 3))
+        found = epoch_of(batches, epoch)
+        targets = torch.cat([batch.targets for batch in found])
+        assert targets.T.flatten().tolist() == list(range(size // 3 * 3))
+        assert [batch.continues for batch in found] == [False] + [True] * (len(found) - 1)
+        for batch in found:
+            assert_read_from_the_token_before(batch)
 
 
-@pytest.mark.parametrize(("n", "shuffle", "batch_size"), [(50, False, 3), (17, True, 1)])
-def test_each_target_is_read_from_the_token_before_and_the_first_from_eos(
-    n: int, shuffle: bool, batch_size: int
+@pytest.mark.parametrize(("size", "batch_size"), [(15, 3), (16, 3), (40, 3), (61, 3), (20, 1)])
+def test_windows_are_disjoint_from_another_offset_and_in_another_order_in_each_epoch(
+    size: int, batch_size: int
 ) -> None:
-    batches = make(n, shuffle, batch_size=batch_size)
-    first_seen = False
-    for number in range(10 * batches.per_epoch):
-        inputs, targets, continues, _ = batches[number]
-        assert inputs.tolist() == torch.where(targets == 0, 99, targets - 1).tolist()
-        assert not (continues and shuffle)
-        first_seen = first_seen or bool((targets == 0).any())
-    assert first_seen
-
-
-def test_streams_continue_column_by_column_until_the_epoch_ends() -> None:
-    batches = make(54, False)
-    assert [batches[number].continues for number in range(10)] == 2 * ([False] + 4 * [True])
-    for number in range(1, batches.per_epoch):
-        assert batches[number].inputs[0].tolist() == batches[number - 1].targets[-1].tolist()
-
-
-@pytest.mark.parametrize("n", [15, 16, 40, 61, 100])
-def test_windows_of_an_epoch_are_disjoint_stretches_of_the_text(n: int) -> None:
-    for epoch in range(3):
-        found = windows(make(n, True), epoch)
-        assert all(window == list(range(window[0], window[0] + 4)) for window in found)
-        tokens = [token for window in found for token in window]
-        assert len(set(tokens)) == len(tokens) == (n - 1) // 4 // 3 * 12
-        assert max(tokens) < n
-
-
-def test_windows_come_in_another_order_and_from_another_offset_in_each_epoch() -> None:
-    epochs = [windows(make(60, True), epoch) for epoch in range(6)]
-    assert len({tuple(window[0] for window in epoch) for epoch in epochs}) == 6
-    assert len({epoch[0][0] % 4 for epoch in epochs}) > 1
+    batches, orders, seen = make("windows", size, batch_size), set(), set[int]()
+    for epoch in range(40):
+        found = epoch_of(batches, epoch)
+        for batch in found:
+            assert_read_from_the_token_before(batch)
+            assert not batch.continues
+        windows = [column for batch in found for column in batch.targets.T.tolist()]
+        assert windows == [list(range(first, first + 4)) for first, *_ in windows]
+        tokens = [token for window in windows for token in window]
+        assert len(set(tokens)) == len(tokens) == (size - 1) // 4 // batch_size * batch_size * 4
+        orders.add(tuple(tokens))
+        seen |= {*tokens}
+    assert seen == {*range(size)}
+    assert len(orders) > 10
 
 
 @every_kind
 def test_a_batch_depends_on_seed_epoch_and_index_alone(kind: str) -> None:
-    in_order, jumping, other = (of_kind(kind, seed=seed) for seed in (7, 7, 8))
+    in_order, jumping, other = (make(kind, seed=seed) for seed in (7, 7, 8))
     expected = [in_order[number].targets.tolist() for number in range(2 * in_order.per_epoch)]
     for number in (in_order.per_epoch + 1, 0, 7, 3, 7, 1):
         assert jumping[number].targets.tolist() == expected[number]
@@ -129,51 +107,44 @@ def test_a_batch_depends_on_seed_epoch_and_index_alone(kind: str) -> None:
 @every_kind
 @pytest.mark.parametrize("num", [2, 3, 6])
 def test_the_columns_of_all_ranks_are_the_batch_of_one_device(kind: str, num: int) -> None:
-    one = of_kind(kind)
+    one = make(kind)
     for rank in range(num):
-        part = of_kind(kind, rank=rank, world_size=num)
+        part = make(kind, rank=rank, world_size=num)
         for number in range(2 * one.per_epoch):
             assert torch.equal(part[number].inputs, one[number].inputs[:, rank::num])
             assert torch.equal(part[number].targets, one[number].targets[:, rank::num])
 
 
-@pytest.mark.parametrize(("shuffle", "shortest"), [(False, 3), (True, 15)])
+@pytest.mark.parametrize(("kind", "shortest"), [("streams", 3), ("windows", 15)])
 def test_a_text_too_short_is_refused_with_the_length_that_would_do(
-    shuffle: bool, shortest: int
+    kind: str, shortest: int
 ) -> None:
-    assert make(shortest, shuffle).per_epoch == 1
+    assert make(kind, shortest, batch_size=3).per_epoch == 1
     message = (
         f"the training split has {shortest - 1} tokens; train.batch_size = 3 and"
         f" train.seq_len = 4 require at least {shortest}"
     )
     with pytest.raises(UserError, match=f"^{message}$"):
-        make(shortest - 1, shuffle)
+        make(kind, shortest - 1, batch_size=3)
 
 
-def test_a_batch_that_devices_cannot_share_evenly_is_refused() -> None:
+def test_a_batch_that_devices_cannot_share_evenly_and_a_split_without_items_are_refused() -> None:
     message = "train.batch_size = 3 must be a multiple of 2 devices"
     with pytest.raises(UserError, match=f"^{message}$"):
-        make(50, False, world_size=2)
-
-
-@pytest.mark.parametrize("n", [17, 18, 20])
-def test_every_token_is_in_some_epochs_windows_the_last_one_too(n: int) -> None:
-    batches = make(n, True, batch_size=1)
-    found = [window for epoch in range(40) for window in windows(batches, epoch)]
-    assert {token for window in found for token in window} == set(range(n))
+        make("streams", batch_size=3, world_size=2)
+    empty = find_sequences(np.array([UNK, EOS]), eos_id=EOS, unk_id=UNK)
+    with pytest.raises(UserError, match="the training split has no item"):
+        make("sequences", sequences=empty)
 
 
 def test_each_epoch_has_each_item_once_after_the_items_before_it() -> None:
-    sequences = some_sequences()
-    before: dict[int, int] = {}
+    sequences, before, orders = some_sequences(37), dict[int, int](), set()
     for line in sequences.lines():
         before |= zip(line.tolist(), [EOS, *line.tolist()], strict=False)
-    found = of_sequences(sequences)
-    orders = set()
+    batches = make("sequences", sequences=sequences)
     for epoch in range(3):
         predicted: list[int] = []
-        for number in range(epoch * found.per_epoch, (epoch + 1) * found.per_epoch):
-            inputs, targets, continues, num_ignored = found[number]
+        for inputs, targets, continues, num_ignored in epoch_of(batches, epoch):
             assert num_ignored == int((targets == IGNORED).sum())
             assert not continues
             assert targets.shape[1] == 6
@@ -189,12 +160,6 @@ def test_each_epoch_has_each_item_once_after_the_items_before_it() -> None:
 
 
 def test_a_batch_has_windows_of_similar_length() -> None:
-    found = of_sequences(some_sequences(2_000), batch_size=10)
-    targets = [found[number].targets for number in range(found.per_epoch)]
+    targets = [batch.targets for batch in epoch_of(make("sequences", 2_000, batch_size=10), 0)]
     num_padding = sum(int((each == IGNORED).sum()) for each in targets)
     assert num_padding < 0.05 * sum(each.numel() for each in targets)
-
-
-def test_without_an_item_there_is_nothing_to_train_on() -> None:
-    with pytest.raises(UserError, match="the training split has no item"):
-        of_sequences(find_sequences(np.array([UNK, EOS]), eos_id=EOS, unk_id=UNK))

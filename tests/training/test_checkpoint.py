@@ -7,7 +7,8 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from data_prep.errors import UserError
 from lm.cli import main
 from lm.training.checkpoint import FORMAT_VERSION, load_checkpoint, save_checkpoint
+from scripts.benchmarks.faults.work import outcome
 
 Contents = Callable[[Path], dict[str, str]]
 CHECKPOINT: dict[str, Any] = {
@@ -22,15 +24,6 @@ CHECKPOINT: dict[str, Any] = {
     "state": {"weight": torch.arange(1000.0)},
     "progress": {"batches_done": 7},
 }
-
-
-def test_a_checkpoint_reads_back_what_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "made" / "last.ckpt"
-    save_checkpoint(CHECKPOINT, path)
-    read = load_checkpoint(path)
-    assert torch.equal(read["state"]["weight"], torch.arange(1000.0))
-    assert read["progress"] == {"batches_done": 7}
-    assert [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
 
 
 def test_a_checkpoint_is_copied_where_the_file_system_has_no_hard_links(
@@ -52,8 +45,9 @@ def test_a_checkpoint_is_copied_where_the_file_system_has_no_hard_links(
 
 
 def test_a_loaded_checkpoint_and_its_file_do_not_change_each_other(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
+    path = tmp_path / "made" / "last.ckpt"
     save_checkpoint(CHECKPOINT, path)
+    assert [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
     read = load_checkpoint(path)
     read["state"]["weight"][:500] += 1  # copies the pages, not the file
     changed = read["state"]["weight"].clone()
@@ -65,21 +59,39 @@ def test_a_loaded_checkpoint_and_its_file_do_not_change_each_other(tmp_path: Pat
     assert torch.equal(again["state"]["weight"], changed)
 
 
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    [
+        ("[enforce fail at inline_container.cc] . unexpected pos 64 vs 0", "the disk is full"),
+        ("out of memory", ""),
+        ("no space", "a checkpoint has 0 MB, and the disk has 0 MB free"),
+    ],
+)
+@pytest.mark.parametrize("has_last", [True, False])
 def test_a_failure_leaves_the_previous_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: Contents
+    cause: str,
+    message: str,
+    has_last: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    contents: Contents,
 ) -> None:
-    """A full disk is that of `test_run_folder.py`."""
-    path = tmp_path / "last.ckpt"
-    save_checkpoint(CHECKPOINT, path)
-    before = contents(tmp_path)
+    if has_last:
+        save_checkpoint(CHECKPOINT, tmp_path / "last.ckpt")
+    before, path = contents(tmp_path), tmp_path / "step-7.ckpt"
 
     def save(checkpoint: object, file: Any) -> None:
         file.write(b"half")
-        raise RuntimeError("out of memory")
+        raise RuntimeError(cause)
 
     monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(RuntimeError, match=r"^out of memory$"):
-        save_checkpoint({}, path)
+    if cause == "no space":
+        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    left = "the last checkpoint is untouched" if has_last else "there is no checkpoint yet"
+    kind, expected = (UserError, f"{path}: {message}; {left}") if message else (RuntimeError, cause)
+    with pytest.raises(kind) as caught:
+        save_checkpoint(CHECKPOINT, path)
+    assert str(caught.value) == expected
     assert contents(tmp_path) == before
 
 
@@ -166,13 +178,12 @@ def test_the_newest_checkpoints_are_kept_by_their_step(folder: Path) -> None:
     assert (folder / "last.ckpt").samefile(folder / "step-6.ckpt")
 
 
-def test_auto_passes_over_damaged_checkpoints_and_says_so(
+def test_auto_passes_over_damaged_checkpoints_and_says_so_unless_all_are(
     folder: Path,
     command: Command,
     flip_bit: Callable[[Path], None],
     caplog: pytest.LogCaptureFixture,
     complaint: Callable[..., str],
-    assert_same: Callable[[Path, Path], None],
     tmp_path: Path,
 ) -> None:
     options = [*OPTIONS, "--train.max_steps=8"]
@@ -184,36 +195,7 @@ def test_auto_passes_over_damaged_checkpoints_and_says_so(
     assert main([*run, "--resume=auto"]) == 0
     newest = folder / "step-5.ckpt"
     assert f"{damaged}: it is passed over for {newest}" in caplog.messages
-    assert_same(tmp_path / "run", tmp_path / "truth")
-
-
-def test_auto_is_refused_if_every_checkpoint_is_damaged(
-    folder: Path, command: Command, complaint: Callable[..., str], tmp_path: Path
-) -> None:
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "truth")
     for path in folder.iterdir():
         path.write_bytes(b"another")
-    arguments = [*command(tmp_path / "run"), *OPTIONS, "--train.max_steps=8", "--resume=auto"]
-    message = f"{folder}/last.ckpt is damaged, or not a checkpoint of sqrtlm"
-    assert complaint(*arguments) == message
-
-
-def test_a_disk_without_space_for_a_checkpoint_is_refused_before_it_is_written(
-    folder: Path,
-    command: Command,
-    complaint: Callable[..., str],
-    contents: Callable[[Path], dict[str, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Usage(NamedTuple):
-        free: int = 1000
-
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage())
-    before = contents(folder)
-    options = [*OPTIONS, "--train.max_steps=8", "--resume=auto"]
-    message = complaint(*command(tmp_path / "run"), *options)
-    assert message == (
-        f"{folder}/step-7.ckpt: a checkpoint has 0 MB, and the disk has 0 MB free; the last"
-        " checkpoint is untouched"
-    )
-    assert contents(folder) == before
+    assert complaint(*run, "--train.max_steps=9", "--resume=auto") == damaged

@@ -64,27 +64,20 @@ def test_the_rate_reaches_its_end_with_the_time(
     assert (tmp_path / "model.safetensors").exists()
 
 
-def test_a_continuation_without_time_for_a_step_says_so(
+def test_a_continued_run_keeps_counting_and_says_if_no_step_is_left(
     train: Train, tmp_path: Path, seconds: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a minute, six seconds are left, and a validation takes ten."""
-    options = [*BY_TIME, "--train.val_every_steps=10"]
-    train(tmp_path, *options, "--train.max_minutes=1")
-    caplog.clear()
-    train(tmp_path, *options, "--train.max_minutes=1.1", "--resume=auto")
-    assert "1.1 leaves no time for a step: a validation takes 10 s" in caplog.text
-    assert "continues with" not in caplog.text
-    assert sum(seconds) == 60
-
-
-def test_a_continued_run_keeps_counting(train: Train, tmp_path: Path, seconds: list[float]) -> None:
-    options = [*BY_TIME, "--train.val_every_steps=10"]
+    options, resume = [*BY_TIME, "--train.val_every_steps=10"], "--resume=auto"
     train(tmp_path, *options, "--train.max_minutes=1")
     steps = len(read_metrics(tmp_path / "metrics.csv"))
     assert progress_of(tmp_path)["elapsed_seconds"] == sum(seconds) == 60
-    train(tmp_path, *options, "--train.max_minutes=1", "--resume=auto")  # nothing is left
+    train(tmp_path, *options, "--train.max_minutes=1", resume)  # nothing is left
+    assert "leaves no time" not in caplog.text
+    train(tmp_path, *options, "--train.max_minutes=1.1", resume)  # six seconds are left
+    assert "1.1 leaves no time for a step: a validation takes 10 s" in caplog.text
+    assert "continues with" not in caplog.text
     assert sum(seconds) == 60
-    train(tmp_path, *options, "--train.max_minutes=2", "--resume=auto")
+    train(tmp_path, *options, "--train.max_minutes=2", resume)
     assert progress_of(tmp_path)["elapsed_seconds"] == sum(seconds) == 120
     assert len(read_metrics(tmp_path / "metrics.csv")) > steps
 
@@ -130,3 +123,5 @@ def test_the_time_left_counts_steps_and_validations(monkeypatch: pytest.MonkeyPa
     now[0] += 7
     clock.resume(validated=True)
     assert clock.seconds_left(100) == pytest.approx(90 + 9 * 7)
+    clock.num_steps, clock.limit = None, clock.progress.elapsed_seconds + 60
+    assert clock.seconds_left(100) == pytest.approx(60)

@@ -13,12 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from data_prep.prepared import Prepared
 from lm.config import TrainConfig, load_config
 from lm.output import ClassTree
 from lm.output.backends.triton.launch import instrumented
 from lm.output.rowwise import RowGradient
-from lm.run import Parts, Run
+from lm.run import Run
 from lm.training import cuda_graph
 from lm.training.batches import Batch, Batches
 from lm.training.checkpoint import load_checkpoint
@@ -91,7 +90,7 @@ def start(folder: Path, options: list[str], saved: Any = None, gpu: bool = False
     config = load_config(folder / "config.yaml", [f"--run_dir={folder}", device, *options])
     adaptive = config.output.tree == "adaptive"
     tree = None if adaptive else ClassTree.two_level(torch.arange(N) % 7)
-    run = Run(config, Parts(cast(Prepared, Text()), tree))
+    run = Run.of(config, prepared=Text(), tree=tree)
     fabric = build_fabric(run)
     fabric.launch()
     return TrainingState(fabric, run, Batches(config, run.prepared), saved)
@@ -208,22 +207,23 @@ def test_a_step_of_the_fused_kernels_reads_nothing_from_the_device(
         assert len(launches) == 2 * before >= 14
 
 
-def test_runs_that_record_no_step_say_why() -> None:
+def test_runs_that_record_no_step_say_why(caplog: pytest.LogCaptureFixture) -> None:
     assert why_eager(TrainConfig(), 1, on_gpu=True) is None
     assert why_eager(TrainConfig(), 1, on_gpu=False) == ""
     assert why_eager(TrainConfig(cuda_graph="off"), 1, on_gpu=True) == ""
     several = "several devices communicate"
     assert why_eager(TrainConfig(), 2, on_gpu=True) == several
     assert why_eager(TrainConfig(strategy="ddp"), 1, on_gpu=True) == several
-    in_fp16 = why_eager(TrainConfig(precision="16-mixed"), 1, on_gpu=True)
-    assert in_fp16 == "the host reads whether gradients in fp16 are finite"
-
-
-@pytest.mark.parametrize("value", ["off", "'off'", "auto"])
-def test_off_in_yaml_is_off(value: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.replace("threads", f"cuda_graph: {value}, threads"))
-    assert load_config(path).train.cuda_graph == value.strip("'")
+    for config, reason in (
+        (TrainConfig(precision="16-mixed"), "gradients in fp16 are finite"),
+        (TrainConfig(skip_nonfinite_steps=1), "gradients are finite (train.skip_nonfinite_steps)"),
+    ):
+        assert why_eager(config, 1, on_gpu=True) == f"the host reads whether {reason}"
+    caplog.set_level(logging.INFO)
+    place = {"device": torch.device("cuda"), "world_size": 2, "is_global_zero": True}
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    assert not StepGraph(cast(Any, SimpleNamespace(**place)), TrainConfig(), optimizer).records
+    assert caplog.messages == [f"training steps run without a CUDA graph: {several}"]
 
 
 def test_pinned_memory_is_written_after_it_was_copied() -> None:

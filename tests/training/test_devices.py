@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ import torch
 
 from data_prep.errors import UserError
 from lm.cli import main
+from lm.config import validate
 from lm.device import launch
 from lm.model.files import load_model
+from lm.run import Run
+from lm.training import devices as module
 from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
@@ -31,22 +35,19 @@ def two(arguments: list[str]) -> Two:
     """
 
     def begin(*options: str, devices: int = 2) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "lm", *arguments, *options]
-        command += [f"--train.devices={devices}", "--train.accelerator=cpu"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+        command = ["-m", "lm", *arguments, *options, f"--train.devices={devices}"]
+        return launched("", *command)[0]
 
     return begin
 
 
 def launched(launcher: str, *command: str, devices: int = 2) -> list[subprocess.Popen[str]]:
-    """The processes of torchrun, or of two tasks of SLURM, with arguments for Python."""
+    """The process of Python with arguments, that of torchrun, or those of two tasks of SLURM."""
     python = [sys.executable]
     environments = [{"OMP_NUM_THREADS": "1"}]
     if launcher == "torchrun":
         python += ["-m", "torch.distributed.run", f"--nproc-per-node={devices}", "--standalone"]
-    else:
+    elif launcher == "SLURM":
         given = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(os.getpid())}
         given |= {"SLURM_STEP_ID": "0", "SLURM_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
         ranks = [{"SLURM_PROCID": each, "SLURM_LOCALID": each} for each in "01"]
@@ -75,47 +76,59 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
     return printed, message
 
 
-@pytest.mark.parametrize(
-    ("output", "stops"),
-    [
-        (["--model.input_pieces=40"], [["--train.max_steps=4"], ["--resume", "auto"]]),
-        # The batches of a process may have no target in a cluster.
-        (["--output.tree=adaptive", "--output.cutoffs=[15,21]"], [[]]),
+SHARDED = ["--train.strategy=shard_output", "--optim.optimizer=sgd", "--optim.lr=0.5"]
+TIED_ADAGRAD = ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"]
+ALIKE = {
+    "pieces of words": ["--model.input_pieces=40"],
+    # The batches of a process may have no target in a cluster.
+    "adaptive": ["--output.tree=adaptive", "--output.cutoffs=[15,21]"],
+    "by class, clipped, pieces": [
+        *(*SHARDED, *TIED_ADAGRAD, "--train.shard_by=class"),
+        *("--optim.clip=0.1", "--model.input_pieces=40"),
     ],
-    ids=["pieces of words", "adaptive"],
-)
+    "tied, adagrad": [*SHARDED, *TIED_ADAGRAD],
+    "path sums, row-wise": [
+        *(*SHARDED, "--model.input_embedding=path_sum", "--word_table.gradients=row_wise")
+    ],
+    "adamw": [
+        *(*SHARDED, "--optim.optimizer=adamw", "--optim.lr=1e-3", "--optim.clip=0.1"),
+        "--model.init_range=0.2",
+    ],
+}
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in list(ALIKE)[3:]]
+
+
+@pytest.mark.parametrize("recipe", [*list(ALIKE)[:3], *LONG])
 def test_two_processes_train_as_one_and_continue_where_they_stopped(
-    two: Two, train: Callable[..., Path], tmp_path: Path, output: list[str], stops: list[list[str]]
+    two: Two, train: Callable[..., Path], tmp_path: Path, recipe: str
 ) -> None:
-    options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2", *output]
-    one = read_metrics(train(tmp_path / "one", *options) / "metrics.csv")
-    for stop in stops:
-        assert finish(two(*options, *stop))[0] == f"{tmp_path / 'run'}\n"  # once
-    checkpoint = load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")
-    assert not torch.equal(*(device["cpu"] for device in checkpoint["devices"]))  # dropout
-    both = read_metrics(tmp_path / "run" / "metrics.csv")
-    assert [line.step for line in both] == [line.step for line in one] == [2, 4, 6, 8]
-    for ours, truth in zip(both, one, strict=True):
-        assert ours.tokens == truth.tokens
-        assert ours.train_perplexity == pytest.approx(truth.train_perplexity, rel=1e-5)
-    assert both[-1].valid_perplexity == pytest.approx(one[-1].valid_perplexity, rel=1e-5)
+    """Dealt rows are continued by one process."""
+    options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2", *ALIKE[recipe]]
+    is_dealt, run = SHARDED[0] in options, tmp_path / "run"
+    one = train(tmp_path / "one", *(each for each in options if "--train.s" not in each))
+    assert finish(two(*options, "--train.max_steps=4"))[0] == f"{run}\n"  # once
+    finish(two(*options, "--resume", "auto", devices=1 if is_dealt else 2))
+    both, truth = (read_metrics(folder / "metrics.csv") for folder in (run, one))
+    assert [(line.step, line.tokens) for line in both] == [(n, 32 * n) for n in (2, 4, 6, 8)]
+    perplexities = [[line.train_perplexity for line in lines] for lines in (both, truth)]
+    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-5)
+    assert both[-1].valid_perplexity == pytest.approx(truth[-1].valid_perplexity, rel=1e-5)
+    if not is_dealt:
+        devices = load_checkpoint(run / "checkpoints/last.ckpt")["devices"]
+        assert not torch.equal(*(device["cpu"] for device in devices))  # dropout
+        return
+    weights, expected = (load_model(folder)[0].state_dict() for folder in (run, one))
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "SLURM"])
-@pytest.mark.parametrize("devices", [[], ["--train.devices=auto"], ["--train.devices=3"]])
-def test_devices_are_the_processes_that_a_launcher_has_started(
-    arguments: list[str], tmp_path: Path, launcher: str, devices: list[str]
+@pytest.mark.parametrize(("launcher", "devices"), [("torchrun", "null"), ("SLURM", "auto")])
+def test_the_processes_that_a_launcher_has_started_train_one_run(
+    arguments: list[str], tmp_path: Path, launcher: str, devices: str
 ) -> None:
-    processes = launched(launcher, "-m", "lm", *arguments, "--train.max_steps=2", *devices)
-    code = 0 if "--train.devices=3" not in devices else 1 if launcher == "torchrun" else 2
-    printed, message = map("".join, zip(*(finish(each, code) for each in processes), strict=True))
-    if code == 0:
-        assert printed == f"{tmp_path / 'run'}\n"  # once
-        assert len(load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["devices"]) == 2
-    else:
-        expected = f"lm: train.devices: 3, but {launcher} started 2 on each machine: omit"
-        assert message.count("lm: ") == message.count(expected) == 1
-        assert not (tmp_path / "run").exists()
+    options = ["--train.max_steps=2", f"--train.devices={devices}"]
+    processes = launched(launcher, "-m", "lm", *arguments, *options)
+    assert "".join(finish(each)[0] for each in processes) == f"{tmp_path / 'run'}\n"  # once
+    assert len(load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["devices"]) == 2
 
 
 STOPPED = 7
@@ -170,10 +183,11 @@ def test_several_processes_continue_bit_for_bit_or_refuse_another_number_of_them
     tiny: Path,
     prepared_dir: Path,
     tmp_path: Path,
-    assert_same: Callable[[Path, Path], None],
     complaint: Callable[..., str],
     devices: int,
 ) -> None:
+    from scripts.benchmarks.faults.work import outcome  # processes run this file without `scripts`
+
     data = f"--data.prepared_dir={prepared_dir}"
     command = ["train", tiny, "--no-progress", data, "--train.batch_size=6", "--train.max_steps=12"]
     words = [__file__, tmp_path, *command]
@@ -182,7 +196,7 @@ def test_several_processes_continue_bit_for_bit_or_refuse_another_number_of_them
     for name in CONTINUED:
         whole, stopped = tmp_path / name / "whole", tmp_path / name / "stopped"
         assert len(load_checkpoint(whole / "checkpoints" / "last.ckpt")["devices"]) == devices
-        assert_same(stopped, whole)
+        assert outcome(stopped) == outcome(whole)
     options = [f"--run_dir={tmp_path / 'lstm' / 'stopped'}", "--train.accelerator=cpu"]
     options += [*CONTINUED["lstm"], "--output.backend=reference", "--train.val_every_steps=6"]
     assert complaint(*command, *options, "--train.max_steps=15", "--resume=auto") == (
@@ -190,8 +204,6 @@ def test_several_processes_continue_bit_for_bit_or_refuse_another_number_of_them
     )
 
 
-TIED_ADAGRAD = ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"]
-ADAMW = ["--optim.optimizer=adamw", "--optim.lr=1e-3", "--optim.clip=0.1"]
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "RANK": "5"}
 SLURM = {"SLURM_NTASKS": "6", "SLURM_NNODES": "3", "SLURM_PROCID": "4", "SLURM_STEP_ID": "0"}
 
@@ -201,7 +213,7 @@ SLURM = {"SLURM_NTASKS": "6", "SLURM_NNODES": "3", "SLURM_PROCID": "4", "SLURM_S
     [
         ({}, None),
         (TORCHRUN, ("torchrun", 4, 2, 5)),
-        (TORCHRUN | SLURM, ("torchrun", 4, 2, 5)),
+        (TORCHRUN | SLURM | {"RANK": "0"}, ("torchrun", 4, 2, 0)),
         ({"WORLD_SIZE": "8", "RANK": "1"}, None),  # of no launcher that Fabric knows
         (SLURM, ("SLURM", 2, 3, 4)),
         (SLURM | {"ENVIRONMENT": "BATCH"}, ("SLURM", 2, 3, 4)),  # srun in a script
@@ -223,44 +235,21 @@ def test_launchers_are_known_by_their_variables(
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
             launch()
-    else:
-        assert launch() == expected
-
-
-@pytest.mark.parametrize(
-    "table",
-    [
-        pytest.param(TIED_ADAGRAD, marks=pytest.mark.long),
-        [*TIED_ADAGRAD, "--train.shard_by=class", "--optim.clip=0.1", "--model.input_pieces=40"],
-        pytest.param(
-            ["--model.input_embedding=path_sum", "--word_table.gradients=row_wise"],
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            [*ADAMW, "--optim.clip=0.1", "--model.init_range=0.2"], marks=pytest.mark.long
-        ),
-    ],
-    ids=["tied, adagrad", "by class, clipped, pieces", "path sums, row-wise", "adamw"],
-)
-def test_dealt_rows_train_as_those_of_one_process_and_continue_on_any_number(
-    two: Two, train: Callable[..., Path], tmp_path: Path, table: list[str]
-) -> None:
-    sgd = ["--optim.optimizer=sgd", "--optim.lr=0.5", "--optim.weight_decay=0"]
-    options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2", *sgd, *table]
-    one = train(tmp_path / "one", *(each for each in options if "shard_by" not in each))
-    options += ["--train.strategy=shard_output"]
-    finish(two(*options, "--train.max_steps=4"))
-    finish(two(*options, "--resume", "auto", devices=1))
-    run = tmp_path / "run"
-    both = read_metrics(run / "metrics.csv")
-    assert [line.step for line in both] == [2, 4, 6, 8]
-    for ours, truth in zip(both, read_metrics(one / "metrics.csv"), strict=True):
-        assert ours.train_perplexity == pytest.approx(truth.train_perplexity, rel=1e-5)
-    assert ours.valid_perplexity == pytest.approx(truth.valid_perplexity, rel=1e-5)
-    whole, truth_weights = (load_model(each)[0].state_dict() for each in (run, one))
-    assert whole.keys() == truth_weights.keys()
-    for name, tensor in whole.items():
-        torch.testing.assert_close(tensor, truth_weights[name], rtol=1e-4, atol=1e-5)
+        return
+    found = launch()
+    assert found == expected
+    train: dict[str, Any] = {"max_steps": 1, "accelerator": "cpu"}
+    for devices, alone in ((None, 1), ("auto", 1), (3, 3)):
+        run = Run(validate({"name": "run", "train": train | {"devices": devices}}, "c"))
+        if found is None or devices != 3:
+            assert run.num_devices == (alone if found is None else found.per_machine)
+            continue
+        with pytest.raises(SystemExit if found.rank else UserError) as caught:
+            run.num_devices  # noqa: B018
+        if not found.rank:  # the first process reports
+            assert str(caught.value).startswith(
+                f"train.devices: 3, but {found.launcher} started {found.per_machine} on each"
+            )
 
 
 def long_run(two: Two, run: Path, *options: str) -> subprocess.Popen[str]:
@@ -293,6 +282,20 @@ def test_if_a_process_is_killed_the_run_ends_with_one_line(two: Two, tmp_path: P
     assert "another process of the run" in message.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("is_first", "world_size", "expected"),
+    [(True, 2, UserError), (False, 2, SystemExit), (True, 1, RuntimeError)],
+)
+def test_the_first_process_reports_that_another_is_lost(
+    lstm_run: Path, is_first: bool, world_size: int, expected: type[BaseException]
+) -> None:
+    fabric: Any = SimpleNamespace(
+        launch=lambda: None, world_size=world_size, is_global_zero=is_first
+    )
+    with pytest.raises(expected), module.launched(fabric, Run.read(lstm_run)):
+        raise RuntimeError("third_party/gloo/transport: connection reset by peer")
+
+
 def test_after_an_error_a_process_of_a_group_ends_without_finalization(tmp_path: Path) -> None:
     program = f"""
 import atexit, sys
@@ -310,7 +313,7 @@ sys.exit(run_process())
 
 
 def test_settings_that_require_a_gpu_are_refused_without_one(
-    tmp_path: Path, failed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, failed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -324,6 +327,11 @@ def test_settings_that_require_a_gpu_are_refused_without_one(
             found = failed(run, f"--train.accelerator={accelerator}", option)
             assert found.startswith(message)
     assert not run.exists()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    module.check_devices(Run.read(tiny, ["--train.precision=16-mixed"]))
+    with pytest.raises(UserError, match=r"train.devices: 2: expected at most 1 CUDA dev"):
+        module.check_devices(Run.read(tiny, ["--train.devices=2"]))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from lm.config import Config, load_config
 from lm.output import ClassTree
 from lm.output.backends import saved_bytes
 from lm.output.backends.base import Problem
-from lm.run import Parts, Run
+from lm.run import Run
 from lm.training import memory_estimate as module
 from lm.training.memory_estimate import TOLERANCE, MemoryEstimate
 
@@ -34,7 +33,7 @@ Configured = Callable[..., Config]
 
 
 def run_of(config: Config) -> Run:
-    return Run(config, Parts(tree=TREE))
+    return Run.of(config, tree=TREE)
 
 
 def estimate(config: Config) -> MemoryEstimate:
@@ -109,10 +108,10 @@ def test_a_recorded_step_keeps_its_memory_next_to_that_of_a_shorter_batch(
     assert need.total == rest + need.graph
 
 
-def test_a_run_that_does_not_fit_is_refused_with_the_first_change_that_would(
+def test_a_run_that_does_not_fit_is_refused_with_changes_that_add_up_until_they_suffice(
     config: Configured, available: Callable[[int], None]
 ) -> None:
-    adam, adagrad = config(*ROW_WISE_ADAM), config(*ROW_WISE_ADAGRAD)
+    adam, adagrad = config(*ROW_WISE_ADAM), estimate(config(*ROW_WISE_ADAGRAD))
     need, least = estimate(adam), enough(estimate(adam))
     available(least)
     check(adam)
@@ -123,16 +122,11 @@ def test_a_run_that_does_not_fit_is_refused_with_the_first_change_that_would(
         f"training run needs {need.total / 1e9:.1f} GB of memory (weights 0.0 GB, gradients 0.0 GB,"
         f" optimizer 0.1 GB, a batch {need.batch / 1e9:.1f} GB, other {need.other / 1e9:.1f} GB),"
         f" {least / 1e9:.1f} GB are available: --word_table.optimizer=adagrad would fit, with"
-        f" {estimate(adagrad).total / 1e9:.1f} GB"
+        f" {adagrad.total / 1e9:.1f} GB"
     )
-
-
-def test_changes_add_up_until_they_suffice(
-    config: Configured, available: Callable[[int], None]
-) -> None:
-    adam, least = config(*ROW_WISE_ADAM), enough(estimate(config(*ROW_WISE_ADAGRAD, *BF16)))
-    available(least)
+    least = enough(estimate(config(*ROW_WISE_ADAGRAD, *BF16)))
     options = "--word_table.optimizer=adagrad --word_table.tied=true --word_table.dtype=bf16"
+    available(least)
     with pytest.raises(UserError, match=f": {options} --train.precision=bf16-mixed would fit"):
         check(adam)
     available(least - 2)
@@ -145,7 +139,7 @@ def test_settings_that_would_be_refused_or_need_more_are_not_proposed(
 ) -> None:
     available(1000)
     prepared = SimpleNamespace(vocab_size=NUM_WORDS, counts=lambda: [1] * NUM_WORDS)
-    adaptive = Run(config("output.tree=adaptive"), Parts(cast(Any, prepared)))
+    adaptive = Run.of(config("output.tree=adaptive"), prepared=prepared)
     with pytest.raises(UserError, match=r": even --word_table\.optimizer=adagrad would need"):
         module.check_memory(adaptive)
     for options in (["model.embedding=8", "train.devices=2"], ["model.hidden=1000000"]):

@@ -94,13 +94,6 @@ def test_sgd_updates_every_number_in_half_precision(momentum: float) -> None:
     assert torch.equal(model.weight.detach(), before - 0.25)
 
 
-def test_parameters_without_a_gradient_are_left_out() -> None:
-    model = nn.Linear(3, 2)
-    model.bias.requires_grad_(False)
-    groups = build(Model(model), OptimConfig()).param_groups
-    assert [parameter.shape for group in groups for parameter in group["params"]] == [(2, 3)]
-
-
 def test_the_word_table_has_its_own_optimizer_and_rate() -> None:
     model = Model(nn.Linear(3, 2, bias=False), nn.Embedding(5, 2))
     linear, rows = (parameter.detach().clone() for parameter in model.parameters())

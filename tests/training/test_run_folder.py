@@ -1,4 +1,4 @@
-"""The folder of a run: what it contains, who may train it, and what a failure leaves unchanged."""
+"""The folder of a run: what it contains, who may train it, and what is refused without a change."""
 
 import json
 import platform
@@ -6,12 +6,12 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from data_prep.storage import locked
+from lm.cli import main
 from lm.run import Run
 from lm.training import environment
 from lm.training.checkpoint import load_checkpoint
@@ -56,59 +56,33 @@ def test_a_run_is_trained_by_one_process_at_a_time(
     assert train(tmp_path, "--train.max_steps=2") == tmp_path
 
 
+@pytest.mark.parametrize(
+    ("rate", "option", "left"),
+    [
+        ("1e38", "--train.checkpoint_every_steps=1", "the last checkpoint is untouched"),
+        ("1e39", "--train.val_every_steps=1", "there is no checkpoint yet"),
+        ("1e9", "--train.val_every_steps=1", "there is no checkpoint yet"),
+    ],
+)
 def test_a_loss_that_is_not_finite_stops_and_leaves_the_last_checkpoint(
-    tmp_path: Path, failed: Failed
+    rate: str, option: str, left: str, tmp_path: Path, failed: Failed
 ) -> None:
-    options = ["--optim.optimizer=sgd", "--optim.lr=1e38", "--optim.clip=0"]
-    message = failed(tmp_path, *options, "--train.checkpoint_every_steps=1")
+    """Weights of such a validation are not saved either."""
+    options = ["--optim.optimizer=sgd", f"--optim.lr={rate}", "--optim.clip=0", option]
     found = re.fullmatch(
-        r"the loss became (nan|inf|\S+) nats per token before step (\d+); the last checkpoint is"
-        r" untouched"
+        rf"the loss became \S+ nats per token before step (\d+); {left}"
         r" \(a lower optim.lr or optim.clip may help\)",
-        message,
+        failed(tmp_path, *options),
     )
     assert found is not None
-    progress = load_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["progress"]
-    assert progress["batches_done"] == int(found[2]) - 1
-    assert progress["nll"] < 1e6
-
-
-@pytest.mark.parametrize(
-    ("num_saved", "left"),
-    [(0, "there is no checkpoint yet"), (2, "the last checkpoint is untouched")],
-)
-def test_a_full_disk_ends_a_run_and_leaves_the_last_checkpoint(
-    num_saved: int, left: str, tmp_path: Path, failed: Failed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save, written = torch.save, list[str]()
-
-    def full(checkpoint: object, file: Any) -> None:
-        if len(written) == num_saved:
-            file.write(b"half of it")
-            raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
-        save(checkpoint, file)
-        written.append(file.name)
-
-    monkeypatch.setattr(torch, "save", full)
-    message = failed(tmp_path, "--train.checkpoint_every_steps=3")
     last = tmp_path / "checkpoints" / "last.ckpt"
-    assert message == f"{last}: the disk is full; {left}"
-    names = ["last.ckpt"] if num_saved else []
-    assert [entry.name for entry in last.parent.iterdir()] == names
-    for name in names:
-        progress = load_checkpoint(last.with_name(name))["progress"]
-        assert progress["batches_done"] == 3 * num_saved
-
-
-@pytest.mark.parametrize("rate", ["1e9", "1e39"])
-def test_weights_whose_validation_perplexity_is_not_finite_are_not_saved(
-    rate: str, tmp_path: Path, failed: Failed
-) -> None:
-    options = ["--optim.optimizer=sgd", f"--optim.lr={rate}", "--optim.clip=0"]
-    message = failed(tmp_path, *options, "--train.val_every_steps=1")
-    assert re.match(r"the loss became \S+ nats per token before step \d; there is no", message)
-    assert not (tmp_path / "checkpoints").exists()
-    assert read_metrics(tmp_path / "metrics.csv") == []
+    assert last.exists() == ("untouched" in left)
+    if last.exists():
+        progress = load_checkpoint(last)["progress"]
+        assert progress["batches_done"] == int(found[1]) - 1
+        assert progress["nll"] < 1e6
+    else:
+        assert read_metrics(tmp_path / "metrics.csv") == []
 
 
 def test_a_run_that_does_not_fit_in_memory_is_refused_before_it_has_a_folder(
@@ -121,23 +95,125 @@ def test_a_run_that_does_not_fit_in_memory_is_refused_before_it_has_a_folder(
     assert not run.exists()
 
 
-def test_the_processor_is_named_with_its_instructions(
+def test_the_processor_and_the_most_memory_are_those_that_linux_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "CPUINFO", tmp_path / "cpuinfo")
-    # Without the file, the architecture is named.
+    info, status = tmp_path / "cpuinfo", tmp_path / "status"
+    monkeypatch.setattr(environment, "CPUINFO", info)
+    monkeypatch.setattr(environment, "STATUS", status)
     assert environment.processor_name() in (platform.processor(), platform.machine())
-    (tmp_path / "cpuinfo").write_text(
+    assert environment.peak_memory() is None
+    info.write_text(
         "processor\t: 0\nmodel name\t: A B 7\nflags\t\t: fpu avx2 avx512f avx512_bf16 sse\n\n"
     )
-    assert environment.processor_name() == "A B 7, avx2, avx512f, avx512_bf16"
-
-
-def test_the_most_memory_is_that_of_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status = tmp_path / "status"
-    monkeypatch.setattr(environment, "STATUS", status)
-    assert environment.peak_memory() is None
     status.write_text("Name:\ta: b\nVmPeak:\t 9000000 kB\nVmHWM:\t 1234567 kB\n")
+    assert environment.processor_name() == "A B 7, avx2, avx512f, avx512_bf16"
     assert environment.peak_memory() == "1,264 MB"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5_000_000)
+    assert environment.peak_memory() == "1,264 MB, 5 MB on the GPU"
+
+
+def test_a_checkpoint_without_its_run_is_refused_if_it_does_not_fit(
+    lstm_run: Path, tmp_path: Path, failed: Failed
+) -> None:
+    alone = tmp_path / "alone.ckpt"
+    shutil.copyfile(lstm_run / "checkpoints" / "last.ckpt", alone)
+    for option, problem in (
+        ("--model.hidden=16", "size mismatch"),
+        ("--output.tree=full", "the weights belong to another tree"),
+    ):
+        message = failed(tmp_path / "run", "--train.max_steps=30", option, "--resume", alone)
+        assert message.startswith("the checkpoint does not fit the configuration: ")
+        assert problem in message
+    message = failed(tmp_path / "run", "--resume", alone)
+    assert message == f"{alone}: training is already complete"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_checkpoint_of_parameters_of_another_type_is_refused(
+    train: Train, tmp_path: Path, failed: Failed
+) -> None:
+    early = train(tmp_path / "early", "--train.max_steps=1", "--train.precision=64-true")
+    (early / "config.yaml").unlink()  # which would be refused first
+    message = failed(tmp_path / "run", "--resume", early / "checkpoints" / "last.ckpt")
+    assert message == (
+        "backbone.layers.0.weight_ih_l0 is torch.float64 in the checkpoint, and torch.float32"
+        " under train.precision: 32-true"
+    )
+
+
+def test_a_line_of_metrics_that_has_no_figures_is_named(
+    train: Train, tmp_path: Path, failed: Failed
+) -> None:
+    run = train(tmp_path / "run", "--train.max_steps=1")
+    with open(run / "metrics.csv", "ab") as file:
+        file.write(b"1,2,\xff,4,5,6,7,8\n")
+    assert re.fullmatch(
+        rf"{run}/metrics.csv, line 3, is damaged \(.*\): delete it to continue",
+        failed(run, "--train.max_steps=2", "--resume", "auto"),
+    )
+
+
+@pytest.mark.parametrize(("key", "reason"), [("", "log.wandb: online: "), ("short", ".*40.* char")])
+def test_wandb_online_without_a_valid_key_is_refused_before_anything_is_written(
+    tmp_path: Path, failed: Failed, monkeypatch: pytest.MonkeyPatch, key: str, reason: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    message = failed(tmp_path / "run", "--log.wandb=online")
+    assert re.match(reason, message)
+    assert message.endswith("run `wandb login`, set WANDB_API_KEY, or use --log.wandb=offline")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        (["--model.hidden=16", "--optim.lr=1"], "model.hidden: 12 → 16, optim.lr: 0.01 → 1.0"),
+        (["--output.tree=full", "--seed=2"], "output.tree: two_level → full, seed: 1 → 2"),
+        (
+            ["--train.batch_size=8", "--train.seq_len=9", "--train.accumulate=2"],
+            "train.accumulate: 1 → 2, train.batch_size: 4 → 8, train.seq_len: 8 → 9",
+        ),
+        (["--train.precision=64-true"], "train.precision: 32-true → 64-true"),
+    ],
+)
+def test_a_changed_configuration_is_refused_naming_the_keys(
+    options: list[str],
+    keys: str,
+    lstm_run: Path,
+    tmp_path: Path,
+    failed: Failed,
+    contents: Contents,
+) -> None:
+    before = contents(lstm_run)
+    expected = (
+        f"{lstm_run} was started with another configuration ({keys}): set these back to continue"
+        " it, or start a new run in another folder"
+    )
+    allowed = ["--train.max_steps=99", "--log.every_steps=2"]
+    assert failed(lstm_run, "--resume", "auto", *allowed, *options) == expected
+    checkpoint = lstm_run / "checkpoints" / "last.ckpt"
+    assert failed(tmp_path / "run", "--resume", checkpoint, *allowed, *options) == expected
+    assert contents(lstm_run) == before
+
+
+def test_another_corpus_is_refused_when_a_run_continues(
+    tiny: Path, corpus: Path, tmp_path: Path, complaint: Callable[..., str], contents: Contents
+) -> None:
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    lines = (corpus / "train.txt").read_text().splitlines(keepends=True)
+    text.write_text("".join(lines))
+    command = ["train", str(tiny), f"--data.dir={tmp_path}", "--data.files={train: text.txt}"]
+    command += [f"--run_dir={run}", "--no-progress", "--resume", "auto"]
+    assert main([*command, "--train.max_steps=2"]) == 0
+    text.write_text("".join(lines[::-1]))  # the same words as often: the same vocabulary
+    before = contents(run)
+    assert complaint(*command, "--train.max_steps=4") == (
+        f"{run}/data was prepared from something else (train: text.txt changed), and a run"
+        " continues with the data it started with: undo that, or start another run"
+    )
+    assert contents(run) == before
+    assert main(["evaluate", str(run), "--split=train"]) == 0
