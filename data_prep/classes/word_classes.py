@@ -17,7 +17,7 @@ from scipy import sparse
 
 from data_prep.classes.bigrams import IntArray, Tokens, count_bigrams
 from data_prep.classes.class_file import lowest_classes, read_class_levels, read_vectors
-from data_prep.classes.embedding import embedding_classes, vector_classes
+from data_prep.classes.embedding import Clustering
 from data_prep.errors import DataError
 from data_prep.settings import ClassesConfig
 
@@ -62,15 +62,9 @@ def build_class_levels(
     lowest = min(settings.num_word_classes or round(vocab_size ** (1 - 1 / depth)), vocab_size)
     if settings.vectors is not None:
         vectors = read_vectors(folder / settings.vectors, words())
-        classes = vector_classes(
-            vectors,
-            counts,
-            lowest,
-            max_words=settings.max_words,
-            seed=settings.seed,
-            progress=progress,
-        )
-        return classes[None]
+        max_words = settings.max_words or -(-vocab_size // lowest)
+        clustering = Clustering(counts, lowest, max_words, settings.seed, progress)
+        return clustering.by_vectors(vectors)[None]
     levels: list[WordClass] = []
     for level in reversed(range(1, depth)):
         num_word_classes = max(1, round(lowest ** (level / (depth - 1))))
@@ -149,15 +143,10 @@ class _Classes(NamedTuple):
         equal = -(-len(pairs.counts) // self.num_word_classes)
         is_exchange = settings.method == "exchange"
         capacity = settings.max_words or (2 * equal if is_exchange else equal)
-        word_class = embedding_classes(
-            pairs.counts,
-            pairs.bigrams,
-            self.num_word_classes,
-            dimensions=settings.dimensions,
-            max_words=min(equal, capacity) if is_exchange else capacity,
-            seed=settings.seed,
-            progress=self.progress,
-        )
+        max_words = min(equal, capacity) if is_exchange else capacity
+        sizes = self.num_word_classes, max_words
+        clustering = Clustering(pairs.counts, *sizes, settings.seed, self.progress)
+        word_class = clustering.by_neighbours(pairs.bigrams, settings.dimensions)
         return self._exchanged(pairs, word_class, capacity) if is_exchange else word_class
 
     def _exchanged(self, pairs: _Pairs, word_class: WordClass, capacity: int) -> WordClass:
