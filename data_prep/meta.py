@@ -130,19 +130,17 @@ def stored_array(folder: Path, meta: Meta, name: str, *, verify: bool = True) ->
     UserError if it is not as recorded; `verify` is that of `map_array`.
     """
     assert meta.tokenizer is not None
-    if name == COUNTS:
-        assert meta.counts is not None
-        return map_array(folder / name, meta.counts, verify=verify)
+    info, limits = meta.counts, dict[str, int]()
     if name == CLASSES:
         assert meta.classes is not None
-        below = meta.classes.num_word_classes
-        return map_array(folder / name, meta.classes.array, verify=verify, below=below, least=-1)
-    split, _, is_known = Path(name).stem.partition("-")
-    info, below = meta.splits[cast(Split, split)], meta.tokenizer.vocab_size
-    if is_known:
-        assert info.known is not None
-        return map_array(folder / name, info.known, verify=verify)
-    return map_array(folder / name, info.array, verify=verify, below=below)
+        info, limits = meta.classes.array, {"below": meta.classes.num_word_classes, "least": -1}
+    elif name != COUNTS:
+        split, _, is_known = Path(name).stem.partition("-")
+        tokens = meta.splits[cast(Split, split)]
+        info = tokens.known if is_known else tokens.array
+        limits = {} if is_known else {"below": meta.tokenizer.vocab_size}
+    assert info is not None
+    return map_array(folder / name, info, verify=verify, **limits)
 
 
 def verify_stored(folder: Path, meta: Meta, name: str) -> None:

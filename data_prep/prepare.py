@@ -17,6 +17,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.classes.class_file import lowest_classes
 from data_prep.corpus.hints import compared, noted
 from data_prep.corpus.lines import read_lines
 from data_prep.corpus.loader import SPLITS
@@ -280,10 +281,7 @@ class _Stages:
     progress: bool
 
     def run(self, meta: Meta, levels: NDArray[np.int32] | None) -> Meta:
-        """Do the stages that are missing from a record; return the complete record.
-
-        `levels` are the classes, if they are made already.
-        """
+        """Do the stages that a record lacks, classes unless they are given; return the new one."""
         tokenizer, found, has_words = None, None, self.tokenizer.kind == "words"
         if meta.tokenizer is None:
             logger.info("building the vocabulary from the training split")
@@ -368,8 +366,6 @@ class _Stages:
             raise type(error)(f"{error}; the tokens in {self.folder} remain valid") from error
 
     def _write_classes(self, levels: NDArray[np.int32]) -> ClassesInfo:
-        from data_prep.classes.class_file import lowest_classes
-
         settings = self.classes
         assert settings is not None
         return ClassesInfo(

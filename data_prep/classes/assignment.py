@@ -97,15 +97,11 @@ def _raise_prices(
 def _take_places(
     candidates: NDArray[np.integer], value: FloatArray, vacancies: IntArray
 ) -> IntArray:
-    """Class of each word, -1 if its candidates are full; subtracts the places from `vacancies` [C].
-
-    In each round every word requests its best class that has a vacancy; a class with too few
-    vacancies accepts the words that would lose most by their second choice.
-    """
+    """Class of each word, -1 if its candidates are full; subtracts the places from `vacancies`."""
     assigned = np.full(len(value), -1)
     lowest = value.min(axis=1)
     pending = np.arange(len(value))
-    while len(pending):
+    while len(pending):  # each requests its best class that has a vacancy
         vacant = np.where(vacancies[candidates[pending]] > 0, value[pending], -np.inf)
         best = vacant.argmax(axis=1)
         first = vacant[np.arange(len(pending)), best]
@@ -116,7 +112,7 @@ def _take_places(
         order = np.lexsort((-regret[possible], choice))
         pending, choice = pending[possible[order]], choice[order]
         rank = np.arange(len(choice)) - np.searchsorted(choice, choice)
-        accepted = rank < vacancies[choice]
+        accepted = rank < vacancies[choice]  # those that would lose most by their second choice
         assigned[pending[accepted]] = choice[accepted]
         vacancies -= np.bincount(choice[accepted], minlength=len(vacancies))
         pending = np.sort(pending[~accepted])

@@ -4,6 +4,10 @@ Words are described by the counts of their neighbours: first as vectors of posit
 information, which suit rare words; then by the likelihood of the class bigram model, which is
 dominated by frequent words.
 
+Source: PPMI and SVD: Levy, Goldberg & Dagan 2015, sections 2 and 3; power of the singular values:
+Bullinaria & Levy 2012; k-means++: Arthur & Vassilvitskii 2007; likelihood: Brown et al. 1992,
+equation 10.
+
 Legend: N words, C classes, D dimensions.
 """
 
@@ -78,11 +82,7 @@ class Clustering:
         return self._balanced_kmeans(_unit_rows(vectors)).astype(np.int32)
 
     def _word_vectors(self, bigrams: sparse.csr_array, dimensions: int) -> FloatArray:
-        """Directions of the words' contexts, float32 [N, D]; 0 without a useful neighbour.
-
-        Truncated SVD of the PPMI with left and right neighbours (Levy, Goldberg & Dagan 2015,
-        sections 2 and 3; Bullinaria & Levy 2012 for the power of the singular values).
-        """
+        """Directions of the PPMI with both neighbours [N, D]; 0 without a useful neighbour."""
         contexts = np.argsort(-self.counts, kind="stable")[:CONTEXT_WORDS]
         sides = bigrams, bigrams.T.tocsr()
         matrix = sparse.hstack([_ppmi(side, contexts) for side in sides], format="csr")
@@ -117,10 +117,7 @@ class Clustering:
         return without_empty_classes(word_class, counts, num_word_classes)
 
     def _first_centroids(self, vectors: FloatArray) -> FloatArray:
-        """Vectors of C words, [C, D], drawn ∝ count · squared distance to the nearest so far.
-
-        k-means++ (Arthur & Vassilvitskii 2007).
-        """
+        """Vectors of C words, [C, D], drawn ∝ count · squared distance to the nearest so far."""
         generator = np.random.default_rng(self.seed)
         num_frequent = SEED_WORDS_PER_CLASS * self.num_word_classes
         frequent = np.argsort(-self.counts, kind="stable")[:num_frequent]
@@ -137,12 +134,7 @@ class Clustering:
         return sample[chosen]
 
     def _refined(self, bigrams: sparse.csr_array, word_class: IntArray) -> IntArray:
-        """Raise the likelihood of the class bigram model by moving words between classes.
-
-        In each pass a random part of the words is assigned again, by the log-probability of the
-        classes of all neighbours. A pass that does not raise the likelihood (Brown et al. 1992,
-        equation 10) is undone. The class after a word outside `bigrams` [N, N] is not predicted.
-        """
+        """Raise the likelihood by passes in which a random part of the words is assigned again."""
         counts, num_word_classes = self.counts, self.num_word_classes
         generator = np.random.default_rng(self.seed)
         sides = bigrams, bigrams.T.tocsr()
@@ -239,10 +231,7 @@ class _ClassContexts:
         self.log_likelihood = _x_log_x(pairs) - _x_log_x(pairs.sum(axis=1)) - _x_log_x(tokens)
 
     def score(self, words: IntArray) -> FloatArray:
-        """Log-probability (nats) of the classes of the words' neighbours in each class, [n, C].
-
-        The counts of a word are subtracted from the counts of its present class.
-        """
+        """Log-probability of the classes of the words' neighbours in each class, without them."""
         contexts = self.of_word[words]
         score: FloatArray = (contexts @ self.log_prob).astype(np.float32)
         rows = np.repeat(np.arange(len(words)), np.diff(contexts.indptr))

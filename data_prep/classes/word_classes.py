@@ -118,11 +118,7 @@ class _Classes(NamedTuple):
     def _clusters_of_frequent(
         self, counts: IntArray, tokens: Tokens, frequent: IntArray, rare: IntArray
     ) -> WordClass:
-        """Clusters of frequent words; the others are in `frequency` classes that come after.
-
-        The two groups share C in proportion to their Σ √count. Each has at least one class and at
-        most one per word; C = 1 is one class for all.
-        """
+        """Clusters of frequent words, then `frequency` classes of the others, ∝ their Σ √count."""
         total = self.num_word_classes
         mass, rest = (np.sqrt(counts[group]).sum() for group in (frequent, rare))
         share = min(round(total * mass / max(mass + rest, 1)), len(frequent), max(total - 1, 1))
@@ -150,17 +146,14 @@ class _Classes(NamedTuple):
         return self._exchanged(pairs, word_class, capacity) if is_exchange else word_class
 
     def _exchanged(self, pairs: _Pairs, word_class: WordClass, capacity: int) -> WordClass:
-        """Exchange all words, then, with a separate shortlist, the words below it again.
-
-        The words that are not clustered are one separate word in both rounds.
-        """
+        """Exchange all words, then, with a separate shortlist, the words below it again."""
         from data_prep.classes.exchange import exchange  # imports numba
 
         num_words, size = len(pairs.counts), self.settings.shortlist
         shortlist = np.argsort(-pairs.counts, kind="stable")[:size]
         last = shortlist[:0]
         if pairs.others is not None:
-            pairs = pairs.others
+            pairs = pairs.others  # the last word of which is separate
             word_class, last = np.append(word_class, np.int32(0)), np.array([num_words])
         for separate in (shortlist[:0], shortlist) if size else (shortlist,):
             word_class = exchange(

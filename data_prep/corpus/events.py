@@ -158,8 +158,7 @@ def _table(path: Path, data: DataConfig) -> Any:
     fields = {"user": data.user_field, "item": data.item_field, "time": data.time_field}
     given = {name: field for name, field in fields.items() if field is not None}
     with reading(str(path)):
-        columns = _parquet_columns if data.format == "parquet" else _record_columns
-        table = columns(path, data.format, list(dict.fromkeys(given.values())))
+        table = _columns(path, data.format, list(dict.fromkeys(given.values())))
     empty = {name: table[field] for name, field in given.items() if table[field].null_count}
     if empty:
         counts = ", ".join(
@@ -173,11 +172,9 @@ def _table(path: Path, data: DataConfig) -> Any:
         key, column = f"{path}: data.{name}_field {field}", table[field]
         if pyarrow.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
-        kind = column.type
         if name != "time":
-            is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
-            if not (is_text or pyarrow.types.is_integer(kind)):
-                raise UserError(f"{key}: expected text or integers, got {kind}")
+            if not (_is_text(column.type) or pyarrow.types.is_integer(column.type)):
+                raise UserError(f"{key}: expected text or integers, got {column.type}")
             column = column.cast(pyarrow.large_string())
             if compute.any(compute.equal(column, "")).as_py():
                 row = compute.index(column, "").as_py() + 1
@@ -186,13 +183,16 @@ def _table(path: Path, data: DataConfig) -> Any:
     return pyarrow.table(found)
 
 
-def _parquet_columns(path: Path, format: str, fields: list[str]) -> Any:
-    with parquet.ParquetFile(path) as file:
-        _check_columns(path, fields, file.schema_arrow.names)
-        return file.read(columns=fields)
+def _is_text(kind: Any) -> bool:
+    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
 
 
-def _record_columns(path: Path, format: str, fields: list[str]) -> Any:
+def _columns(path: Path, format: str, fields: list[str]) -> Any:
+    """The named columns of a file."""
+    if format == "parquet":
+        with parquet.ParquetFile(path) as file:
+            _check_columns(path, fields, file.schema_arrow.names)
+            return file.read(columns=fields)
     rows, tables = records(path, format), list[Any]()
     while chunk := list(islice(rows, ROWS)):
         if not tables:
@@ -215,10 +215,9 @@ def _check_columns(path: Path, fields: list[str], found: Any) -> None:
 def _times(column: Any, key: str) -> tuple[NDArray[Any], bool]:
     """Times [n] as numbers, and whether they are dates, then microseconds."""
     kind, microseconds = column.type, pyarrow.timestamp("us")
-    is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
     if pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind):
         targets = [kind]
-    elif is_text:
+    elif _is_text(kind):
         zoned = pyarrow.timestamp("us", "UTC")
         targets = [pyarrow.int64(), pyarrow.float64(), microseconds, zoned]
     else:

@@ -70,16 +70,16 @@ def open_text(path: Path) -> Iterator[BufferedReader]:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """UserError that names what is read, in place of any of `reading_errors`."""
+    """UserError that names what is read, in place of any of `_reading_errors`."""
     try:
         yield
     except UserError:
         raise
-    except reading_errors() as error:
+    except _reading_errors() as error:
         raise DataError(f"{name} cannot be read: {one_line(error)}") from error
 
 
-def reading_errors() -> tuple[type[Exception], ...]:
+def _reading_errors() -> tuple[type[Exception], ...]:
     """What reading a damaged file raises; pyarrow, JSON and Unicode raise ValueErrors."""
     found = [OSError, EOFError, ValueError, TypeError, RecursionError, csv.Error, lzma.LZMAError]
     zstandard = sys.modules.get("zstandard")  # if a file of it was opened
@@ -174,10 +174,7 @@ class _Stream(RawIOBase):
 
 
 def _decompress(file: BufferedReader, new: Callable[[], Any], name: str) -> Iterator[bytes]:
-    """The content of compressed streams, one after another, which zeros may separate.
-
-    Unlike the modules of Python's library, refuses what follows them, and a truncated one.
-    """
+    """The content of streams; unlike Python's modules, refuses what follows and a truncated one."""
     decompressor = None
     while chunk := file.read(CHUNK_BYTES):
         while chunk:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from data_prep.corpus.formats import COLUMN_ALONE, decompressed, likely_encoding, reading
-from data_prep.corpus.loader import ROWS_PER_BATCH, hub_rows, input_files, split_files, split_key
+from data_prep.corpus.loader import ROWS_PER_BATCH, hub_rows, input_files, split_key
 from data_prep.errors import DataError
 from data_prep.settings import BYTE_ORDER_MARK, DataConfig
 from data_prep.storage import open_to_read
@@ -57,9 +57,9 @@ def read_lines(data: DataConfig, split: str) -> Iterator[str]:
         lines = filter(str.strip, lines)
     first = next(lines, None)
     if first is None:
-        raise DataError(
-            f"{split_key(data, split)}: the corpus has no line{split_files(data, split)}"
-        )
+        paths = input_files(data, split) if data.hub is None else []
+        files = f" ({paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)})" if paths else ""
+        raise DataError(f"{split_key(data, split)}: the corpus has no line{files}")
     yield first
     yield from lines
 
@@ -163,10 +163,7 @@ def _json_value(line: str, number: int) -> Any:
 def _column_rows(
     rows: Iterator[dict[str, Any]], field: str, name: str, nulls: Collection[str | None]
 ) -> Iterator[list[str]]:
-    """Yield the lines of each row of a column of text, without rows that have one of `nulls`.
-
-    UserError names the absence of the column, or the first wrong row.
-    """
+    """Yield the lines of each row of a column of text, without rows that have one of `nulls`."""
     first = list(islice(rows, ROWS_PER_BATCH))  # a row of JSON may lack a column
     if first and not any(field in row for row in first):
         columns = ", ".join(map(repr, dict.fromkeys(chain.from_iterable(first))))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep.corpus.formats import one_line, reading_errors
+from data_prep.corpus.formats import reading
 from data_prep.errors import DataError
 from data_prep.settings import DataConfig
 
@@ -27,7 +27,7 @@ ROWS_PER_BATCH = 256
 def splits(data: DataConfig) -> list[str]:
     """List the splits that the configuration gives, train first; UserError without train."""
     if data.hub is not None:
-        offered = _hub_with(data, "train")
+        offered = open_hub(data, "train")
         return [split for split in SPLITS if HUB_SPLITS[split] in offered]
     if not data.files.train:
         raise DataError(
@@ -68,14 +68,6 @@ def split_key(data: DataConfig, split: str) -> str:
     return f"data.files.{split}" if data.hub is None else f"data.hub {data.hub}, {split} split"
 
 
-def split_files(data: DataConfig, split: str) -> str:
-    """Return the local files of a split in brackets, for messages; empty for the hub."""
-    if data.hub is not None:
-        return ""
-    paths = input_files(data, split)
-    return f" ({paths[0]})" if len(paths) == 1 else f" ({paths[0]} and {len(paths) - 1} more)"
-
-
 def _expanded(folder: Path, name: str, key: str) -> list[Path]:
     path = folder / name
     if path.is_file():
@@ -107,7 +99,7 @@ def _visible_files(folder: Path, paths: Iterable[Path]) -> list[Path]:
 
 def hub_rows(data: DataConfig, split: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a split of `data.hub`; UserError if it is missing."""
-    dataset = _hub_with(data, split)[HUB_SPLITS[split]]
+    dataset = open_hub(data, split)[HUB_SPLITS[split]]
     tables = iter(dataset.with_format("arrow").iter(batch_size=ROWS_PER_BATCH))
     while True:
         with _silent_datasets():
@@ -118,22 +110,15 @@ def hub_rows(data: DataConfig, split: str) -> Iterator[dict[str, Any]]:
         yield from (table.select(chosen) if chosen else table).to_pylist()
 
 
-def load_hub(data: DataConfig) -> dict[str, "IterableDataset"]:
-    """Open `data.hub` and return its splits under the hub's names; UserError if that fails."""
+def open_hub(data: DataConfig, split: str) -> dict[str, "IterableDataset"]:
+    """Return the splits of `data.hub` by the hub's names; UserError if `split` is missing."""
     from datasets import load_dataset
 
     local = hub_folder(data)
     name = str(local.absolute()) if local else data.hub
-    try:
-        with _silent_datasets():
-            return dict(load_dataset(name, data.hub_config, streaming=True))
-    except reading_errors() as error:
-        raise DataError(f"data.hub {data.hub} cannot be opened: {one_line(error)}") from error
-
-
-def _hub_with(data: DataConfig, split: str) -> dict[str, "IterableDataset"]:
-    """The splits of `data.hub`, `split` among them."""
-    if HUB_SPLITS[split] not in (offered := load_hub(data)):
+    with reading(f"data.hub {data.hub}"), _silent_datasets():
+        offered = dict(load_dataset(name, data.hub_config, streaming=True))
+    if HUB_SPLITS[split] not in offered:
         raise DataError(
             f"data.hub {data.hub} has no split {HUB_SPLITS[split]} (it has {', '.join(offered)})"
         )

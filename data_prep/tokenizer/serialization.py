@@ -60,19 +60,18 @@ def save_tokenizer(
     """Write `tokenizer.json` and `vocab.txt`, which needs the counts [N], or `tokenizer.model`."""
     path = folder / MODEL_FILE[tokenizer.kind]
     content: Iterable[bytes]
-    settings = {}
     if isinstance(tokenizer, WordTokenizer):
-        if counts is None or len(counts) != tokenizer.vocab_size:
-            raise ValueError(f"expected counts of {tokenizer.vocab_size} words for {path}")
+        assert counts is not None
         content = _format_vocabulary(tokenizer.words, counts)
-        settings = {
-            "lowercase": tokenizer.lowercase,
-            "split_punctuation": tokenizer.split_punctuation,
-        }
     else:
         assert isinstance(tokenizer, SentencePieceTokenizer)
         content = [tokenizer.model]
-    description = TokenizerFile(kind=tokenizer.kind, sha256=write_hashed(path, content), **settings)
+    description = TokenizerFile(
+        kind=tokenizer.kind,
+        sha256=write_hashed(path, content),
+        lowercase=tokenizer.lowercase,
+        split_punctuation=tokenizer.split_punctuation,
+    )
     return TokenizerInfo(
         kind=tokenizer.kind,
         sha256=write_json_atomically(folder / TOKENIZER, asdict(description)),

@@ -143,11 +143,8 @@ def _tree(state: dict[str, Tensor], prefix: str) -> ClassTree:
 
 
 def _write_tensors(tensors: dict[str, Tensor], file: BinaryIO) -> str:
-    """Write an open file, by its name; returns the checksum.
-
-    Safetensors replaces the file by a new one that only its owner may read.
-    """
-    save_file(tensors, file.name)
+    """Write an open file, by its name; returns the checksum."""
+    save_file(tensors, file.name)  # which replaces it by one that only its owner may read
     os.chmod(file.name, stat.S_IMODE(os.fstat(file.fileno()).st_mode))
     with open(file.name, "rb+") as written:
         os.fsync(written.fileno())

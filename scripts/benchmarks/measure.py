@@ -27,7 +27,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest relative difference of two losses that should be equal."""
 PROCESS = Path("/proc/self")
 Result = TypeVar("Result")
-FIGURES = ("seconds_median", "seconds_min", "ratio_to_floor", "peak_bytes", "page_faults", "loss")
+FIGURES = ("seconds_median", "seconds_min", "ratio_to_floor", "peak_bytes", "loss")
 """Fields of a row that a refused method does not have."""
 PROFILED = 3
 """Steps whose mean the times of kernels are."""
@@ -199,15 +199,17 @@ def least_work(problem: Problem, tree: ClassTree) -> Work:
     return Work(num_bytes, 6 * columns * size)
 
 
-def kernels(step: Callable[[], object]) -> list[Row]:
+def kernels(step: Callable[[], object], after: Callable[[], object] = lambda: None) -> list[Row]:
     """The kernels, copies and fills of a step on a GPU: number and seconds, the longest first.
 
-    The mean of a few steps. A CUDA graph is not profiled: pass a step that runs as it is.
+    The mean of a few steps, `after` each of which something else is called. A CUDA graph is not
+    profiled: pass a step that runs as it is.
     """
     seconds: dict[str, list[float]] = defaultdict(list)
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(PROFILED):
             step()
+            after()
         torch.cuda.synchronize()
     for event in profiler.events() or ():
         if event.device_type.name == "CUDA":
@@ -241,7 +243,6 @@ def make_row(method: Method, peak: Work) -> Row:
         "ratio_to_floor": median / floor_seconds if median and floor_seconds else None,
         "loss": None if method.refused else float(method.last_loss),
         "peak_bytes": method.peak_bytes,
-        "page_faults": statistics.median(method.page_faults) if method.page_faults else None,
         "gradient_bytes": None if method.refused else method.gradient_bytes,
         "floor_bytes": floor and floor.bytes,
         "floor_flops": floor and floor.flops,

@@ -56,7 +56,6 @@ class Method:
     refused: str | None = None  # why there is no figure
     last_loss: float | Tensor = float("nan")
     timings: list[Callable[[], float]] = field(default_factory=list)  # called after the last round
-    page_faults: list[int] = field(default_factory=list)  # of each timed step
     peak_bytes: int | None = None  # what one step holds in addition to what was held before
 
     def __post_init__(self) -> None:

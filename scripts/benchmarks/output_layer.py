@@ -27,7 +27,7 @@ Methods that compute the same probabilities must have the same loss: a peer that
 refused, and if one of ours has, nothing is logged. A method that does not fit into the free memory
 is refused. Slow methods are timed in every third round. On a GPU every step begins with an idle
 device and unrelated data in the L2 cache, so launch overhead counts; on a CPU it begins with the
-caches as the step before has left them. Page faults are those of a step, the median.
+caches as the step before has left them.
 
 The lower bound (column "÷ floor") is the larger of bytes / bandwidth (each visited row and each
 hidden vector read twice, their gradients written once) and multiply–adds / matrix rate (three
@@ -38,7 +38,6 @@ import argparse
 import gc
 import importlib.util
 import math
-import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +83,6 @@ COLUMNS = {
     "floor GFLOP": "{floor_flops:.2f/1e9}",
     "peak MiB": "{peak_bytes:.1f/1048576}",
     "gradient MiB": "{gradient_bytes:.1f/1048576}",
-    "page faults": "{page_faults:,.0f}",
     "refused": "{refused}",
 }
 
@@ -215,9 +213,7 @@ def time_rounds(methods: list[Method], num_rounds: int, clock: Clock) -> None:
     """Time one step of each method in turn, the slow ones in every third round."""
 
     def time_step(method: Method) -> None:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         method.timings.append(clock(method.step))
-        method.page_faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         method.free()
 
     for turn in range(num_rounds):
@@ -299,18 +295,9 @@ def measured(
     rows = [measure.make_row(method, peak) | {"dtype": options.dtype} for method in methods]
     for method, row in zip(methods, rows, strict=True):
         if on_gpu and method.backend == "triton" and not method.refused:
-            row["kernels"] = None if isinstance(method, GraphMethod) else profiled(method)
+            is_graph = isinstance(method, GraphMethod)
+            row["kernels"] = None if is_graph else measure.kernels(method.step, method.free)
     return rows
-
-
-def profiled(method: Method) -> list[Row]:
-    """The kernels of a step."""
-
-    def step() -> None:
-        method.step()
-        method.free()
-
-    return measure.kernels(step)
 
 
 def parse_options() -> argparse.Namespace:

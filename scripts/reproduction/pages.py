@@ -94,11 +94,6 @@ def write_pages() -> None:
     for page in pages():
         page.write_text(update(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
     draw_vocabularies(RESULTS, VOCABULARIES)
-    shrink(VOCABULARIES)
-
-
-def shrink(path: Path, num_colors: int = 256) -> None:
-    """Store a picture with a palette, in about a third of the bytes."""
-    with Image.open(path) as picture:
-        plain = picture.convert("RGB").quantize(num_colors, dither=Image.Dither.NONE)
-    plain.save(path, optimize=True)
+    with Image.open(VOCABULARIES) as picture:  # a palette takes about a third of the bytes
+        plain = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    plain.save(VOCABULARIES, optimize=True)

@@ -27,6 +27,8 @@ def test_sentencepiece_is_prepared_the_same_way(corpus: Corpus) -> None:
     prepared = corpus.prepare()
     assert corpus.text() == "the cat sat\nthe dog ran <unk>\n"
     assert (prepared.vocab_size, prepared.splits["train"].oov) == (15, 1)
+    with pytest.raises(UserError, match=r"prepared has no speller\.npz: run `lm prepare`"):
+        prepared.speller()
     assert corpus.rewritten() == set()
 
 
@@ -214,7 +216,7 @@ def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(
 ) -> None:
     lines = IterableDataset.from_generator(lambda: iter([{"text": "the cat sat\n"}]))
     load = Mock(return_value={"train": lines, "validation": lines})
-    monkeypatch.setattr("data_prep.corpus.loader.load_hub", load)
+    monkeypatch.setattr("datasets.load_dataset", load)
     corpus.data = DataConfig(dir=str(corpus.folder), hub="some/corpus")
     assert list(corpus.prepare().splits) == ["train", "valid"]
     load.reset_mock()
@@ -224,7 +226,7 @@ def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(
     load.assert_not_called()
     corpus.data = replace(corpus.data, hub_config="large")
     assert corpus.rewritten() == FILES
-    load.assert_called_with(corpus.data)
+    load.assert_called_with("some/corpus", "large", streaming=True)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from data_prep.storage import (
     make_folder,
     map_array,
     new_folder,
-    sha256_file,
     write_array,
     write_atomically,
     write_json_atomically,
@@ -155,13 +154,6 @@ def test_json_is_exact_and_finite(tmp_path: Path) -> None:
         write_json_atomically(tmp_path / "x.json", float("nan"))
 
 
-def test_the_hash_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"abc")
-    assert sha256_file(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
-    with pytest.raises(UserError, match="nope cannot be read: No such file or directory"):
-        sha256_file(tmp_path / "nope")
-
-
 def test_a_lock_is_held_by_one_and_its_file_stays(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     with (
@@ -285,19 +277,3 @@ def test_what_a_killed_process_left_of_a_shared_file_is_deleted_after_an_hour(
         os.utime(path, times=(0, 0))
     write_atomically(tmp_path / "a", lambda file: file.write(b"abc"), shared=True)
     assert {*tmp_path.iterdir()} == {tmp_path / "a", new, other}
-
-
-def test_several_processes_may_write_one_shared_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(file: BinaryIO) -> None:
-        names.append(Path(file.name).name)
-        if len(names) == 1:  # another process begins and ends
-            monkeypatch.setattr(os, "getpid", lambda: 2)
-            write_atomically(path, write, shared=True)
-
-    names, path = list[str](), tmp_path / "a"
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    write_atomically(path, write, shared=True)
-    assert names == [".a.1.tmp", ".a.2.tmp"]
-    assert list(tmp_path.iterdir()) == [path]

@@ -154,6 +154,7 @@ def test_dropout_acts_on_input_vectors_and_on_hidden_vectors(
         zero = dropped == 0
         assert 0.45 < float(zero.double().mean()) < 0.55
         assert bool((zero == zero[:1]).all()) == variational
+        assert not bool((zero == zero[:, :1]).all())  # sequences have masks of their own
     assert model.embedding is not None
     passed = seen[0] != 0
     torch.testing.assert_close(seen[0][passed], 2 * model.embedding(tokens)[passed])

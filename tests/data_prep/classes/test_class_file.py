@@ -117,9 +117,10 @@ def test_given_vectors_are_clustered_by_their_directions(
     (found,) = build(settings, tmp_path, words)
     assert found[1] == found[2] != found[3]
     assert np.bincount(found).tolist() == [2, 2, 2]
-    spaced = tmp_path / "spaced"
-    spaced.write_text("c 0.5 0\nd -1000 9\n")
-    assert read_vectors(spaced, words)[2:4].tolist() == vectors[2:4].tolist()
+    (tmp_path / "vectors").write_text("c 0.5 0\nd -1000 9\n")  # spaces
+    assert read_vectors(tmp_path / "vectors", words)[2:4].tolist() == vectors[2:4].tolist()
+    (tmp_path / "vectors").write_text("c 1 0\nd 2 0\n")  # fewer directions than classes
+    assert np.bincount(build(settings, tmp_path, words)[0]).tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize(

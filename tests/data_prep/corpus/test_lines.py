@@ -63,7 +63,7 @@ def test_a_hub_that_cannot_be_reached_is_named_without_its_retries(
         raise ConnectionError("no network")
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    message = "^data.hub a/b cannot be opened: ConnectionError: no network$"
+    message = "^data.hub a/b cannot be read: ConnectionError: no network$"
     with pytest.raises(UserError, match=message):
         splits(DataConfig(hub="a/b"))
     assert caplog.messages == []

@@ -76,7 +76,6 @@ def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(
         assert row["ours"] == "random/compiled"
         assert row["ratio_to_ours"] == pytest.approx(seconds / rows[0]["seconds_median"])
         assert 0 < row["seconds_min"] <= seconds
-        assert row["page_faults"] >= 0
         slow = row["method"] in ("tree_full", "full")
         assert row["rounds"] == (2 if slow else 4)
         if row["method"] == "adaptive":
