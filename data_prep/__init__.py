@@ -94,8 +94,8 @@ def class_levels(
         raise ValueError(f"num_word_classes: expected at least 1, got {num_word_classes}")
     if depth < 2:
         raise ValueError(f"depth: expected at least 2, got {depth}")
-    numbers = {"num_word_classes": num_word_classes, "depth": depth}
-    settings = ClassesConfig(method=method, shortlist=shortlist, seed=seed, **numbers)
+    numbers: Any = {"num_word_classes": num_word_classes, "depth": depth, "seed": seed}
+    settings = ClassesConfig(method=method, shortlist=shortlist, **numbers)
     counts = np.bincount(ids, minlength=vocab_size).astype(np.int64)
     text: Any = {"tokens": ids, "words": list, "folder": Path()}
     return build_class_levels(counts, settings, progress=progress, **text)

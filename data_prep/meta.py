@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 from numpy.typing import NDArray
 
-from data_prep.corpus.loader import SPLITS, hub_folder, input_files, splits
+from data_prep.corpus.lines import SPLITS, hub_folder, input_files, splits
 from data_prep.errors import DataError
 from data_prep.settings import (
     ClassesConfig,
@@ -35,7 +35,12 @@ from data_prep.storage import (
     sha256_file,
     write_json_atomically,
 )
-from data_prep.tokenizer.serialization import TOKENIZER, TokenizerInfo, verify_tokenizer
+from data_prep.tokenizer.serialization import (
+    MODEL_FILE,
+    TOKENIZER,
+    TokenizerInfo,
+    verify_tokenizer,
+)
 from data_prep.tokenizer.speller import SPELLER
 from data_prep.tokenizer.token_file import SplitInfo
 
@@ -46,6 +51,11 @@ COUNTS = "counts.npy"
 CLASSES = "classes.npy"
 KNOWN = "{}-known.npy"
 """How many items of each sequence of a split are not predicted."""
+FILES = (
+    *(META, TOKENIZER, *MODEL_FILE.values(), SPELLER, COUNTS, CLASSES),
+    *(name.format(split) for split in SPLITS for name in ("{}.npy", KNOWN)),
+)
+"""Files that a preparation may replace."""
 
 TEXT_SETTINGS = ("format", "hub", "hub_config", "text_field", "keep_empty_lines")
 """Settings of `data` that change the text; the others locate files, whose content is hashed."""

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from data_prep.classes.class_file import lowest_classes
 from data_prep.corpus.hints import compared, noted
-from data_prep.corpus.lines import read_lines
-from data_prep.corpus.loader import SPLITS
+from data_prep.corpus.lines import SPLITS, read_lines
 from data_prep.errors import DataError, UserError
 from data_prep.meta import (
     CLASSES,
     COUNTS,
+    FILES,
     KNOWN,
     META,
     ClassesInfo,
@@ -41,25 +41,13 @@ from data_prep.meta import (
 from data_prep.prepared import Prepared
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
 from data_prep.storage import copy_atomically, locked, make_folder, write_array
-from data_prep.tokenizer.serialization import (
-    MODEL_FILE,
-    TOKENIZER,
-    TokenizerInfo,
-    load_tokenizer,
-    save_tokenizer,
-)
+from data_prep.tokenizer.serialization import TOKENIZER, load_tokenizer, save_tokenizer
 from data_prep.tokenizer.speller import SPELLER, Speller
 from data_prep.tokenizer.token_file import counted_known, encode_split
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
 from data_prep.tokenizer.vocabulary import WordCounts, count_words, train_sentencepiece
 
 LOCK = ".lock"
-FILES = (
-    *(META, TOKENIZER, *MODEL_FILE.values(), SPELLER, COUNTS, CLASSES),
-    *map("{}.npy".format, SPLITS),
-    *map(KNOWN.format, SPLITS),
-)
-"""Files that a preparation may replace."""
 
 logger = logging.getLogger("data_prep")
 
@@ -282,12 +270,21 @@ class _Stages:
 
     def run(self, meta: Meta, levels: NDArray[np.int32] | None) -> Meta:
         """Do the stages that a record lacks, classes unless they are given; return the new one."""
-        tokenizer, found, has_words = None, None, self.tokenizer.kind == "words"
+        tokenizer: Tokenizer | None = None
+        settings, found = self.tokenizer, None
         if meta.tokenizer is None:
             logger.info("building the vocabulary from the training split")
-            if has_words:
-                found = count_words(read_lines(self.data, "train"), self.tokenizer)
-            tokenizer, info = self._build_tokenizer(found)
+            lines = read_lines(self.data, "train")
+            if settings.kind == "words":
+                found = count_words(lines, settings)
+                tokenizer = WordTokenizer(
+                    found.words,
+                    lowercase=settings.lowercase,
+                    split_punctuation=settings.split_punctuation,
+                )
+            else:
+                tokenizer = SentencePieceTokenizer(train_sentencepiece(lines, settings))
+            info = save_tokenizer(self.folder, tokenizer, found and found.counts)
             meta = replace(meta, tokenizer=info)
             write_meta(self.folder, meta)
         if has_speller(meta.settings) and meta.speller_sha256 is None:
@@ -306,18 +303,6 @@ class _Stages:
         meta = replace(meta, complete=True)
         write_meta(self.folder, meta)
         return meta
-
-    def _build_tokenizer(self, found: WordCounts | None) -> tuple[Tokenizer, TokenizerInfo]:
-        if found is None:
-            lines = read_lines(self.data, "train")
-            pieces = SentencePieceTokenizer(train_sentencepiece(lines, self.tokenizer))
-            return pieces, save_tokenizer(self.folder, pieces)
-        words = WordTokenizer(
-            found.words,
-            lowercase=self.tokenizer.lowercase,
-            split_punctuation=self.tokenizer.split_punctuation,
-        )
-        return words, save_tokenizer(self.folder, words, found.counts)
 
     def _build_speller(self, meta: Meta, found: WordCounts | None) -> str:
         assert meta.tokenizer is not None

@@ -39,20 +39,14 @@ def build_class_levels(
     is rewritten as their numbers, from which classes of them are made by the same method.
 
     Args:
-        counts: int64 [N], occurrences of each word in the training split.
-        settings: the section; C is at most N, and a file determines its own number of classes.
-        tokens: [T], word ids of the training split; may be a memory map.
-        words: returns the N words by id; called if there is a file of classes or vectors.
-        folder: folder at which a relative `settings.file` starts.
-        progress: whether bars are shown on stderr.
+        counts: int64 [N], occurrences of each word among the `tokens` [T] of the training split.
+        words: returns the N words by id; called if there is a file of classes or vectors, whose
+            relative name starts at `folder`.
 
     Returns:
         int32 [levels, N], the class of each word on each level, from the root down; -1 (of a file
-        only) below its last one. With `settings.clustered_words`, the classes of the clustered
-        words come first on the last level.
-
-    Raises:
-        UserError: the section contradicts itself, the vocabulary or the file it names.
+        only) below its last one. UserError if the section contradicts itself, the vocabulary or
+        the file. C is at most N. The classes of `settings.clustered_words` come first.
     """
     vocab_size, depth = len(counts), settings.depth or 2
     if settings.shortlist > vocab_size:

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from pyarrow import compute, parquet
 
 from data_prep.corpus.formats import one_line, reading
-from data_prep.corpus.lines import records
-from data_prep.corpus.loader import input_files
+from data_prep.corpus.lines import input_files, records
 from data_prep.errors import DataError, UserError
 from data_prep.settings import DataConfig, SplitFiles
 
@@ -78,11 +77,7 @@ def count_events(data: DataConfig) -> EventCounts:
 
 
 def histories(data: DataConfig, path: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the users of a table with columns as `data` has them, and their items in order.
-
-    Raises:
-        UserError: as `event_lines`.
-    """
+    """Yield the users of a table with the columns of `data`, and their items; as `event_lines`."""
     given = replace(data, dir=".", files=SplitFiles(train=path))
     events = _read(given, "train")
     for name, begin, end in zip(events.names, events.begin, events.end, strict=True):
@@ -92,9 +87,8 @@ def histories(data: DataConfig, path: str) -> Iterator[tuple[str, list[str]]]:
 def event_lines(data: DataConfig, split: str) -> Iterator[str]:
     """Yield a line for each user with items to predict; before a tab are those that are known.
 
-    Raises:
-        UserError: a file cannot be read or lacks a column, or a value is missing or of another
-            type than text, integer or, of the time, number or date.
+    UserError if a file cannot be read or lacks a column, or a value is missing or of another type
+    than text, integer or, of the time, number or date.
     """
     events = _read(data, split)
     begin, end, words = events.begin, events.end, events.words
@@ -184,7 +178,7 @@ def _table(path: Path, data: DataConfig) -> Any:
 
 
 def _is_text(kind: Any) -> bool:
-    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
+    return bool(pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind))
 
 
 def _columns(path: Path, format: str, fields: list[str]) -> Any:

@@ -59,11 +59,7 @@ _NO_TEXT = {re.compile(start, re.DOTALL): problem for start, problem in NO_TEXT.
 
 @contextmanager
 def open_text(path: Path) -> Iterator[BufferedReader]:
-    """Open a file of text, which may be compressed, for `with`, in which UserError names it.
-
-    Raises:
-        UserError: the file cannot be read to its end, is damaged or is no text.
-    """
+    """Open a file of text, which may be compressed, for `with`, in which UserError names it."""
     with open_to_read(path) as file, reading(str(path)), decompressed(file, str(path)) as text:
         yield text
 

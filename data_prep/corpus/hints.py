@@ -44,10 +44,8 @@ def find_text(path: Path, field: str | None) -> TextFile:
     """Find the text of a file: its lines, or a column of text.
 
     The file is parquet or JSON by its content, or CSV by its name or if the first line has the name
-    `field`. Without a `field`, the column is `text`, or else the only one of text.
-
-    Raises:
-        UserError: the file cannot be read, or it is not clear which column is meant.
+    `field`. Without a `field`, the column is `text`, or else the only one of text. UserError if the
+    file cannot be read, or it is not clear which column is meant.
     """
     format = _format(path)
     if format == "text" and field is not None:

@@ -84,17 +84,8 @@ def save_tokenizer(
 def load_tokenizer(folder: Path | str, *, verify: bool = True) -> Tokenizer:
     """Load the tokenizer of a prepared folder, a run or an exported model.
 
-    With `verify`, its vocabulary or model is compared with its SHA-256.
-
-    Raises:
-        UserError: a file is absent, damaged or does not match the other.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> _ = save_tokenizer(folder, WordTokenizer(["<eos>", "<unk>", "cat"]), np.arange(3))
-        >>> load_tokenizer(folder).encode("cat dog")
-        [2, 1]
+    With `verify`, its vocabulary or model is compared with its SHA-256. UserError if a file is
+    absent, damaged or does not match the other.
     """
     description, content = _read(Path(folder), verify)
     try:

@@ -68,17 +68,6 @@ def start_training(
     return state
 
 
-def time_steps(state: TrainingState, num_steps: int) -> float:
-    """Tokens per second of a few steps."""
-    before, start = state.progress.tokens_done, time.perf_counter()
-    torch.set_float32_matmul_precision(state.config.train.matmul_precision)
-    for _ in range(num_steps):
-        train_step(state)
-    if state.fabric.device.type == "cuda":
-        torch.cuda.synchronize()
-    return (state.progress.tokens_done - before) / (time.perf_counter() - start)
-
-
 def time_in_turn(
     states: Mapping[str, TrainingState], num_rounds: int, num_steps: int
 ) -> dict[str, list[float]]:
@@ -86,9 +75,15 @@ def time_in_turn(
     rates: dict[str, list[float]] = {name: [] for name in states}
     for turn in range(num_rounds + 1):
         for name, state in states.items():
-            rate = time_steps(state, num_steps)
+            before, start = state.progress.tokens_done, time.perf_counter()
+            torch.set_float32_matmul_precision(state.config.train.matmul_precision)
+            for _ in range(num_steps):
+                train_step(state)
+            if state.fabric.device.type == "cuda":
+                torch.cuda.synchronize()
             if turn:
-                rates[name].append(rate)
+                seconds = time.perf_counter() - start
+                rates[name].append((state.progress.tokens_done - before) / seconds)
     return rates
 
 

@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
-from lm.model import precision
+from lm.model import language_model
 from lm.model.lstm import LSTM
 
 BF16_TRAINING = """
 import torch
 from lm.model.lstm import LSTM
-from lm.model.precision import backbone_autocast, cpu_has_fast_bf16
+from lm.model.language_model import backbone_autocast, cpu_has_fast_bf16
 
 assert not cpu_has_fast_bf16()
 torch.manual_seed(0)
@@ -29,18 +29,18 @@ assert torch.equal(hidden, truth)
 
 @pytest.fixture(autouse=True)
 def no_report_yet() -> None:
-    precision._report_fp32.cache_clear()
+    language_model._report_fp32.cache_clear()
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_cpu_without_fast_bf16_computes_in_fp32_and_reports_it_once(
     fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(precision, "cpu_has_fast_bf16", lambda: fast)
+    monkeypatch.setattr(language_model, "cpu_has_fast_bf16", lambda: fast)
     left, right = torch.randn(2, 16, 16).unbind()
     with caplog.at_level(logging.WARNING), torch.autocast("cpu", torch.bfloat16):
         for _ in range(2):
-            with precision.backbone_autocast(left.device):
+            with language_model.backbone_autocast(left.device):
                 product = left @ right
     assert product.dtype == (torch.bfloat16 if fast else torch.float32)
     assert fast or torch.equal(product, left @ right)
@@ -50,9 +50,9 @@ def test_a_cpu_without_fast_bf16_computes_in_fp32_and_reports_it_once(
 def test_nothing_changes_outside_of_bf16_autocast(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(precision, "cpu_has_fast_bf16", lambda: False)
+    monkeypatch.setattr(language_model, "cpu_has_fast_bf16", lambda: False)
     lstm, inputs = LSTM(8, 8, 1), torch.randn(3, 2, 8)
-    with precision.backbone_autocast(inputs.device):
+    with language_model.backbone_autocast(inputs.device):
         hidden, _ = lstm(inputs)
     assert torch.equal(hidden, lstm(inputs)[0])
     assert not caplog.records

@@ -109,7 +109,7 @@ def test_words_that_never_occur_stay_and_the_same_start_gives_the_same_end(
     assert unseen.any()
     first = exchange(bigrams, counts, start, 5, 12)
     assert np.array_equal(first, exchange(bigrams, counts, start, 5, 12))
-    for name in ("_f", "_by_class", "_shift", "_set_gains", "_add_gains", "_move_words"):
+    for name in ("_f", "_sum_by_class", "_shift", "_set_gains", "_move_words"):
         monkeypatch.setattr(exchange_module, name, getattr(exchange_module, name).py_func)
     assert np.array_equal(first, exchange(bigrams, counts, start, 5, 12))
     assert np.array_equal(first[unseen], start[unseen])
