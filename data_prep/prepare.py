@@ -62,7 +62,7 @@ def prepare(
     progress: bool = True,
     others: Iterable[Path] = (),
 ) -> Prepared:
-    r"""Make a prepared folder match the settings, with as little work as possible.
+    """Make a prepared folder match the settings, with as little work as possible.
 
     Each difference from the settings and files that made it is logged to `data_prep`, and only what
     depends on it is made again: everything if the training text or the tokenizer changed, one token
@@ -87,19 +87,6 @@ def prepare(
     Raises:
         UserError: a setting, a file of the corpus or the folder is invalid; the folder contains
             files with the names of prepared files that no preparation wrote.
-
-    Example:
-        >>> import tempfile
-        >>> from data_prep.settings import SplitFiles
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> _ = (folder / "train.txt").write_text("the cat sat\nthe dog\n")
-        >>> data = DataConfig(dir=str(folder), files=SplitFiles(train="train.txt"))
-        >>> classes = ClassesConfig(method="frequency", num_word_classes=2)
-        >>> prepared = prepare(data, TokenizerConfig(), classes, folder / "data", progress=False)
-        >>> prepared.tokens("train").tolist()
-        [1, 2, 4, 0, 1, 3, 0]
-        >>> prepared.word_class().tolist()
-        [0, 0, 1, 1, 1, 1]
     """
     folder = Path(folder)
     _check_owner(folder)

@@ -94,26 +94,19 @@ def map_array(
             raise DataError(
                 f"{path} is damaged: its header is not that of {info.length} × {info.dtype}"
             )
-        if verify:
-            _verify_values(file, path, info, below, least)
+        if verify:  # from the file, because mapped pages count as memory of the process
+            digest, lowest, highest = hashlib.sha256(), least, -1
+            while raw := file.read(CHUNK_BYTES):
+                digest.update(raw)
+                chunk = np.frombuffer(raw, dtype)
+                lowest, highest = min(lowest, int(chunk.min())), max(highest, int(chunk.max()))
+            check_sha256(path, digest.hexdigest(), info.sha256)
+            if below is not None and not least <= lowest <= highest < below:
+                worst = lowest if lowest < least else highest
+                raise DataError(f"{path} holds the value {worst}: expected {least} to {below - 1}")
         if info.length == 0:
             return np.empty(0, dtype)
         return np.memmap(file, dtype, mode="r", offset=len(header), shape=(info.length,))
-
-
-def _verify_values(
-    file: BufferedReader, path: Path, info: ArrayInfo, below: int | None, least: int
-) -> None:
-    """Read the values from the file, because mapped pages count as memory of the process."""
-    digest, lowest, highest = hashlib.sha256(), least, -1
-    while raw := file.read(CHUNK_BYTES):
-        digest.update(raw)
-        chunk = np.frombuffer(raw, np.dtype(info.dtype).newbyteorder("<"))
-        lowest, highest = min(lowest, int(chunk.min())), max(highest, int(chunk.max()))
-    check_sha256(path, digest.hexdigest(), info.sha256)
-    if below is not None and not least <= lowest <= highest < below:
-        worst = lowest if lowest < least else highest
-        raise DataError(f"{path} holds the value {worst}: expected {least} to {below - 1}")
 
 
 def check_sha256(path: Path, found: str, expected: str | None) -> None:

@@ -41,8 +41,23 @@ def assign(
     these prices, in order of the loss that its second choice would cause. `occupied` [C] places
     are taken by other words. Returns the classes [n] and the prices [C].
     """
-    candidates, scores = _candidates(score, words, prices)
-    prices = _raise_prices(candidates, scores, occupied, capacity, prices, temperature)
+    width = min(CANDIDATES, len(prices))
+    candidates = np.empty((len(words), width), dtype=np.int32)  # unordered
+    scores = np.empty((len(words), width), dtype=np.float32)
+    for portion in _portions(np.arange(len(words)), len(prices)):
+        every = score(words[portion])
+        best = np.argpartition(prices - every, width - 1, axis=1)[:, :width]
+        candidates[portion], scores[portion] = best, np.take_along_axis(every, best, axis=1)
+    for _ in range(PRICE_STEPS):
+        demand = occupied.astype(np.float64)
+        for portion in _portions(np.arange(len(words)), width):
+            classes = candidates[portion]
+            value = (scores[portion] - prices[classes]) / temperature
+            share = np.exp(value - value.max(axis=1, keepdims=True))
+            share /= share.sum(axis=1, keepdims=True)
+            demand += np.bincount(classes.ravel(), share.ravel(), minlength=len(prices))
+        step = temperature * np.log(np.maximum(demand, 1e-9) / capacity)
+        prices = np.maximum(prices + step, 0).astype(np.float32)
     vacancies = capacity - occupied
     assigned = _take_places(candidates, scores - prices[candidates], vacancies)
     for portion in _portions(np.flatnonzero(assigned < 0), len(prices)):
@@ -56,42 +71,6 @@ def _portions(ids: IntArray, num_word_classes: int) -> Iterator[IntArray]:
     """Consecutive slices of `ids`, small enough for an array [slice, C]."""
     size = max(1, SCORES_PER_PORTION // num_word_classes)
     return (ids[start : start + size] for start in range(0, len(ids), size))
-
-
-def _candidates(
-    score: Score, words: IntArray, prices: FloatArray
-) -> tuple[NDArray[np.int32], FloatArray]:
-    """The K best classes of each word at these prices, unordered, and their scores, [n, K]."""
-    width = min(CANDIDATES, len(prices))
-    candidates = np.empty((len(words), width), dtype=np.int32)
-    scores = np.empty((len(words), width), dtype=np.float32)
-    for portion in _portions(np.arange(len(words)), len(prices)):
-        every = score(words[portion])
-        best = np.argpartition(prices - every, width - 1, axis=1)[:, :width]
-        candidates[portion], scores[portion] = best, np.take_along_axis(every, best, axis=1)
-    return candidates, scores
-
-
-def _raise_prices(
-    candidates: NDArray[np.int32],
-    scores: FloatArray,
-    occupied: IntArray,
-    capacity: int,
-    prices: FloatArray,
-    temperature: float,
-) -> FloatArray:
-    """Prices [C] ≥ 0 at which the soft choices of the words approximately fit the capacity."""
-    for _ in range(PRICE_STEPS):
-        demand = occupied.astype(np.float64)
-        for portion in _portions(np.arange(len(candidates)), candidates.shape[1]):
-            classes = candidates[portion]
-            value = (scores[portion] - prices[classes]) / temperature
-            share = np.exp(value - value.max(axis=1, keepdims=True))
-            share /= share.sum(axis=1, keepdims=True)
-            demand += np.bincount(classes.ravel(), share.ravel(), minlength=len(prices))
-        step = temperature * np.log(np.maximum(demand, 1e-9) / capacity)
-        prices = np.maximum(prices + step, 0).astype(np.float32)
-    return prices
 
 
 def _take_places(

@@ -72,14 +72,6 @@ def build_class_levels(
     return np.stack(levels)
 
 
-class _Pairs(NamedTuple):
-    """Counts of n words and their pairs; with `others`, of all other words as one further word."""
-
-    bigrams: sparse.csr_array  # [n, n]
-    counts: IntArray  # [n]
-    others: "_Pairs | None" = None  # [n + 1, n + 1] and [n + 1]
-
-
 class _Classes(NamedTuple):
     """How the words, or the classes of the level below, are divided into C classes."""
 
@@ -101,7 +93,7 @@ class _Classes(NamedTuple):
         num_clustered = min(self.settings.clustered_words or vocab_size, vocab_size)
         if num_clustered == vocab_size:
             bigrams = count_bigrams(tokens, vocab_size, progress=self.progress)
-            return self._clusters(_Pairs(bigrams, counts))
+            return self._clusters(bigrams, counts)
         order = np.argsort(-counts, kind="stable")
         return self._clusters_of_frequent(counts, tokens, *np.split(order, [num_clustered]))
 
@@ -121,38 +113,48 @@ class _Classes(NamedTuple):
         if num_frequent == total:
             return word_class
         bigrams = count_bigrams(tokens, len(counts), words=frequent, progress=self.progress)
-        others = _with_other_words(bigrams, counts[frequent], counts[rare], frequent, tokens)
-        pairs = _Pairs(bigrams, counts[frequent], others)
-        word_class[frequent] = self._replace(num_word_classes=num_frequent)._clusters(pairs)
+        # All other words are one word; how often it follows itself is 0.
+        after = counts[frequent] - bigrams.sum(axis=1) - np.isin(frequent, tokens[-1:])
+        before = counts[frequent] - bigrams.sum(axis=0) - np.isin(frequent, tokens[:1])
+        column, row = sparse.csr_array(after[:, None]), sparse.csr_array(before[None])
+        others = sparse.block_array([[bigrams, column], [row, None]], format="csr")
+        with_others = others, np.append(counts[frequent], counts[rare].sum())
+        some = self._replace(num_word_classes=num_frequent)
+        word_class[frequent] = some._clusters(bigrams, counts[frequent], with_others)
         word_class[rare] = num_frequent + frequency_classes(counts[rare], total - num_frequent)
         return word_class
 
-    def _clusters(self, pairs: _Pairs) -> WordClass:
-        """Clusters by `embedding`, then for `exchange` exchanged from equal sizes."""
-        settings = self.settings
-        equal = -(-len(pairs.counts) // self.num_word_classes)
+    def _clusters(
+        self,
+        bigrams: sparse.csr_array,
+        counts: IntArray,
+        with_others: tuple[sparse.csr_array, IntArray] | None = None,
+    ) -> WordClass:
+        """Clusters of n words by `embedding`, then for `exchange` exchanged from equal sizes.
+
+        `with_others` are the counts of pairs and words with all other words as word n.
+        """
+        settings, num_words = self.settings, len(counts)
+        equal = -(-num_words // self.num_word_classes)
         is_exchange = settings.method == "exchange"
         capacity = settings.max_words or (2 * equal if is_exchange else equal)
-        max_words = min(equal, capacity) if is_exchange else capacity
-        sizes = self.num_word_classes, max_words
-        clustering = Clustering(pairs.counts, *sizes, settings.seed, self.progress)
-        word_class = clustering.by_neighbours(pairs.bigrams, settings.dimensions)
-        return self._exchanged(pairs, word_class, capacity) if is_exchange else word_class
-
-    def _exchanged(self, pairs: _Pairs, word_class: WordClass, capacity: int) -> WordClass:
-        """Exchange all words, then, with a separate shortlist, the words below it again."""
+        sizes = self.num_word_classes, min(equal, capacity) if is_exchange else capacity
+        clustering = Clustering(counts, *sizes, settings.seed, self.progress)
+        word_class = clustering.by_neighbours(bigrams, settings.dimensions)
+        if not is_exchange:
+            return word_class
         from data_prep.classes.exchange import exchange  # imports numba
 
-        num_words, size = len(pairs.counts), self.settings.shortlist
-        shortlist = np.argsort(-pairs.counts, kind="stable")[:size]
+        shortlist = np.argsort(-counts, kind="stable")[: settings.shortlist]
         last = shortlist[:0]
-        if pairs.others is not None:
-            pairs = pairs.others  # the last word of which is separate
+        if with_others is not None:
+            bigrams, counts = with_others
             word_class, last = np.append(word_class, np.int32(0)), np.array([num_words])
-        for separate in (shortlist[:0], shortlist) if size else (shortlist,):
+        # All words are exchanged, then, with a separate shortlist, the words below it again.
+        for separate in (shortlist[:0], shortlist) if len(shortlist) else (shortlist,):
             word_class = exchange(
-                pairs.bigrams,
-                pairs.counts,
+                bigrams,
+                counts,
                 word_class,
                 self.num_word_classes,
                 capacity,
@@ -160,17 +162,6 @@ class _Classes(NamedTuple):
                 progress=self.progress,
             ).astype(np.int32)
         return word_class[:num_words]
-
-
-def _with_other_words(
-    bigrams: sparse.csr_array, counts: IntArray, rest: IntArray, words: IntArray, tokens: Tokens
-) -> _Pairs:
-    """Counts of `words` and, as the last word, of all others; how often it follows itself is 0."""
-    after = counts - bigrams.sum(axis=1) - np.isin(words, tokens[-1:])
-    before = counts - bigrams.sum(axis=0) - np.isin(words, tokens[:1])
-    column, row = sparse.csr_array(after[:, None]), sparse.csr_array(before[None])
-    pairs = sparse.block_array([[bigrams, column], [row, None]], format="csr")
-    return _Pairs(pairs, np.append(counts, rest.sum()))
 
 
 def _levels_from_file(settings: ClassesConfig, words: Sequence[str], folder: Path) -> WordClass:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.prepared import Prepared, open_prepared
+from data_prep.prepared import open_prepared
 from scripts import run
 
 Ids = NDArray[np.int64]
@@ -169,17 +169,6 @@ class KneserNey:
         return ids
 
 
-def estimate(
-    prepared: Prepared, order: int, num_tokens: int | None = None, num_streams: int = 1
-) -> KneserNey:
-    """The model of the training split of prepared data, or of the beginnings of equal parts."""
-    tokens = prepared.tokens("train")
-    if num_tokens is not None:
-        parts = tokens[: len(tokens) // num_streams * num_streams].reshape(num_streams, -1)
-        tokens = parts[:, : -(-num_tokens // num_streams)].ravel()
-    return KneserNey(tokens.astype(np.int64), prepared.vocab_size, prepared.eos_id, order)
-
-
 def main() -> None:
     """Write the ARPA file, or print the perplexity of a split."""
     parser = argparse.ArgumentParser(description="Kneser–Ney model of prepared data")
@@ -191,20 +180,25 @@ def main() -> None:
     perplexity = "print its perplexity instead, without a file"
     output.add_argument("--split", choices=["valid", "test"], help=perplexity)
     add("--order", type=int, default=5, help="largest n, at least 2")
-    count = "with --split: count so many tokens of training, default all"
-    add("--tokens", type=int, metavar="N", help=count)
+    add("--tokens", type=int, metavar="N", help="count so many of training, default all")
     streams = "the beginnings of so many parts, as a run of this train.batch_size reads first"
     add("--streams", type=int, default=1, metavar="B", help=streams)
     options = parser.parse_args()
     prepared = open_prepared(options.folder)
-    model = estimate(prepared, options.order, options.tokens, options.streams)
+    tokens = prepared.tokens("train")
+    if options.tokens is not None:  # the beginnings of equal parts
+        size = len(tokens) // options.streams
+        parts = tokens[: size * options.streams].reshape(options.streams, size)
+        tokens = parts[:, : -(-options.tokens // options.streams)].ravel()
+    ids = prepared.vocab_size, prepared.eos_id
+    model = KneserNey(tokens.astype(np.int64), *ids, options.order)
     if options.split is None:
         words = list(map(prepared.tokenizer().token, range(prepared.vocab_size)))
         words[prepared.eos_id] = "</s>"
         model.write_arpa(options.arpa, [*words, "<s>"])
         return
-    tokens = prepared.tokens(options.split).astype(np.int64)
-    log_prob, known = model.log_prob(tokens), tokens != prepared.unk_id
+    text = prepared.tokens(options.split).astype(np.int64)
+    log_prob, known = model.log_prob(text), text != prepared.unk_id
     row = {"counted_tokens": int((model.stream < model.begin).sum()), "order": options.order}
     row |= {"split": options.split, "perplexity": np.exp(-log_prob.mean())}
     print(json.dumps(row | {"perplexity_excluding_oov": np.exp(-log_prob[known].mean())}))

@@ -64,8 +64,10 @@ def event_clock(step: Callable[[], object]) -> Callable[[], float]:
     return seconds
 
 
-def cold_clock() -> Clock:
-    """An `event_clock` whose GPU begins idle and with unrelated data in its L2 cache."""
+def clock_of(device: torch.device) -> Clock:
+    """How steps are timed; on a GPU that begins idle, with unrelated data in its L2 cache."""
+    if device.type != "cuda":
+        return cpu_clock
     unrelated = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
     def clock(step: Callable[[], object]) -> Callable[[], float]:
@@ -74,11 +76,6 @@ def cold_clock() -> Clock:
         return event_clock(step)
 
     return clock
-
-
-def clock_of(device: torch.device) -> Clock:
-    """How steps are timed on a device."""
-    return cold_clock() if device.type == "cuda" else cpu_clock
 
 
 class Work(NamedTuple):

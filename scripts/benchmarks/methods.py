@@ -138,13 +138,6 @@ def parameter(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
 
 
-def class_and_place(tree: ClassTree, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Class of each target in a tree of two levels, and its place within the class, [P] each."""
-    row = tree.row_of_word[target]
-    node = tree.node_of_row[row]
-    return node - 1, row - tree.first_row[node]
-
-
 def split_rows(weight: Tensor, bias: Tensor, *bounds: int) -> list[tuple[Tensor, Tensor]]:
     """Intervals of rows and biases as leaves, so that no gradient has the table's size."""
     return [(parameter(weight[a:b]), parameter(bias[a:b])) for a, b in pairwise(bounds)]

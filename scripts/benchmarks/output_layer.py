@@ -39,6 +39,7 @@ import gc
 import importlib.util
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ from lm.output.functional import BackendName
 from scripts.benchmarks import measure, reporting
 from scripts.benchmarks.measure import Clock, Work
 from scripts.benchmarks.methods import GraphMethod, Layer, Method, Problem, split_rows, zipf
-from scripts.benchmarks.peers import PEERS, installed, usual_cutoffs
+from scripts.benchmarks.peers import CUTOFFS, PEERS, installed
 from scripts.benchmarks.reporting import Row, Table
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -135,7 +136,7 @@ def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace)
         trees=trees,
         rows=torch.randn(num_rows, base.row_size(hidden_size), **like).mul_(0.05),
         bias=torch.randn(num_rows, **like).mul_(0.05),
-        cutoffs=usual_cutoffs(vocab_size),
+        cutoffs=CUTOFFS.get(vocab_size) or [max(1, vocab_size // 10), vocab_size // 3],
     )
 
 
@@ -159,8 +160,9 @@ def attempt(method: Method, action: Callable[[Method], None]) -> None:
     An error of this project's layer is raised, unless triton does not support the tree.
     """
     refusable: tuple[type[Exception], ...] = (ValueError,) * (method.backend == "triton")
-    if method.backend == "torch":
-        refusable = peer_failures()
+    if method.backend == "torch":  # a package may not suit a version of torch or Triton
+        refusable = RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError
+        refusable += failures() if importlib.util.find_spec("triton") else ()
     try:
         if not method.refused:
             action(method)
@@ -172,12 +174,6 @@ def attempt(method: Method, action: Callable[[Method], None]) -> None:
             method.refuse(f"failed: {type(error).__name__}: {first}")
         else:
             raise
-
-
-def peer_failures() -> tuple[type[Exception], ...]:
-    """What packages of others raise where they do not suit a version of torch or Triton."""
-    found = RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError
-    return (*found, *failures()) if importlib.util.find_spec("triton") else found
 
 
 def warm_up(method: Method) -> None:
@@ -207,19 +203,6 @@ def check_losses(rows: list[Row]) -> None:
                 if row["backend"] != "torch":
                     raise SystemExit(found)
                 row |= dict.fromkeys(measure.FIGURES) | {"refused": found}
-
-
-def time_rounds(methods: list[Method], num_rounds: int, clock: Clock) -> None:
-    """Time one step of each method in turn, the slow ones in every third round."""
-
-    def time_step(method: Method) -> None:
-        method.timings.append(clock(method.step))
-        method.free()
-
-    for turn in range(num_rounds):
-        for method in methods:
-            if not (method.slow and turn % 3):
-                attempt(method, time_step)
 
 
 def compare(
@@ -283,7 +266,12 @@ def _measured_alone(size: tuple[int, int], peak: Work, options: argparse.Namespa
 def measured(
     size: tuple[int, int], peak: Work, clock: Clock, options: argparse.Namespace
 ) -> list[Row]:
-    """A row for each method, measured in this process."""
+    """A row for each method, measured in this process, the slow ones in every third round."""
+
+    def time_step(method: Method) -> None:
+        method.timings.append(clock(method.step))
+        method.free()
+
     on_gpu = options.device.type == "cuda"
     available = math.inf if on_gpu else available_bytes(options.device) or math.inf
     with measure.memory_limit(available, options.device):
@@ -291,7 +279,9 @@ def measured(
         methods = make_methods(problem, options)
         for method in methods:
             attempt(method, warm_up)
-        time_rounds(methods, options.rounds, clock)
+        for turn, method in product(range(options.rounds), methods):
+            if not (method.slow and turn % 3):
+                attempt(method, time_step)
     rows = [measure.make_row(method, peak) | {"dtype": options.dtype} for method in methods]
     for method, row in zip(methods, rows, strict=True):
         if on_gpu and method.backend == "triton" and not method.refused:

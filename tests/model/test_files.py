@@ -184,4 +184,7 @@ def test_a_disk_that_is_full_is_a_single_line(
     monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(UserError, match=f"model.safetensors cannot be written: {reason}$"):
         saved(tmp_path)
+    text = "Error while serializing: another one"
+    with pytest.raises(SafetensorError, match=text):
+        saved(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == before

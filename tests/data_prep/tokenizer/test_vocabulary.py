@@ -131,6 +131,7 @@ def test_a_giant_line_is_learned_to_its_end() -> None:
     [
         (TEXT, pieces(None), r"^tokenizer\.vocab_size is not set"),
         (TEXT, pieces(5), r"^tokenizer\.vocab_size is 5: expected at least \d+, a piece for every"),
+        (TEXT, pieces(1), "sentencepiece could not build a model of the training split: INTERNAL"),
         (TEXT, pieces(9999), r"size is 9999: expected at most \d+, all that the training"),
         (["", ""], pieces(20), "has no text that a sentencepiece model could be built"),
     ],
