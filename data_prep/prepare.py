@@ -207,22 +207,16 @@ def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Se
     valid = replace(requested, tokenizer=found.tokenizer, splits=splits, speller_sha256=speller)
     if "train" not in splits:
         return valid
-    valid = _with_valid_classes(replace(valid, counts=found.counts), folder, found, changed)
+    valid = replace(valid, counts=found.counts)
+    if found.classes and "classes" not in valid.settings:  # not needed, and stay as they are
+        settings = valid.settings | {"classes": found.settings["classes"]}
+        inputs = valid.inputs | {n: f for n, f in found.inputs.items() if n == "classes"}
+        valid = replace(valid, settings=settings, inputs=inputs, classes=found.classes)
+    elif found.classes and "classes" not in changed and intact(CLASSES):
+        valid = replace(valid, classes=found.classes)
     is_complete = valid.classes is not None or "classes" not in valid.settings
     is_complete &= speller is not None or not has_speller(requested.settings)
     return replace(valid, complete=is_complete and set(splits) == valid.inputs.keys() - {"classes"})
-
-
-def _with_valid_classes(valid: Meta, folder: Path, found: Meta, changed: Set[str]) -> Meta:
-    """Add the classes of the present record if they are valid, or if no classes are needed."""
-    if found.classes is None:
-        return valid
-    if "classes" not in valid.settings:
-        settings = valid.settings | {"classes": found.settings["classes"]}
-        inputs = valid.inputs | {n: f for n, f in found.inputs.items() if n == "classes"}
-        return replace(valid, settings=settings, inputs=inputs, classes=found.classes)
-    is_valid = "classes" not in changed and _is_intact(folder, found, CLASSES)
-    return replace(valid, classes=found.classes) if is_valid else valid
 
 
 def _is_intact(folder: Path, found: Meta, name: str) -> bool:
@@ -353,5 +347,5 @@ class _Stages:
         from data_prep.corpus.events import word_item  # imports pyarrow
 
         tokenizer = load_tokenizer(self.folder, verify=False)
-        words = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
+        words = list(map(tokenizer.token, range(tokenizer.vocab_size)))
         return words if self.data.user_field is None else list(map(word_item, words))

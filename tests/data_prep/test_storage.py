@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from unittest.mock import Mock
 
 import numpy as np
@@ -182,28 +182,6 @@ def test_a_lock_file_of_another_user_can_be_locked(
     monkeypatch.setattr(os, "open", refuse)
     with locked(tmp_path / ".lock"), pytest.raises(UserError, match="taken"):
         locked(tmp_path / ".lock", busy="taken").__enter__()
-
-
-def test_content_is_synced_before_the_rename_and_the_folder_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def recorded_fsync(descriptor: int) -> None:
-        target = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        events.append(f"fsync {target.name}" if target != tmp_path else "fsync folder")
-        events.append(f"{target.stat().st_size} bytes" if target.is_file() else "")
-        fsync(descriptor)
-
-    def recorded_replace(old: Any, new: Any) -> None:
-        events.append(f"rename {Path(old).name} {Path(new).name}")
-        replace(old, new)
-
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "replace", recorded_replace)
-    write_atomically(tmp_path / "x", lambda file: file.write(b"abc"))
-    assert events == ["fsync .x.tmp", "3 bytes", "rename .x.tmp x", "fsync folder", ""]
 
 
 def test_two_processes_write_one_file_at_once(
