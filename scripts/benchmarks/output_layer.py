@@ -51,8 +51,8 @@ from lm.output.backends import base, choose_backend
 from lm.output.backends.triton.backend import failures
 from lm.output.functional import BackendName
 from scripts.benchmarks import measure, reporting
-from scripts.benchmarks.measure import Clock, Work
-from scripts.benchmarks.methods import GraphMethod, Layer, Method, Problem, split_rows, zipf
+from scripts.benchmarks.measure import Work
+from scripts.benchmarks.methods import Layer, Method, Problem, split_rows, zipf
 from scripts.benchmarks.peers import CUTOFFS, PEERS, installed
 from scripts.benchmarks.reporting import Row, Table
 
@@ -97,7 +97,7 @@ def uneven_classes(vocab_size: int) -> Tensor:
     return number
 
 
-def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] = Method) -> Method:
+def ours(problem: Problem, name: str, backend: BackendName, is_graph: bool = False) -> Method:
     """This project's layer on one of the problem's trees."""
     tree, hidden = problem.trees[name], problem.hidden
     sizes = (problem.num_positions, problem.hidden_size)
@@ -114,8 +114,8 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
         return loss, [weight, bias]
 
     slow = name == "tree_full" or (chosen == "reference" and hidden.is_cuda)
-    label = "graph" if kind is GraphMethod else name
-    return kind(label, problem, build, tree=tree, backend=chosen, slow=slow)
+    options: Any = {"tree": tree, "backend": chosen, "slow": slow, "is_graph": is_graph}
+    return Method("graph" if is_graph else name, problem, build, **options)
 
 
 def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace) -> Problem:
@@ -150,7 +150,7 @@ def make_methods(problem: Problem, options: argparse.Namespace) -> list[Method]:
     ]
     fused = any(method.backend == "triton" for method in methods)
     if fused and problem.hidden.is_cuda:
-        methods += [ours(problem, "random", "triton", GraphMethod)] * ("graph" in options.methods)
+        methods += [ours(problem, "random", "triton", is_graph=True)] * ("graph" in options.methods)
     return methods + [make(problem) for name, make in PEERS.items() if name in options.methods]
 
 
@@ -179,7 +179,7 @@ def attempt(method: Method, action: Callable[[Method], None]) -> None:
 def warm_up(method: Method) -> None:
     """Make the parameters, run one or two steps and measure the memory of the last."""
     method.prepare()
-    if not (method.slow or isinstance(method, GraphMethod)):  # a graph allocates at its capture
+    if not (method.slow or method.is_graph):  # a graph allocates at its capture
         method.step()
         method.free()
     method.peak_bytes = measure.peak_bytes(method)
@@ -205,15 +205,13 @@ def check_losses(rows: list[Row]) -> None:
                 row |= dict.fromkeys(measure.FIGURES) | {"refused": found}
 
 
-def compare(
-    size: tuple[int, int], peak: Work, clock: Clock, options: argparse.Namespace
-) -> list[Row]:
+def compare(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> list[Row]:
     """A row for each method on one problem of `size` (N, H); the results are also printed."""
     chosen = options.methods
     if options.device.type == "cuda":
         separate = [name for name in chosen if installed(name)]
         together = [name for name in chosen if name not in separate]
-        rows = measured(size, peak, clock, with_options(options, methods=together))
+        rows = measured(size, peak, with_options(options, methods=together))
         gc.collect()  # the problem, for the memory of the other processes
         torch.cuda.empty_cache()
     else:
@@ -259,17 +257,15 @@ def with_options(options: argparse.Namespace, **changed: Any) -> argparse.Namesp
 
 def _measured_alone(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> Row:
     prepare_process(options)
-    (row,) = measured(size, peak, measure.clock_of(options.device), options)
+    (row,) = measured(size, peak, options)
     return row
 
 
-def measured(
-    size: tuple[int, int], peak: Work, clock: Clock, options: argparse.Namespace
-) -> list[Row]:
+def measured(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> list[Row]:
     """A row for each method, measured in this process, the slow ones in every third round."""
 
     def time_step(method: Method) -> None:
-        method.timings.append(clock(method.step))
+        method.seconds.append(measure.step_seconds(method.step, options.device))
         method.free()
 
     on_gpu = options.device.type == "cuda"
@@ -285,8 +281,8 @@ def measured(
     rows = [measure.make_row(method, peak) | {"dtype": options.dtype} for method in methods]
     for method, row in zip(methods, rows, strict=True):
         if on_gpu and method.backend == "triton" and not method.refused:
-            is_graph = isinstance(method, GraphMethod)
-            row["kernels"] = None if is_graph else measure.kernels(method.step, method.free)
+            found = None if method.is_graph else measure.kernels(method.step, method.free)
+            row["kernels"] = found
     return rows
 
 
@@ -325,14 +321,13 @@ def main() -> None:
     """Print a table for each problem, and write a log if asked."""
     options = parse_options()
     prepare_process(options)
-    clock = measure.clock_of(options.device)
-    peak = measure.best_rates(clock, options.device, measure.DTYPES[options.dtype])
+    peak = measure.best_rates(options.device, measure.DTYPES[options.dtype])
     print(
         f"{reporting.environment(options.device.type)['device']}, {options.dtype}: copy"
         f" {peak.bytes / 1e9:.1f} GB/s, matrix product {peak.flops / 1e12:.3f} TFLOP/s"
     )
     for size in options.rows:
-        compare(size, peak, clock, options)
+        compare(size, peak, options)
 
 
 if __name__ == "__main__":

@@ -229,16 +229,9 @@ def run_forked(
     number: int = 0,
     after_seconds: float = 0.0,
 ) -> Ended:
-    """Run a command in a process of its own.
+    """Run a command inside of `during` in a process of its own, which may get signal `number`.
 
-    Args:
-        arguments: those of the command `lm`.
-        during: what surrounds the command in that process.
-        number: a signal that it gets, 0 for none.
-        after_seconds: when it gets it.
-
-    Returns:
-        The exit code, of a process that a signal has ended as a shell reports it, and stderr.
+    The exit code of a process that a signal has ended is that which a shell reports.
     """
     _note(0)
     with tempfile.TemporaryFile() as err:
