@@ -115,7 +115,7 @@ def test_given_vectors_are_clustered_by_their_directions(
     assert np.bincount(found).tolist() == [2, 2, 2]
     (tmp_path / "vectors").write_text("c 0.5 0\nd -1000 9\n")  # spaces
     assert read_vectors(tmp_path / "vectors", words)[2:4].tolist() == vectors[2:4].tolist()
-    (tmp_path / "vectors").write_text("c 1 0\nd 2 0\n")  # fewer directions than classes
+    (tmp_path / "vectors").write_text("".join(f"{word}\t1 0\n" for word in words))
     assert np.bincount(build(settings, tmp_path, words)[0]).tolist() == [2, 2, 2]
 
 
