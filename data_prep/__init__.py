@@ -3,7 +3,7 @@
 Imports neither `lm` nor torch.
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,17 +42,9 @@ def word_classes(
         >>> word_classes([0, 2, 1, 3, 0, 3, 1, 2, 0], vocab_size=4).tolist()
         [0, 0, 1, 1]
     """
+    options: Any = {"method": method, "shortlist": shortlist, "seed": seed, "progress": progress}
     word_class: NDArray[np.int32]
-    (word_class,) = class_levels(
-        tokens,
-        vocab_size,
-        num_word_classes,
-        depth=2,
-        method=method,
-        shortlist=shortlist,
-        seed=seed,
-        progress=progress,
-    )
+    (word_class,) = class_levels(tokens, vocab_size, num_word_classes, depth=2, **options)
     return word_class
 
 
@@ -102,14 +94,8 @@ def class_levels(
         raise ValueError(f"num_word_classes: expected at least 1, got {num_word_classes}")
     if depth < 2:
         raise ValueError(f"depth: expected at least 2, got {depth}")
-    settings = ClassesConfig(
-        method=method,
-        num_word_classes=num_word_classes,
-        depth=depth,
-        shortlist=shortlist,
-        seed=seed,
-    )
+    numbers: Any = {"num_word_classes": num_word_classes, "depth": depth, "seed": seed}
+    settings = ClassesConfig(method=method, shortlist=shortlist, **numbers)
     counts = np.bincount(ids, minlength=vocab_size).astype(np.int64)
-    return build_class_levels(
-        counts, settings, tokens=ids, words=list, folder=Path(), progress=progress
-    )
+    text: Any = {"tokens": ids, "words": list, "folder": Path()}
+    return build_class_levels(counts, settings, progress=progress, **text)

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 from numpy.typing import NDArray
 
-from data_prep.corpus.loader import SPLITS, hub_folder, input_files, splits
+from data_prep.corpus.lines import SPLITS, hub_folder, input_files, splits
 from data_prep.errors import DataError
 from data_prep.settings import (
     ClassesConfig,
@@ -35,7 +35,12 @@ from data_prep.storage import (
     sha256_file,
     write_json_atomically,
 )
-from data_prep.tokenizer.serialization import TOKENIZER, TokenizerInfo, verify_tokenizer
+from data_prep.tokenizer.serialization import (
+    MODEL_FILE,
+    TOKENIZER,
+    TokenizerInfo,
+    verify_tokenizer,
+)
 from data_prep.tokenizer.speller import SPELLER
 from data_prep.tokenizer.token_file import SplitInfo
 
@@ -46,6 +51,11 @@ COUNTS = "counts.npy"
 CLASSES = "classes.npy"
 KNOWN = "{}-known.npy"
 """How many items of each sequence of a split are not predicted."""
+FILES = (
+    *(META, TOKENIZER, *MODEL_FILE.values(), SPELLER, COUNTS, CLASSES),
+    *(name.format(split) for split in SPLITS for name in ("{}.npy", KNOWN)),
+)
+"""Files that a preparation may replace."""
 
 TEXT_SETTINGS = ("format", "hub", "hub_config", "text_field", "keep_empty_lines")
 """Settings of `data` that change the text; the others locate files, whose content is hashed."""
@@ -130,19 +140,17 @@ def stored_array(folder: Path, meta: Meta, name: str, *, verify: bool = True) ->
     UserError if it is not as recorded; `verify` is that of `map_array`.
     """
     assert meta.tokenizer is not None
-    if name == COUNTS:
-        assert meta.counts is not None
-        return map_array(folder / name, meta.counts, verify=verify)
+    info, limits = meta.counts, dict[str, int]()
     if name == CLASSES:
         assert meta.classes is not None
-        below = meta.classes.num_word_classes
-        return map_array(folder / name, meta.classes.array, verify=verify, below=below, least=-1)
-    split, _, is_known = Path(name).stem.partition("-")
-    info, below = meta.splits[cast(Split, split)], meta.tokenizer.vocab_size
-    if is_known:
-        assert info.known is not None
-        return map_array(folder / name, info.known, verify=verify)
-    return map_array(folder / name, info.array, verify=verify, below=below)
+        info, limits = meta.classes.array, {"below": meta.classes.num_word_classes, "least": -1}
+    elif name != COUNTS:
+        split, _, is_known = Path(name).stem.partition("-")
+        tokens = meta.splits[cast(Split, split)]
+        info = tokens.known if is_known else tokens.array
+        limits = {} if is_known else {"below": meta.tokenizer.vocab_size}
+    assert info is not None
+    return map_array(folder / name, info, verify=verify, **limits)
 
 
 def verify_stored(folder: Path, meta: Meta, name: str) -> None:

@@ -17,13 +17,14 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.classes.class_file import lowest_classes
 from data_prep.corpus.hints import compared, noted
-from data_prep.corpus.lines import read_lines
-from data_prep.corpus.loader import SPLITS
+from data_prep.corpus.lines import SPLITS, read_lines
 from data_prep.errors import DataError, UserError
 from data_prep.meta import (
     CLASSES,
     COUNTS,
+    FILES,
     KNOWN,
     META,
     ClassesInfo,
@@ -40,25 +41,13 @@ from data_prep.meta import (
 from data_prep.prepared import Prepared
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
 from data_prep.storage import copy_atomically, locked, make_folder, write_array
-from data_prep.tokenizer.serialization import (
-    MODEL_FILE,
-    TOKENIZER,
-    TokenizerInfo,
-    load_tokenizer,
-    save_tokenizer,
-)
+from data_prep.tokenizer.serialization import TOKENIZER, load_tokenizer, save_tokenizer
 from data_prep.tokenizer.speller import SPELLER, Speller
 from data_prep.tokenizer.token_file import counted_known, encode_split
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
 from data_prep.tokenizer.vocabulary import WordCounts, count_words, train_sentencepiece
 
 LOCK = ".lock"
-FILES = (
-    *(META, TOKENIZER, *MODEL_FILE.values(), SPELLER, COUNTS, CLASSES),
-    *map("{}.npy".format, SPLITS),
-    *map(KNOWN.format, SPLITS),
-)
-"""Files that a preparation may replace."""
 
 logger = logging.getLogger("data_prep")
 
@@ -73,7 +62,7 @@ def prepare(
     progress: bool = True,
     others: Iterable[Path] = (),
 ) -> Prepared:
-    r"""Make a prepared folder match the settings, with as little work as possible.
+    """Make a prepared folder match the settings, with as little work as possible.
 
     Each difference from the settings and files that made it is logged to `data_prep`, and only what
     depends on it is made again: everything if the training text or the tokenizer changed, one token
@@ -98,19 +87,6 @@ def prepare(
     Raises:
         UserError: a setting, a file of the corpus or the folder is invalid; the folder contains
             files with the names of prepared files that no preparation wrote.
-
-    Example:
-        >>> import tempfile
-        >>> from data_prep.settings import SplitFiles
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> _ = (folder / "train.txt").write_text("the cat sat\nthe dog\n")
-        >>> data = DataConfig(dir=str(folder), files=SplitFiles(train="train.txt"))
-        >>> classes = ClassesConfig(method="frequency", num_word_classes=2)
-        >>> prepared = prepare(data, TokenizerConfig(), classes, folder / "data", progress=False)
-        >>> prepared.tokens("train").tolist()
-        [1, 2, 4, 0, 1, 3, 0]
-        >>> prepared.word_class().tolist()
-        [0, 0, 1, 1, 1, 1]
     """
     folder = Path(folder)
     _check_owner(folder)
@@ -231,22 +207,16 @@ def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Se
     valid = replace(requested, tokenizer=found.tokenizer, splits=splits, speller_sha256=speller)
     if "train" not in splits:
         return valid
-    valid = _with_valid_classes(replace(valid, counts=found.counts), folder, found, changed)
+    valid = replace(valid, counts=found.counts)
+    if found.classes and "classes" not in valid.settings:  # not needed, and stay as they are
+        settings = valid.settings | {"classes": found.settings["classes"]}
+        inputs = valid.inputs | {n: f for n, f in found.inputs.items() if n == "classes"}
+        valid = replace(valid, settings=settings, inputs=inputs, classes=found.classes)
+    elif found.classes and "classes" not in changed and intact(CLASSES):
+        valid = replace(valid, classes=found.classes)
     is_complete = valid.classes is not None or "classes" not in valid.settings
     is_complete &= speller is not None or not has_speller(requested.settings)
     return replace(valid, complete=is_complete and set(splits) == valid.inputs.keys() - {"classes"})
-
-
-def _with_valid_classes(valid: Meta, folder: Path, found: Meta, changed: Set[str]) -> Meta:
-    """Add the classes of the present record if they are valid, or if no classes are needed."""
-    if found.classes is None:
-        return valid
-    if "classes" not in valid.settings:
-        settings = valid.settings | {"classes": found.settings["classes"]}
-        inputs = valid.inputs | {n: f for n, f in found.inputs.items() if n == "classes"}
-        return replace(valid, settings=settings, inputs=inputs, classes=found.classes)
-    is_valid = "classes" not in changed and _is_intact(folder, found, CLASSES)
-    return replace(valid, classes=found.classes) if is_valid else valid
 
 
 def _is_intact(folder: Path, found: Meta, name: str) -> bool:
@@ -280,16 +250,22 @@ class _Stages:
     progress: bool
 
     def run(self, meta: Meta, levels: NDArray[np.int32] | None) -> Meta:
-        """Do the stages that are missing from a record; return the complete record.
-
-        `levels` are the classes, if they are made already.
-        """
-        tokenizer, found, has_words = None, None, self.tokenizer.kind == "words"
+        """Do the stages that a record lacks, classes unless they are given; return the new one."""
+        tokenizer: Tokenizer | None = None
+        settings, found = self.tokenizer, None
         if meta.tokenizer is None:
             logger.info("building the vocabulary from the training split")
-            if has_words:
-                found = count_words(read_lines(self.data, "train"), self.tokenizer)
-            tokenizer, info = self._build_tokenizer(found)
+            lines = read_lines(self.data, "train")
+            if settings.kind == "words":
+                found = count_words(lines, settings)
+                tokenizer = WordTokenizer(
+                    found.words,
+                    lowercase=settings.lowercase,
+                    split_punctuation=settings.split_punctuation,
+                )
+            else:
+                tokenizer = SentencePieceTokenizer(train_sentencepiece(lines, settings))
+            info = save_tokenizer(self.folder, tokenizer, found and found.counts)
             meta = replace(meta, tokenizer=info)
             write_meta(self.folder, meta)
         if has_speller(meta.settings) and meta.speller_sha256 is None:
@@ -308,18 +284,6 @@ class _Stages:
         meta = replace(meta, complete=True)
         write_meta(self.folder, meta)
         return meta
-
-    def _build_tokenizer(self, found: WordCounts | None) -> tuple[Tokenizer, TokenizerInfo]:
-        if found is None:
-            lines = read_lines(self.data, "train")
-            pieces = SentencePieceTokenizer(train_sentencepiece(lines, self.tokenizer))
-            return pieces, save_tokenizer(self.folder, pieces)
-        words = WordTokenizer(
-            found.words,
-            lowercase=self.tokenizer.lowercase,
-            split_punctuation=self.tokenizer.split_punctuation,
-        )
-        return words, save_tokenizer(self.folder, words, found.counts)
 
     def _build_speller(self, meta: Meta, found: WordCounts | None) -> str:
         assert meta.tokenizer is not None
@@ -368,8 +332,6 @@ class _Stages:
             raise type(error)(f"{error}; the tokens in {self.folder} remain valid") from error
 
     def _write_classes(self, levels: NDArray[np.int32]) -> ClassesInfo:
-        from data_prep.classes.class_file import lowest_classes
-
         settings = self.classes
         assert settings is not None
         return ClassesInfo(
@@ -385,5 +347,5 @@ class _Stages:
         from data_prep.corpus.events import word_item  # imports pyarrow
 
         tokenizer = load_tokenizer(self.folder, verify=False)
-        words = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
+        words = list(map(tokenizer.token, range(tokenizer.vocab_size)))
         return words if self.data.user_field is None else list(map(word_item, words))

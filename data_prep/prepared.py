@@ -42,16 +42,6 @@ class Prepared:
     """A complete prepared folder, opened by `prepare` or `open_prepared`.
 
     Each file is compared with its SHA-256 on first use, unless `prepare` verified or wrote it.
-
-    Attributes:
-        folder: the folder.
-        meta: its record.
-        splits: the prepared splits and their counts.
-        vocab_size: N.
-        eos_id: id of the end of a line.
-        unk_id: id of unknown words.
-        tokenizer_kind: `words` or `sentencepiece`.
-        tokenizer_sha256: checksum of `tokenizer.json`.
     """
 
     def __init__(self, folder: Path, meta: Meta, *, verified: Iterable[str] = ()) -> None:
@@ -179,11 +169,9 @@ def open_prepared(folder: Path | str) -> Prepared:
 def open_made_by(
     data: DataConfig, tokenizer: TokenizerConfig, classes: ClassesConfig | None, folder: Path | str
 ) -> Prepared:
-    """Open a prepared folder if these settings, as in `prepare`, made it; the corpus is not read.
+    """Open a prepared folder; UserError unless these settings made it, as well as `open_prepared`.
 
-    Raises:
-        UserError: other settings made it, it lacks classes that are needed, or any error of
-            `open_prepared`.
+    The corpus is not read.
     """
     prepared = open_prepared(folder)
     requested = requested_settings(data, tokenizer, classes)

@@ -36,14 +36,10 @@ def find_sequences(
     num_known: Ints | None = None,
     predict_eos: bool = False,
 ) -> Sequences:
-    """Find the sequences of a token file, which has `<eos>` after each.
+    """Find the sequences of a token file [n], which has `<eos>` after each.
 
-    Args:
-        tokens: [n] ids.
-        eos_id: id of `<eos>`.
-        unk_id: id of items outside the vocabulary; None if there is none.
-        num_known: [S] items at the beginning of each sequence that are not predicted; None: 0.
-        predict_eos: whether `<eos>` is the last item of each sequence.
+    Items outside the vocabulary have `unk_id`, None if there are none. The first `num_known` [S] of
+    each sequence are not predicted (None: 0), `<eos>` is its last item with `predict_eos`.
 
     Example:
         >>> found = find_sequences(np.array([4, 1, 3, 0, 2, 0]), eos_id=0, unk_id=1)

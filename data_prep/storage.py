@@ -54,12 +54,6 @@ def write_array(path: Path, chunks: Iterable[NDArray[Any]], dtype: ArrayType) ->
     """Write chunks, one in memory at a time, as one little-endian `.npy` array, atomically.
 
     Returns the record that `map_array` checks the file against.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "numbers.npy"
-    >>> info = write_array(path, [np.arange(3), np.arange(2)], "uint16")
-    >>> map_array(path, info).tolist()
-    [0, 1, 2, 0, 1]
     """
     stored = np.dtype(dtype).newbyteorder("<")
 
@@ -84,10 +78,7 @@ def map_array(
     """Map a `.npy` file read-only into memory.
 
     With `verify`, the values are compared with their checksum (about 1 GB/s), and must be in
-    [least, below).
-
-    Raises:
-        UserError: the size, the header or a verified value is not as recorded.
+    [least, below). UserError if the size, the header or a verified value is not as recorded.
     """
     dtype = np.dtype(info.dtype).newbyteorder("<")
     header = _npy_header(dtype, info.length)
@@ -103,26 +94,19 @@ def map_array(
             raise DataError(
                 f"{path} is damaged: its header is not that of {info.length} × {info.dtype}"
             )
-        if verify:
-            _verify_values(file, path, info, below, least)
+        if verify:  # from the file, because mapped pages count as memory of the process
+            digest, lowest, highest = hashlib.sha256(), least, -1
+            while raw := file.read(CHUNK_BYTES):
+                digest.update(raw)
+                chunk = np.frombuffer(raw, dtype)
+                lowest, highest = min(lowest, int(chunk.min())), max(highest, int(chunk.max()))
+            check_sha256(path, digest.hexdigest(), info.sha256)
+            if below is not None and not least <= lowest <= highest < below:
+                worst = lowest if lowest < least else highest
+                raise DataError(f"{path} holds the value {worst}: expected {least} to {below - 1}")
         if info.length == 0:
             return np.empty(0, dtype)
         return np.memmap(file, dtype, mode="r", offset=len(header), shape=(info.length,))
-
-
-def _verify_values(
-    file: BufferedReader, path: Path, info: ArrayInfo, below: int | None, least: int
-) -> None:
-    """Read the values from the file, because mapped pages count as memory of the process."""
-    digest, lowest, highest = hashlib.sha256(), least, -1
-    while raw := file.read(CHUNK_BYTES):
-        digest.update(raw)
-        chunk = np.frombuffer(raw, np.dtype(info.dtype).newbyteorder("<"))
-        lowest, highest = min(lowest, int(chunk.min())), max(highest, int(chunk.max()))
-    check_sha256(path, digest.hexdigest(), info.sha256)
-    if below is not None and not least <= lowest <= highest < below:
-        worst = lowest if lowest < least else highest
-        raise DataError(f"{path} holds the value {worst}: expected {least} to {below - 1}")
 
 
 def check_sha256(path: Path, found: str, expected: str | None) -> None:
@@ -144,10 +128,8 @@ def write_atomically(
 
     `writer` is called with a seekable binary file in the same folder, open for writing; returns
     what it returns. Several processes may write a `shared` file at once; the temporary file of one
-    that is killed is then not overwritten by the next one, but deleted after an hour.
-
-    Raises:
-        UserError: the file system refuses (full, read-only, no permission).
+    that is killed is then not overwritten by the next one, but deleted after an hour. UserError if
+    the file system refuses (full, read-only, no permission).
     """
     path = Path(path)
     temporary = temporary_name(path, os.getpid() if shared else None)
@@ -230,10 +212,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """A folder of files that is complete or absent: filled under another name, then renamed.
 
     Its parents are made. The folder to fill, which is yielded, and new parents are deleted if that
-    fails.
-
-    Raises:
-        UserError: the folder exists, or the file system refuses (full, read-only, no permission).
+    fails. UserError if the folder exists or the file system refuses.
     """
     if path.exists():
         raise UserError(f"{path} already exists: delete it, or choose another name")
@@ -302,10 +281,8 @@ def locked(path: Path, *, busy: str | None = None) -> Iterator[None]:
     """Hold a lock that one process has at a time, and which ends with the process.
 
     The lock file is created if necessary and never deleted. On a file system without locks there is
-    none, which a warning says. If another process has the lock, `busy` is the message; None waits.
-
-    Raises:
-        UserError: another process has the lock, or the file cannot be opened.
+    none, which a warning says. If another process has the lock, `busy` is the UserError's message;
+    None waits. UserError if the file cannot be opened.
     """
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

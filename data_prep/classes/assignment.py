@@ -41,8 +41,23 @@ def assign(
     these prices, in order of the loss that its second choice would cause. `occupied` [C] places
     are taken by other words. Returns the classes [n] and the prices [C].
     """
-    candidates, scores = _candidates(score, words, prices)
-    prices = _raise_prices(candidates, scores, occupied, capacity, prices, temperature)
+    width = min(CANDIDATES, len(prices))
+    candidates = np.empty((len(words), width), dtype=np.int32)  # unordered
+    scores = np.empty((len(words), width), dtype=np.float32)
+    for portion in _portions(np.arange(len(words)), len(prices)):
+        every = score(words[portion])
+        best = np.argpartition(prices - every, width - 1, axis=1)[:, :width]
+        candidates[portion], scores[portion] = best, np.take_along_axis(every, best, axis=1)
+    for _ in range(PRICE_STEPS):
+        demand = occupied.astype(np.float64)
+        for portion in _portions(np.arange(len(words)), width):
+            classes = candidates[portion]
+            value = (scores[portion] - prices[classes]) / temperature
+            share = np.exp(value - value.max(axis=1, keepdims=True))
+            share /= share.sum(axis=1, keepdims=True)
+            demand += np.bincount(classes.ravel(), share.ravel(), minlength=len(prices))
+        step = temperature * np.log(np.maximum(demand, 1e-9) / capacity)
+        prices = np.maximum(prices + step, 0).astype(np.float32)
     vacancies = capacity - occupied
     assigned = _take_places(candidates, scores - prices[candidates], vacancies)
     for portion in _portions(np.flatnonzero(assigned < 0), len(prices)):
@@ -58,54 +73,14 @@ def _portions(ids: IntArray, num_word_classes: int) -> Iterator[IntArray]:
     return (ids[start : start + size] for start in range(0, len(ids), size))
 
 
-def _candidates(
-    score: Score, words: IntArray, prices: FloatArray
-) -> tuple[NDArray[np.int32], FloatArray]:
-    """The K best classes of each word at these prices, unordered, and their scores, [n, K]."""
-    width = min(CANDIDATES, len(prices))
-    candidates = np.empty((len(words), width), dtype=np.int32)
-    scores = np.empty((len(words), width), dtype=np.float32)
-    for portion in _portions(np.arange(len(words)), len(prices)):
-        every = score(words[portion])
-        best = np.argpartition(prices - every, width - 1, axis=1)[:, :width]
-        candidates[portion], scores[portion] = best, np.take_along_axis(every, best, axis=1)
-    return candidates, scores
-
-
-def _raise_prices(
-    candidates: NDArray[np.int32],
-    scores: FloatArray,
-    occupied: IntArray,
-    capacity: int,
-    prices: FloatArray,
-    temperature: float,
-) -> FloatArray:
-    """Prices [C] ≥ 0 at which the soft choices of the words approximately fit the capacity."""
-    for _ in range(PRICE_STEPS):
-        demand = occupied.astype(np.float64)
-        for portion in _portions(np.arange(len(candidates)), candidates.shape[1]):
-            classes = candidates[portion]
-            value = (scores[portion] - prices[classes]) / temperature
-            share = np.exp(value - value.max(axis=1, keepdims=True))
-            share /= share.sum(axis=1, keepdims=True)
-            demand += np.bincount(classes.ravel(), share.ravel(), minlength=len(prices))
-        step = temperature * np.log(np.maximum(demand, 1e-9) / capacity)
-        prices = np.maximum(prices + step, 0).astype(np.float32)
-    return prices
-
-
 def _take_places(
     candidates: NDArray[np.integer], value: FloatArray, vacancies: IntArray
 ) -> IntArray:
-    """Class of each word, -1 if its candidates are full; subtracts the places from `vacancies` [C].
-
-    In each round every word requests its best class that has a vacancy; a class with too few
-    vacancies accepts the words that would lose most by their second choice.
-    """
+    """Class of each word, -1 if its candidates are full; subtracts the places from `vacancies`."""
     assigned = np.full(len(value), -1)
     lowest = value.min(axis=1)
     pending = np.arange(len(value))
-    while len(pending):
+    while len(pending):  # each requests its best class that has a vacancy
         vacant = np.where(vacancies[candidates[pending]] > 0, value[pending], -np.inf)
         best = vacant.argmax(axis=1)
         first = vacant[np.arange(len(pending)), best]
@@ -116,7 +91,7 @@ def _take_places(
         order = np.lexsort((-regret[possible], choice))
         pending, choice = pending[possible[order]], choice[order]
         rank = np.arange(len(choice)) - np.searchsorted(choice, choice)
-        accepted = rank < vacancies[choice]
+        accepted = rank < vacancies[choice]  # those that would lose most by their second choice
         assigned[pending[accepted]] = choice[accepted]
         vacancies -= np.bincount(choice[accepted], minlength=len(vacancies))
         pending = np.sort(pending[~accepted])

@@ -27,47 +27,34 @@ def count_bigrams(
     size = vocab_size if words is None else len(words)
     row_of_word = np.full(vocab_size, -1)
     row_of_word[slice(None) if words is None else words] = np.arange(size)
-    portions = _row_portions(tokens, row_of_word, size)
+    # Ranges of rows with about `PAIRS_PER_PORTION` pairs each.
+    most_pairs = np.zeros(size, np.int64)
+    for start in range(0, len(tokens), TOKENS_PER_CHUNK):
+        rows = row_of_word[tokens[start : start + TOKENS_PER_CHUNK]]
+        most_pairs += np.bincount(rows[rows >= 0], minlength=size)
+    before = np.cumsum(most_pairs) - most_pairs
+    firsts = np.flatnonzero(np.diff(before // PAIRS_PER_PORTION, prepend=-1))
+    sums = np.add.reduceat(most_pairs, firsts)
+    ranges = list(zip(firsts, np.append(firsts[1:], size), sums, strict=True))
     columns, values, row_sizes = [], [], [np.zeros(1, np.int64)]
     for first, end, num_pairs in tqdm(
-        portions, desc="counting word pairs", disable=None if progress else True
+        ranges, desc="counting word pairs", disable=None if progress else True
     ):
-        pairs, occurrences = _sorted_pairs(tokens, row_of_word, size, first, end, num_pairs)
-        columns.append((pairs % size).astype(np.int32))
-        values.append(occurrences.astype(np.int32))
-        row_sizes.append(np.bincount(pairs // size, minlength=end - first))
+        keys, found = np.empty(num_pairs, np.int64), 0  # (row - first) · size + column
+        for start in range(0, len(tokens) - 1, TOKENS_PER_CHUNK):
+            chunk = row_of_word[tokens[start : start + TOKENS_PER_CHUNK + 1]]
+            row, column = chunk[:-1], chunk[1:]
+            selected = (row >= first) & (row < end) & (column >= 0)
+            chunk_keys = (row[selected] - first) * size + column[selected]
+            keys[found : found + len(chunk_keys)] = chunk_keys
+            found += len(chunk_keys)
+        keys = keys[:found]
+        keys.sort()
+        distinct = np.flatnonzero(np.diff(keys, prepend=-1))
+        columns.append((keys[distinct] % size).astype(np.int32))
+        values.append(np.diff(distinct, append=found).astype(np.int32))
+        row_sizes.append(np.bincount(keys[distinct] // size, minlength=end - first))
     begins = np.cumsum(np.concatenate(row_sizes))
     return sparse.csr_array(
         (np.concatenate(values), np.concatenate(columns), begins), shape=(size, size)
     )
-
-
-def _row_portions(tokens: Tokens, row_of_word: IntArray, size: int) -> list[tuple[int, int, int]]:
-    """Ranges of rows with about `PAIRS_PER_PORTION` pairs each: first, end, maximum of pairs."""
-    num_pairs = np.zeros(size, np.int64)
-    for start in range(0, len(tokens), TOKENS_PER_CHUNK):
-        rows = row_of_word[tokens[start : start + TOKENS_PER_CHUNK]]
-        num_pairs += np.bincount(rows[rows >= 0], minlength=size)
-    before = np.cumsum(num_pairs) - num_pairs
-    firsts = np.flatnonzero(np.diff(before // PAIRS_PER_PORTION, prepend=-1))
-    ends = np.append(firsts[1:], size)
-    sums = np.add.reduceat(num_pairs, firsts)
-    return list(zip(firsts.tolist(), ends.tolist(), sums.tolist(), strict=True))
-
-
-def _sorted_pairs(
-    tokens: Tokens, row_of_word: IntArray, size: int, first: int, end: int, num_pairs: int
-) -> tuple[IntArray, IntArray]:
-    """Distinct pairs with a row in [first, end), as (row - first) · size + column, and counts."""
-    keys, found = np.empty(num_pairs, np.int64), 0
-    for start in range(0, len(tokens) - 1, TOKENS_PER_CHUNK):
-        chunk = row_of_word[tokens[start : start + TOKENS_PER_CHUNK + 1]]
-        row, column = chunk[:-1], chunk[1:]
-        selected = (row >= first) & (row < end) & (column >= 0)
-        chunk_keys = (row[selected] - first) * size + column[selected]
-        keys[found : found + len(chunk_keys)] = chunk_keys
-        found += len(chunk_keys)
-    keys = keys[:found]
-    keys.sort()
-    begins = np.flatnonzero(np.diff(keys, prepend=-1))
-    return keys[begins], np.diff(begins, append=found)

@@ -4,8 +4,15 @@ Words are described by the counts of their neighbours: first as vectors of posit
 information, which suit rare words; then by the likelihood of the class bigram model, which is
 dominated by frequent words.
 
+Source: PPMI and SVD: Levy, Goldberg & Dagan 2015, sections 2 and 3; power of the singular values:
+Bullinaria & Levy 2012; k-means++: Arthur & Vassilvitskii 2007; likelihood: Brown et al. 1992,
+equation 10.
+
 Legend: N words, C classes, D dimensions.
 """
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,70 +50,113 @@ REFINEMENT_SMOOTHING = 0.02
 """Weight of the average context added to each class, as a share of a mean class's tokens."""
 
 
-def embedding_classes(
-    counts: IntArray,
-    bigrams: sparse.csr_array,
-    num_word_classes: int,
-    *,
-    dimensions: int = 100,
-    max_words: int | None = None,
-    seed: int = 1,
-    progress: bool = False,
-) -> NDArray[np.int32]:
-    """Cluster words with similar neighbours: balanced k-means on PPMI-SVD vectors, then refinement.
+@dataclass(frozen=True)
+class Clustering:
+    """N words to be divided into C classes, none of them empty or with more than `max_words`.
 
-    Returns int32 [N], 0 to C - 1, no class empty or with more than `max_words` words (default
-    ⌈N / C⌉, equal sizes; UserError if that is too few). Words that never occur are in the smallest
-    classes. The same seed, text and processor give the same classes.
+    Words that never occur or have no vector are in the smallest classes. The same seed, text and
+    processor give the same classes. UserError if the classes do not hold all words.
     """
-    options = num_word_classes, _capacity(counts, num_word_classes, max_words), seed, progress
-    vectors = _word_vectors(bigrams, counts, dimensions, seed)
-    word_class = _balanced_kmeans(vectors, counts, *options)
-    return _refined(bigrams, counts, word_class, *options).astype(np.int32)
 
+    counts: IntArray  # [N]
+    num_word_classes: int  # C
+    max_words: int
+    seed: int
+    progress: bool
 
-def vector_classes(
-    vectors: FloatArray,
-    counts: IntArray,
-    num_word_classes: int,
-    *,
-    max_words: int | None = None,
-    seed: int = 1,
-    progress: bool = False,
-) -> NDArray[np.int32]:
-    """Cluster words by the directions of given vectors [N, D], 0 where there is none.
+    def __post_init__(self) -> None:
+        num_places, vocab_size = self.num_word_classes * self.max_words, len(self.counts)
+        if num_places < vocab_size:
+            raise DataError(
+                f"classes.max_words: {self.num_word_classes} classes of at most {self.max_words}"
+                f" words hold {num_places} words, but {vocab_size} are to be clustered"
+            )
 
-    Balanced k-means, weighted by the counts [N]; the result is that of `embedding_classes`.
-    """
-    options = num_word_classes, _capacity(counts, num_word_classes, max_words), seed, progress
-    return _balanced_kmeans(_unit_rows(vectors), counts, *options).astype(np.int32)
+    def by_neighbours(self, bigrams: sparse.csr_array, dimensions: int) -> NDArray[np.int32]:
+        """Classes [N] of words with similar neighbours: k-means on PPMI-SVD vectors, refined."""
+        word_class = self._balanced_kmeans(self._word_vectors(bigrams, dimensions))
+        return self._refined(bigrams, word_class).astype(np.int32)
 
+    def by_vectors(self, vectors: FloatArray) -> NDArray[np.int32]:
+        """Classes [N] by k-means on the directions of vectors [N, D], 0 where there is none."""
+        return self._balanced_kmeans(_unit_rows(vectors)).astype(np.int32)
 
-def _capacity(counts: IntArray, num_word_classes: int, max_words: int | None) -> int:
-    """The largest number of words in a class; UserError if classes of it do not hold all."""
-    vocab_size = len(counts)
-    capacity = max_words or -(-vocab_size // num_word_classes)
-    if capacity * num_word_classes < vocab_size:
-        raise DataError(
-            f"classes.max_words: {num_word_classes} classes of at most {capacity} words hold "
-            f"{num_word_classes * capacity} words, but {vocab_size} are to be clustered"
-        )
-    return capacity
+    def _word_vectors(self, bigrams: sparse.csr_array, dimensions: int) -> FloatArray:
+        """Directions of the PPMI with both neighbours [N, D]; 0 without a useful neighbour."""
+        contexts = np.argsort(-self.counts, kind="stable")[:CONTEXT_WORDS]
+        sides = bigrams, bigrams.T.tocsr()
+        matrix = sparse.hstack([_ppmi(side, contexts) for side in sides], format="csr")
+        left_vectors, singular_values = truncated_svd(matrix, dimensions, self.seed)
+        return _unit_rows(left_vectors * singular_values**SINGULAR_VALUE_POWER)
 
+    def _balanced_kmeans(self, vectors: FloatArray) -> IntArray:
+        """Spherical k-means, words weighted by their counts."""
+        counts, num_word_classes = self.counts, self.num_word_classes
+        words = np.flatnonzero(np.any(vectors != 0, axis=1))
+        centroids = self._first_centroids(vectors)
+        # Frequent words have priority: their classes have the largest effect on the likelihood.
+        urgency = np.sqrt(np.maximum(counts, 1)).astype(np.float32)[:, None]
+        weighted = vectors * np.maximum(counts, 1).astype(np.float32)[:, None]
+        prices = np.zeros(num_word_classes, dtype=np.float32)
+        occupied = np.zeros(num_word_classes, dtype=np.int64)
+        word_class = np.full(len(vectors), -1)
+        for _ in self._bar(KMEANS_ITERATIONS, "k-means"):
 
-def _word_vectors(
-    bigrams: sparse.csr_array, counts: IntArray, dimensions: int, seed: int
-) -> FloatArray:
-    """Directions of the words' contexts, float32 [N, D]; 0 for words without a useful neighbour.
+            def score(ids: IntArray, centroids: FloatArray = centroids) -> FloatArray:
+                return (vectors[ids] @ centroids.T) * urgency[ids]
 
-    Truncated SVD of the PPMI with left and right neighbours (Levy, Goldberg & Dagan 2015, sections
-    2 and 3; Bullinaria & Levy 2012 for the power of the singular values).
-    """
-    contexts = np.argsort(-counts, kind="stable")[:CONTEXT_WORDS]
-    sides = bigrams, bigrams.T.tocsr()
-    matrix = sparse.hstack([_ppmi(side, contexts) for side in sides], format="csr")
-    left_vectors, singular_values = truncated_svd(matrix, dimensions, seed)
-    return _unit_rows(left_vectors * singular_values**SINGULAR_VALUE_POWER)
+            word_class[words], prices = assign(
+                score, words, occupied, self.max_words, prices, KMEANS_TEMPERATURE
+            )
+            member = membership(word_class, words, num_word_classes)
+            centroids = _unit_rows(member.T @ weighted)
+        others = np.flatnonzero(word_class < 0)
+        others = others[np.argsort(-counts[others], kind="stable")]
+        sizes = np.bincount(word_class[words], minlength=num_word_classes)
+        word_class[others] = smallest_classes(sizes, self.max_words, len(others))
+        return without_empty_classes(word_class, counts, num_word_classes)
+
+    def _first_centroids(self, vectors: FloatArray) -> FloatArray:
+        """Vectors of C words, [C, D], drawn ∝ count · squared distance to the nearest so far."""
+        generator = np.random.default_rng(self.seed)
+        num_frequent = SEED_WORDS_PER_CLASS * self.num_word_classes
+        frequent = np.argsort(-self.counts, kind="stable")[:num_frequent]
+        sample, weight = vectors[frequent], np.maximum(self.counts[frequent], 1).astype(np.float64)
+        distance = np.ones(len(sample))
+        chosen = np.empty(self.num_word_classes, dtype=np.int64)
+        for index in range(self.num_word_classes):
+            mass = np.cumsum(weight * distance)
+            if mass[-1] <= 0:
+                mass = np.cumsum(weight)
+            chosen[index] = np.searchsorted(mass, generator.random() * mass[-1], side="right")
+            squared = np.maximum(1 - sample @ sample[chosen[index]], 0)
+            distance = np.minimum(distance, np.where(squared > 1e-6, squared, 0))
+        return sample[chosen]
+
+    def _refined(self, bigrams: sparse.csr_array, word_class: IntArray) -> IntArray:
+        """Raise the likelihood by passes in which a random part of the words is assigned again."""
+        counts, num_word_classes = self.counts, self.num_word_classes
+        generator = np.random.default_rng(self.seed)
+        sides = bigrams, bigrams.T.tocsr()
+        seen = np.flatnonzero(counts > 0)
+        prices = np.zeros(num_word_classes, dtype=np.float32)
+        best = _ClassContexts(sides, counts, word_class, num_word_classes)
+        for _ in self._bar(REFINEMENT_PASSES, "refining classes"):
+            moving = seen[generator.random(len(seen)) < REFINEMENT_SHARE]
+            occupied = np.bincount(best.word_class, minlength=num_word_classes)
+            occupied -= np.bincount(best.word_class[moving], minlength=num_word_classes)
+            changed = best.word_class.copy()
+            changed[moving], new_prices = assign(
+                best.score, moving, occupied, self.max_words, prices, REFINEMENT_TEMPERATURE
+            )
+            changed = without_empty_classes(changed, counts, num_word_classes)
+            trial = _ClassContexts(sides, counts, changed, num_word_classes)
+            if trial.log_likelihood > best.log_likelihood:
+                best, prices = trial, new_prices
+        return best.word_class
+
+    def _bar(self, num_steps: int, title: str) -> Iterable[int]:
+        return tqdm(range(num_steps), desc=title, disable=None if self.progress else True)
 
 
 def _ppmi(neighbours: sparse.csr_array, contexts: IntArray) -> sparse.csr_array:
@@ -153,135 +203,35 @@ def _unit_rows(matrix: FloatArray) -> FloatArray:
     return np.where(nonzero, matrix / np.where(nonzero, length, 1), 0).astype(np.float32)
 
 
-def _balanced_kmeans(
-    vectors: FloatArray,
-    counts: IntArray,
-    num_word_classes: int,
-    capacity: int,
-    seed: int,
-    progress: bool,
-) -> IntArray:
-    """Spherical k-means with at most `capacity` words in a class, words weighted by their counts.
-
-    Words whose vectors have length 0 are assigned to the smallest classes.
-    """
-    words = np.flatnonzero(np.any(vectors != 0, axis=1))
-    centroids = _first_centroids(vectors, counts, num_word_classes, seed)
-    # Frequent words have priority: their classes have the largest effect on the likelihood.
-    urgency = np.sqrt(np.maximum(counts, 1)).astype(np.float32)[:, None]
-    weighted = vectors * np.maximum(counts, 1).astype(np.float32)[:, None]
-    prices = np.zeros(num_word_classes, dtype=np.float32)
-    word_class = np.full(len(vectors), -1)
-    for _ in tqdm(range(KMEANS_ITERATIONS), desc="k-means", disable=None if progress else True):
-
-        def score(ids: IntArray, centroids: FloatArray = centroids) -> FloatArray:
-            return (vectors[ids] @ centroids.T) * urgency[ids]
-
-        occupied = np.zeros(num_word_classes, dtype=np.int64)
-        word_class[words], prices = assign(
-            score, words, occupied, capacity, prices, KMEANS_TEMPERATURE
-        )
-        member = membership(word_class, words, num_word_classes)
-        centroids = _unit_rows(member.T @ weighted)
-    others = np.flatnonzero(word_class < 0)
-    others = others[np.argsort(-counts[others], kind="stable")]
-    sizes = np.bincount(word_class[words], minlength=num_word_classes)
-    word_class[others] = smallest_classes(sizes, capacity, len(others))
-    return without_empty_classes(word_class, counts, num_word_classes)
-
-
-def _first_centroids(
-    vectors: FloatArray, counts: IntArray, num_word_classes: int, seed: int
-) -> FloatArray:
-    """Vectors of C words, [C, D], drawn ∝ count · squared distance to the nearest so far.
-
-    k-means++ (Arthur & Vassilvitskii 2007).
-    """
-    generator = np.random.default_rng(seed)
-    frequent = np.argsort(-counts, kind="stable")[: SEED_WORDS_PER_CLASS * num_word_classes]
-    sample, weight = vectors[frequent], np.maximum(counts[frequent], 1).astype(np.float64)
-    distance = np.ones(len(sample))
-    chosen = np.empty(num_word_classes, dtype=np.int64)
-    for index in range(num_word_classes):
-        mass = np.cumsum(weight * distance)
-        if mass[-1] <= 0:
-            mass = np.cumsum(weight)
-        chosen[index] = np.searchsorted(mass, generator.random() * mass[-1], side="right")
-        squared = np.maximum(1 - sample @ sample[chosen[index]], 0)
-        distance = np.minimum(distance, np.where(squared > 1e-6, squared, 0))
-    return sample[chosen]
-
-
-def _refined(
-    bigrams: sparse.csr_array,
-    counts: IntArray,
-    word_class: IntArray,
-    num_word_classes: int,
-    capacity: int,
-    seed: int,
-    progress: bool,
-) -> IntArray:
-    """Raise the likelihood of the class bigram model by moving words between classes.
-
-    In each pass a random part of the words is assigned again, by the log-probability of the classes
-    of all neighbours. A pass that does not raise the likelihood (Brown et al. 1992, equation 10) is
-    undone. No class is empty. The class after a word outside `bigrams` [N, N] is not predicted.
-    """
-    generator = np.random.default_rng(seed)
-    reverse = bigrams.T.tocsr()
-    seen = np.flatnonzero(counts > 0)
-    prices = np.zeros(num_word_classes, dtype=np.float32)
-    best = _ClassContexts(bigrams, reverse, counts, word_class, num_word_classes)
-    for _ in tqdm(
-        range(REFINEMENT_PASSES), desc="refining classes", disable=None if progress else True
-    ):
-        moving = generator.random(len(seen)) < REFINEMENT_SHARE
-        occupied = np.bincount(best.word_class, minlength=num_word_classes)
-        occupied -= np.bincount(best.word_class[seen[moving]], minlength=num_word_classes)
-        changed = best.word_class.copy()
-        changed[seen[moving]], new_prices = assign(
-            best.score, seen[moving], occupied, capacity, prices, REFINEMENT_TEMPERATURE
-        )
-        changed = without_empty_classes(changed, counts, num_word_classes)
-        trial = _ClassContexts(bigrams, reverse, counts, changed, num_word_classes)
-        if trial.log_likelihood > best.log_likelihood:
-            best, prices = trial, new_prices
-    return best.word_class
-
-
 class _ClassContexts:
     """Counts of words and classes before and after each class, for one assignment."""
 
     def __init__(
         self,
-        bigrams: sparse.csr_array,
-        reverse: sparse.csr_array,
+        sides: tuple[sparse.csr_array, sparse.csr_array],
         counts: IntArray,
         word_class: IntArray,
         num_word_classes: int,
     ) -> None:
         member = membership(word_class, np.arange(len(counts)), num_word_classes)
         self.word_class = word_class
-        self.of_word = sparse.hstack([bigrams @ member, reverse @ member], format="csr")  # [N, 2C]
+        self.of_word = sparse.hstack([side @ member for side in sides], format="csr")  # [N, 2C]
         self.of_class: DoubleArray = (member.T @ self.of_word).toarray()  # [C, 2C]
-        sides = self.of_class.reshape(num_word_classes, 2, num_word_classes)
-        average = sides.sum(axis=0) + 1
+        followed = self.of_class.reshape(num_word_classes, 2, num_word_classes)
+        average = followed.sum(axis=0) + 1
         average /= average.sum(axis=1, keepdims=True)
         pseudo = REFINEMENT_SMOOTHING * (float(counts.sum()) / num_word_classes) + 1e-9
         self.prior = pseudo * average.reshape(-1)  # [2C]
-        self.total = sides.sum(axis=2) + pseudo  # [C, 2]
+        self.total = followed.sum(axis=2) + pseudo  # [C, 2]
         smoothed = (self.of_class + self.prior) / np.repeat(self.total, num_word_classes, axis=1)
         self.log_prob = np.log(smoothed).T.copy()  # [2C, C]
         # Maximum log-likelihood (nats) without the terms that no assignment changes.
-        pairs = sides[:, 0]
+        pairs = followed[:, 0]
         tokens = np.bincount(word_class, weights=counts, minlength=len(pairs)).astype(float)
         self.log_likelihood = _x_log_x(pairs) - _x_log_x(pairs.sum(axis=1)) - _x_log_x(tokens)
 
     def score(self, words: IntArray) -> FloatArray:
-        """Log-probability (nats) of the classes of the words' neighbours in each class, [n, C].
-
-        The counts of a word are subtracted from the counts of its present class.
-        """
+        """Log-probability of the classes of the words' neighbours in each class, without them."""
         contexts = self.of_word[words]
         score: FloatArray = (contexts @ self.log_prob).astype(np.float32)
         rows = np.repeat(np.arange(len(words)), np.diff(contexts.indptr))

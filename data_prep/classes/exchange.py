@@ -28,47 +28,31 @@ TABLE_SIZE = 1 << 16
 """Counts below it have x ln x in a table."""
 
 
-class Neighbours(NamedTuple):
-    """The other words on one side of each word, a sparse matrix in CSR format."""
-
-    begin: IntArray  # [N + 1]
-    word: IntArray
-    times: IntArray
-
-
 class Text(NamedTuple):
-    """The counts of a text."""
+    """Counts of a text. The neighbours on side s, 0 right and 1 left, are a sparse CSR matrix."""
 
-    right: Neighbours
-    left: Neighbours
-    self_count: IntArray  # [N] how often a word follows itself
-    counts: IntArray  # [N] n(w)
+    begin: IntArray  # [2, N + 1], where the neighbours of each word begin
+    word: IntArray  # [2, E], other words
+    times: IntArray  # [2, E]
+    self_count: IntArray  # [N], how often a word follows itself
+    counts: IntArray  # [N], n(w)
 
 
 class Classes(NamedTuple):
     """An assignment and its counts."""
 
     word_class: IntArray  # [N]
-    follows: IntArray  # [C + A, C] N(d, c) at row d
-    followed: IntArray  # [C + A, C] N(c, d) at row d
-    mass: IntArray  # [C + A] N(c)
-    size: IntArray  # [C + A] s(c)
+    pairs: IntArray  # [2, C + A, C], how often class d is on side s of class c, at s, d, c
+    mass: IntArray  # [C + A], N(c)
+    size: IntArray  # [C + A], number of words
 
 
-class ClassSums(NamedTuple):
-    """A word's neighbours on one side, summed by class."""
+class Sums(NamedTuple):
+    """A word's neighbours, summed by class."""
 
-    times: IntArray  # [C + A]
-    classes: IntArray  # those classes whose sum is not 0
-
-
-class Word(NamedTuple):
-    """The counts of one word."""
-
-    num: int  # n(w)
-    num_self: int  # how often it follows itself
-    after: ClassSums
-    before: ClassSums
+    times: IntArray  # [2, C + A]
+    classes: IntArray  # [2, C + A], those whose sum is not 0
+    found: IntArray  # [2], their number
 
 
 def exchange(
@@ -97,20 +81,15 @@ def exchange(
         (np.ones(len(counts)), (np.arange(len(counts)), in_class)), shape=(len(counts), num_all)
     )
     movable = member[:, :num_word_classes]
-    follows, followed = (
-        (member.T @ (pairs @ movable)).toarray().round().astype(np.int64)
-        for pairs in (bigrams, bigrams.T)
-    )
+    sides = [(member.T @ (pairs @ movable)).toarray() for pairs in (bigrams.T, bigrams)]
     mass = np.bincount(in_class, weights=counts, minlength=num_all).astype(np.int64)
     size = np.bincount(in_class, minlength=num_all)
-    classes = Classes(in_class, follows, followed, mass, size)
+    classes = Classes(in_class, np.stack(sides).round().astype(np.int64), mass, size)
     others = (bigrams - sparse.diags_array(bigrams.diagonal(), dtype=bigrams.dtype)).tocsr()
     others.eliminate_zeros()
-    right, left = (
-        Neighbours(*(array.astype(np.int64) for array in (side.indptr, side.indices, side.data)))
-        for side in (others, others.T.tocsr())
-    )
-    text = Text(right, left, bigrams.diagonal().astype(np.int64), counts)
+    arrays = zip(*((m.indptr, m.indices, m.data) for m in (others, others.T.tocsr())), strict=True)
+    begin, word, times = (np.stack(pair, dtype=np.int64) for pair in arrays)
+    text = Text(begin, word, times, bigrams.diagonal().astype(np.int64), counts)
     small = np.arange(TABLE_SIZE, dtype=np.float64)
     table = small * np.log(np.maximum(small, 1))
     seen = np.flatnonzero((counts > 0) & (in_class < num_word_classes))
@@ -129,61 +108,50 @@ def _f(x: int, table: DoubleArray) -> float:
 
 
 @compiled
-def _by_class(
-    side: Neighbours, w: int, word_class: IntArray, times: IntArray, classes: IntArray
-) -> ClassSums:
-    """Sum a word's neighbours on one side by class, into `times` (zeros) and `classes`, [C + A]."""
-    found = 0
-    for i in range(side.begin[w], side.begin[w + 1]):
-        d = word_class[side.word[i]]
-        if times[d] == 0:
-            classes[found] = d
-            found += 1
-        times[d] += side.times[i]
-    return ClassSums(times, classes[:found])
+def _sum_by_class(text: Text, w: int, word_class: IntArray, sums: Sums) -> None:
+    """Sum a word's neighbours by class, into `sums`, whose times are 0."""
+    for s in range(2):
+        found = 0
+        for i in range(text.begin[s, w], text.begin[s, w + 1]):
+            d = word_class[text.word[s, i]]
+            if sums.times[s, d] == 0:
+                sums.classes[s, found] = d
+                found += 1
+            sums.times[s, d] += text.times[s, i]
+        sums.found[s] = found
 
 
 @compiled
-def _shift(word: Word, c: int, sign: int, state: Classes) -> None:
+def _shift(w: int, c: int, sign: int, text: Text, sums: Sums, state: Classes) -> None:
     """Add a word to class c (sign 1) or remove it (sign -1)."""
-    follows, followed = state.follows, state.followed
-    num_word_classes = follows.shape[1]
-    for d in word.after.classes:
-        followed[d, c] += sign * word.after.times[d]
-        if d < num_word_classes:
-            follows[c, d] += sign * word.after.times[d]
-    for d in word.before.classes:
-        follows[d, c] += sign * word.before.times[d]
-        if d < num_word_classes:
-            followed[c, d] += sign * word.before.times[d]
-    follows[c, c] += sign * word.num_self
-    followed[c, c] += sign * word.num_self
-    state.mass[c] += sign * word.num
+    pairs = state.pairs
+    for s in range(2):
+        for d in sums.classes[s, : sums.found[s]]:
+            pairs[s, d, c] += sign * sums.times[s, d]
+            if d < pairs.shape[2]:
+                pairs[1 - s, c, d] += sign * sums.times[s, d]
+        pairs[s, c, c] += sign * text.self_count[w]
+    state.mass[c] += sign * text.counts[w]
     state.size[c] += sign
 
 
 @compiled
-def _set_gains(word: Word, state: Classes, table: DoubleArray, gain: DoubleArray) -> None:
+def _set_gains(
+    w: int, text: Text, sums: Sums, state: Classes, table: DoubleArray, gain: DoubleArray
+) -> None:
     """Gain of F (1) by adding a word, which is in no class, to each class: `gain` [C]."""
-    n, after, before = word.num, word.after.times, word.before.times
-    follows, mass = state.follows, state.mass
+    n, mass, times = text.counts[w], state.mass, sums.times
     for c in range(len(gain)):
-        diagonal = follows[c, c]
-        together = after[c] + before[c] + word.num_self
+        diagonal = state.pairs[0, c, c]
+        together = times[0, c] + times[1, c] + text.self_count[w]
         gain[c] = _f(diagonal + together, table) - _f(diagonal, table)
         gain[c] -= 2 * (_f(mass[c] + n, table) - _f(mass[c], table))
-    _add_gains(word.after, state.followed, table, gain)
-    _add_gains(word.before, follows, table, gain)
-
-
-@compiled
-def _add_gains(side: ClassSums, pairs: IntArray, table: DoubleArray, gain: DoubleArray) -> None:
-    """Add the gain by the pairs with the classes of a word's neighbours on one side."""
-    for d in side.classes:
-        times = side.times[d]
-        for c in range(len(gain)):
-            if c != d:
-                gain[c] += _f(pairs[d, c] + times, table) - _f(pairs[d, c], table)
+    for s in range(2):
+        for d in sums.classes[s, : sums.found[s]]:
+            row, more = state.pairs[s, d], times[s, d]
+            for c in range(len(gain)):
+                if c != d:
+                    gain[c] += _f(row[c] + more, table) - _f(row[c], table)
 
 
 @compiled
@@ -192,27 +160,24 @@ def _move_words(
 ) -> int:
     """Do one pass over the words; return how many moved."""
     word_class, size = state.word_class, state.size
-    num_word_classes = state.follows.shape[1]
-    times_after, times_before = np.zeros_like(size), np.zeros_like(size)
-    classes_after, classes_before = np.empty_like(size), np.empty_like(size)
-    gain = np.empty(num_word_classes)
+    shape = (2, len(size))
+    sums = Sums(np.zeros(shape, np.int64), np.empty(shape, np.int64), np.zeros(2, np.int64))
+    gain = np.empty(state.pairs.shape[2])
     num_moved = 0
     for w in order:
         present = word_class[w]
         if size[present] == 1:
             continue
-        after = _by_class(text.right, w, word_class, times_after, classes_after)
-        before = _by_class(text.left, w, word_class, times_before, classes_before)
-        word = Word(text.counts[w], text.self_count[w], after, before)
-        _shift(word, present, -1, state)
-        _set_gains(word, state, table, gain)
+        _sum_by_class(text, w, word_class, sums)
+        _shift(w, present, -1, text, sums, state)
+        _set_gains(w, text, sums, state, table, gain)
         best = present
-        for c in range(num_word_classes):
-            if size[c] < capacity and gain[c] > gain[best] + 1e-9 * word.num:
+        for c in range(len(gain)):
+            if size[c] < capacity and gain[c] > gain[best] + 1e-9 * text.counts[w]:
                 best = c
-        _shift(word, best, 1, state)
+        _shift(w, best, 1, text, sums, state)
         word_class[w] = best
         num_moved += best != present
-        times_after[after.classes] = 0
-        times_before[before.classes] = 0
+        for s in range(2):
+            sums.times[s][sums.classes[s, : sums.found[s]]] = 0
     return num_moved

@@ -17,7 +17,7 @@ from scipy import sparse
 
 from data_prep.classes.bigrams import IntArray, Tokens, count_bigrams
 from data_prep.classes.class_file import lowest_classes, read_class_levels, read_vectors
-from data_prep.classes.embedding import embedding_classes, vector_classes
+from data_prep.classes.embedding import Clustering
 from data_prep.errors import DataError
 from data_prep.settings import ClassesConfig
 
@@ -39,20 +39,14 @@ def build_class_levels(
     is rewritten as their numbers, from which classes of them are made by the same method.
 
     Args:
-        counts: int64 [N], occurrences of each word in the training split.
-        settings: the section; C is at most N, and a file determines its own number of classes.
-        tokens: [T], word ids of the training split; may be a memory map.
-        words: returns the N words by id; called if there is a file of classes or vectors.
-        folder: folder at which a relative `settings.file` starts.
-        progress: whether bars are shown on stderr.
+        counts: int64 [N], occurrences of each word among the `tokens` [T] of the training split.
+        words: returns the N words by id; called if there is a file of classes or vectors, whose
+            relative name starts at `folder`.
 
     Returns:
         int32 [levels, N], the class of each word on each level, from the root down; -1 (of a file
-        only) below its last one. With `settings.clustered_words`, the classes of the clustered
-        words come first on the last level.
-
-    Raises:
-        UserError: the section contradicts itself, the vocabulary or the file it names.
+        only) below its last one. UserError if the section contradicts itself, the vocabulary or
+        the file. C is at most N. The classes of `settings.clustered_words` come first.
     """
     vocab_size, depth = len(counts), settings.depth or 2
     if settings.shortlist > vocab_size:
@@ -62,15 +56,9 @@ def build_class_levels(
     lowest = min(settings.num_word_classes or round(vocab_size ** (1 - 1 / depth)), vocab_size)
     if settings.vectors is not None:
         vectors = read_vectors(folder / settings.vectors, words())
-        classes = vector_classes(
-            vectors,
-            counts,
-            lowest,
-            max_words=settings.max_words,
-            seed=settings.seed,
-            progress=progress,
-        )
-        return classes[None]
+        max_words = settings.max_words or -(-vocab_size // lowest)
+        clustering = Clustering(counts, lowest, max_words, settings.seed, progress)
+        return clustering.by_vectors(vectors)[None]
     levels: list[WordClass] = []
     for level in reversed(range(1, depth)):
         num_word_classes = max(1, round(lowest ** (level / (depth - 1))))
@@ -82,14 +70,6 @@ def build_class_levels(
             tokens = classes[tokens]
             settings = replace(settings, shortlist=0, clustered_words=None, max_words=None)
     return np.stack(levels)
-
-
-class _Pairs(NamedTuple):
-    """Counts of n words and their pairs; with `others`, of all other words as one further word."""
-
-    bigrams: sparse.csr_array  # [n, n]
-    counts: IntArray  # [n]
-    others: "_Pairs | None" = None  # [n + 1, n + 1] and [n + 1]
 
 
 class _Classes(NamedTuple):
@@ -113,7 +93,7 @@ class _Classes(NamedTuple):
         num_clustered = min(self.settings.clustered_words or vocab_size, vocab_size)
         if num_clustered == vocab_size:
             bigrams = count_bigrams(tokens, vocab_size, progress=self.progress)
-            return self._clusters(_Pairs(bigrams, counts))
+            return self._clusters(bigrams, counts)
         order = np.argsort(-counts, kind="stable")
         return self._clusters_of_frequent(counts, tokens, *np.split(order, [num_clustered]))
 
@@ -124,11 +104,7 @@ class _Classes(NamedTuple):
     def _clusters_of_frequent(
         self, counts: IntArray, tokens: Tokens, frequent: IntArray, rare: IntArray
     ) -> WordClass:
-        """Clusters of frequent words; the others are in `frequency` classes that come after.
-
-        The two groups share C in proportion to their Σ √count. Each has at least one class and at
-        most one per word; C = 1 is one class for all.
-        """
+        """Clusters of frequent words, then `frequency` classes of the others, ∝ their Σ √count."""
         total = self.num_word_classes
         mass, rest = (np.sqrt(counts[group]).sum() for group in (frequent, rare))
         share = min(round(total * mass / max(mass + rest, 1)), len(frequent), max(total - 1, 1))
@@ -137,46 +113,48 @@ class _Classes(NamedTuple):
         if num_frequent == total:
             return word_class
         bigrams = count_bigrams(tokens, len(counts), words=frequent, progress=self.progress)
-        others = _with_other_words(bigrams, counts[frequent], counts[rare], frequent, tokens)
-        pairs = _Pairs(bigrams, counts[frequent], others)
-        word_class[frequent] = self._replace(num_word_classes=num_frequent)._clusters(pairs)
+        # All other words are one word; how often it follows itself is 0.
+        after = counts[frequent] - bigrams.sum(axis=1) - np.isin(frequent, tokens[-1:])
+        before = counts[frequent] - bigrams.sum(axis=0) - np.isin(frequent, tokens[:1])
+        column, row = sparse.csr_array(after[:, None]), sparse.csr_array(before[None])
+        others = sparse.block_array([[bigrams, column], [row, None]], format="csr")
+        with_others = others, np.append(counts[frequent], counts[rare].sum())
+        some = self._replace(num_word_classes=num_frequent)
+        word_class[frequent] = some._clusters(bigrams, counts[frequent], with_others)
         word_class[rare] = num_frequent + frequency_classes(counts[rare], total - num_frequent)
         return word_class
 
-    def _clusters(self, pairs: _Pairs) -> WordClass:
-        """Clusters by `embedding`, then for `exchange` exchanged from equal sizes."""
-        settings = self.settings
-        equal = -(-len(pairs.counts) // self.num_word_classes)
+    def _clusters(
+        self,
+        bigrams: sparse.csr_array,
+        counts: IntArray,
+        with_others: tuple[sparse.csr_array, IntArray] | None = None,
+    ) -> WordClass:
+        """Clusters of n words by `embedding`, then for `exchange` exchanged from equal sizes.
+
+        `with_others` are the counts of pairs and words with all other words as word n.
+        """
+        settings, num_words = self.settings, len(counts)
+        equal = -(-num_words // self.num_word_classes)
         is_exchange = settings.method == "exchange"
         capacity = settings.max_words or (2 * equal if is_exchange else equal)
-        word_class = embedding_classes(
-            pairs.counts,
-            pairs.bigrams,
-            self.num_word_classes,
-            dimensions=settings.dimensions,
-            max_words=min(equal, capacity) if is_exchange else capacity,
-            seed=settings.seed,
-            progress=self.progress,
-        )
-        return self._exchanged(pairs, word_class, capacity) if is_exchange else word_class
-
-    def _exchanged(self, pairs: _Pairs, word_class: WordClass, capacity: int) -> WordClass:
-        """Exchange all words, then, with a separate shortlist, the words below it again.
-
-        The words that are not clustered are one separate word in both rounds.
-        """
+        sizes = self.num_word_classes, min(equal, capacity) if is_exchange else capacity
+        clustering = Clustering(counts, *sizes, settings.seed, self.progress)
+        word_class = clustering.by_neighbours(bigrams, settings.dimensions)
+        if not is_exchange:
+            return word_class
         from data_prep.classes.exchange import exchange  # imports numba
 
-        num_words, size = len(pairs.counts), self.settings.shortlist
-        shortlist = np.argsort(-pairs.counts, kind="stable")[:size]
+        shortlist = np.argsort(-counts, kind="stable")[: settings.shortlist]
         last = shortlist[:0]
-        if pairs.others is not None:
-            pairs = pairs.others
+        if with_others is not None:
+            bigrams, counts = with_others
             word_class, last = np.append(word_class, np.int32(0)), np.array([num_words])
-        for separate in (shortlist[:0], shortlist) if size else (shortlist,):
+        # All words are exchanged, then, with a separate shortlist, the words below it again.
+        for separate in (shortlist[:0], shortlist) if len(shortlist) else (shortlist,):
             word_class = exchange(
-                pairs.bigrams,
-                pairs.counts,
+                bigrams,
+                counts,
                 word_class,
                 self.num_word_classes,
                 capacity,
@@ -184,17 +162,6 @@ class _Classes(NamedTuple):
                 progress=self.progress,
             ).astype(np.int32)
         return word_class[:num_words]
-
-
-def _with_other_words(
-    bigrams: sparse.csr_array, counts: IntArray, rest: IntArray, words: IntArray, tokens: Tokens
-) -> _Pairs:
-    """Counts of `words` and, as the last word, of all others; how often it follows itself is 0."""
-    after = counts - bigrams.sum(axis=1) - np.isin(words, tokens[-1:])
-    before = counts - bigrams.sum(axis=0) - np.isin(words, tokens[:1])
-    column, row = sparse.csr_array(after[:, None]), sparse.csr_array(before[None])
-    pairs = sparse.block_array([[bigrams, column], [row, None]], format="csr")
-    return _Pairs(pairs, np.append(counts, rest.sum()))
 
 
 def _levels_from_file(settings: ClassesConfig, words: Sequence[str], folder: Path) -> WordClass:

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from pyarrow import compute, parquet
 
 from data_prep.corpus.formats import one_line, reading
-from data_prep.corpus.lines import records
-from data_prep.corpus.loader import input_files
+from data_prep.corpus.lines import input_files, records
 from data_prep.errors import DataError, UserError
 from data_prep.settings import DataConfig, SplitFiles
 
@@ -78,11 +77,7 @@ def count_events(data: DataConfig) -> EventCounts:
 
 
 def histories(data: DataConfig, path: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the users of a table with columns as `data` has them, and their items in order.
-
-    Raises:
-        UserError: as `event_lines`.
-    """
+    """Yield the users of a table with the columns of `data`, and their items; as `event_lines`."""
     given = replace(data, dir=".", files=SplitFiles(train=path))
     events = _read(given, "train")
     for name, begin, end in zip(events.names, events.begin, events.end, strict=True):
@@ -92,9 +87,8 @@ def histories(data: DataConfig, path: str) -> Iterator[tuple[str, list[str]]]:
 def event_lines(data: DataConfig, split: str) -> Iterator[str]:
     """Yield a line for each user with items to predict; before a tab are those that are known.
 
-    Raises:
-        UserError: a file cannot be read or lacks a column, or a value is missing or of another
-            type than text, integer or, of the time, number or date.
+    UserError if a file cannot be read or lacks a column, or a value is missing or of another type
+    than text, integer or, of the time, number or date.
     """
     events = _read(data, split)
     begin, end, words = events.begin, events.end, events.words
@@ -158,8 +152,7 @@ def _table(path: Path, data: DataConfig) -> Any:
     fields = {"user": data.user_field, "item": data.item_field, "time": data.time_field}
     given = {name: field for name, field in fields.items() if field is not None}
     with reading(str(path)):
-        columns = _parquet_columns if data.format == "parquet" else _record_columns
-        table = columns(path, data.format, list(dict.fromkeys(given.values())))
+        table = _columns(path, data.format, list(dict.fromkeys(given.values())))
     empty = {name: table[field] for name, field in given.items() if table[field].null_count}
     if empty:
         counts = ", ".join(
@@ -173,11 +166,9 @@ def _table(path: Path, data: DataConfig) -> Any:
         key, column = f"{path}: data.{name}_field {field}", table[field]
         if pyarrow.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
-        kind = column.type
         if name != "time":
-            is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
-            if not (is_text or pyarrow.types.is_integer(kind)):
-                raise UserError(f"{key}: expected text or integers, got {kind}")
+            if not (_is_text(column.type) or pyarrow.types.is_integer(column.type)):
+                raise UserError(f"{key}: expected text or integers, got {column.type}")
             column = column.cast(pyarrow.large_string())
             if compute.any(compute.equal(column, "")).as_py():
                 row = compute.index(column, "").as_py() + 1
@@ -186,13 +177,16 @@ def _table(path: Path, data: DataConfig) -> Any:
     return pyarrow.table(found)
 
 
-def _parquet_columns(path: Path, format: str, fields: list[str]) -> Any:
-    with parquet.ParquetFile(path) as file:
-        _check_columns(path, fields, file.schema_arrow.names)
-        return file.read(columns=fields)
+def _is_text(kind: Any) -> bool:
+    return bool(pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind))
 
 
-def _record_columns(path: Path, format: str, fields: list[str]) -> Any:
+def _columns(path: Path, format: str, fields: list[str]) -> Any:
+    """The named columns of a file."""
+    if format == "parquet":
+        with parquet.ParquetFile(path) as file:
+            _check_columns(path, fields, file.schema_arrow.names)
+            return file.read(columns=fields)
     rows, tables = records(path, format), list[Any]()
     while chunk := list(islice(rows, ROWS)):
         if not tables:
@@ -215,10 +209,9 @@ def _check_columns(path: Path, fields: list[str], found: Any) -> None:
 def _times(column: Any, key: str) -> tuple[NDArray[Any], bool]:
     """Times [n] as numbers, and whether they are dates, then microseconds."""
     kind, microseconds = column.type, pyarrow.timestamp("us")
-    is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
     if pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind):
         targets = [kind]
-    elif is_text:
+    elif _is_text(kind):
         zoned = pyarrow.timestamp("us", "UTC")
         targets = [pyarrow.int64(), pyarrow.float64(), microseconds, zoned]
     else:

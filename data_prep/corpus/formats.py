@@ -38,7 +38,7 @@ PARQUET = re.compile(rb"PAR1\x15")
 _UNPACK = "unpack it and give the file of text"
 _EXPORT = "export its text as UTF-8"
 COLUMN_ALONE = "give the column of text alone, one line each"
-NO_TEXT = {
+_NO_TEXT = {
     rb".{257}ustar": f"a tar archive: {_UNPACK}",
     rb"7z\xbc\xaf'\x1c|Rar!\x1a\x07": f"an archive: {_UNPACK}",
     rb"PK[\x03\x05]": f"a zip archive in a pipe or in another file: {_UNPACK}",
@@ -54,32 +54,27 @@ NO_TEXT = {
     rb"\x7fELF|SQLite format 3\0|\x93NUMPY|\x89HDF\r|\x80[\x02-\x05][\x8c\x95}](?!\n)": "no text",
 }
 """First bytes of files that are read as text by mistake, and what is said of them and of TABLEs."""
-_NO_TEXT = {re.compile(start, re.DOTALL): problem for start, problem in NO_TEXT.items()}
 
 
 @contextmanager
 def open_text(path: Path) -> Iterator[BufferedReader]:
-    """Open a file of text, which may be compressed, for `with`, in which UserError names it.
-
-    Raises:
-        UserError: the file cannot be read to its end, is damaged or is no text.
-    """
+    """Open a file of text, which may be compressed, for `with`, in which UserError names it."""
     with open_to_read(path) as file, reading(str(path)), decompressed(file, str(path)) as text:
         yield text
 
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """UserError that names what is read, in place of any of `reading_errors`."""
+    """UserError that names what is read, in place of any of `_reading_errors`."""
     try:
         yield
     except UserError:
         raise
-    except reading_errors() as error:
+    except _reading_errors() as error:
         raise DataError(f"{name} cannot be read: {one_line(error)}") from error
 
 
-def reading_errors() -> tuple[type[Exception], ...]:
+def _reading_errors() -> tuple[type[Exception], ...]:
     """What reading a damaged file raises; pyarrow, JSON and Unicode raise ValueErrors."""
     found = [OSError, EOFError, ValueError, TypeError, RecursionError, csv.Error, lzma.LZMAError]
     zstandard = sys.modules.get("zstandard")  # if a file of it was opened
@@ -121,7 +116,8 @@ def decompressed(
 
 def no_text(head: bytes, name: str, table: str = COLUMN_ALONE) -> str | None:
     """What a file with these first bytes is, with what to do, if it is not text in UTF-8."""
-    problem = next((each for start, each in _NO_TEXT.items() if start.match(head)), None)
+    found = (each for start, each in _NO_TEXT.items() if re.match(start, head, re.DOTALL))
+    problem = next(found, None)
     if problem is None and (encoding := wide_encoding(head)):
         problem = f"in {encoding}: {convert_from(encoding, name)}"
     return problem and problem.replace("TABLE", table)
@@ -174,10 +170,7 @@ class _Stream(RawIOBase):
 
 
 def _decompress(file: BufferedReader, new: Callable[[], Any], name: str) -> Iterator[bytes]:
-    """The content of compressed streams, one after another, which zeros may separate.
-
-    Unlike the modules of Python's library, refuses what follows them, and a truncated one.
-    """
+    """The content of streams; unlike Python's modules, refuses what follows and a truncated one."""
     decompressor = None
     while chunk := file.read(CHUNK_BYTES):
         while chunk:

@@ -44,10 +44,8 @@ def find_text(path: Path, field: str | None) -> TextFile:
     """Find the text of a file: its lines, or a column of text.
 
     The file is parquet or JSON by its content, or CSV by its name or if the first line has the name
-    `field`. Without a `field`, the column is `text`, or else the only one of text.
-
-    Raises:
-        UserError: the file cannot be read, or it is not clear which column is meant.
+    `field`. Without a `field`, the column is `text`, or else the only one of text. UserError if the
+    file cannot be read, or it is not clear which column is meant.
     """
     format = _format(path)
     if format == "text" and field is not None:
@@ -186,17 +184,15 @@ def noted(
 
 def compared(lines: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> Iterator[str]:
     """Pass training lines on; warn of held-out splits of which they contain a large part."""
-    unseen: dict[str, dict[int, list[int]]] = {split: {} for split in held_out}
-    for split, others in held_out.items():
-        for line in filter(None, map(str.strip, others)):
-            total = unseen[split].setdefault(hash(line), [0, 0])
-            total[0] += 1
-            total[1] += len(line)
+    unseen = {
+        split: Counter((hash(line), len(line)) for line in filter(None, map(str.strip, others)))
+        for split, others in held_out.items()
+    }
     before = {split: _totals(found) for split, found in unseen.items()}
     for line in lines:
-        hashed = hash(line.strip())
+        text = line.strip()
         for found in unseen.values():
-            found.pop(hashed, None)
+            found.pop((hash(text), len(text)), None)
         yield line
     for split, (num_lines, size) in before.items():
         num_unseen, unseen_size = _totals(unseen[split])
@@ -209,6 +205,6 @@ def compared(lines: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> Ite
             )
 
 
-def _totals(found: dict[int, list[int]]) -> tuple[int, int]:
-    """The sums over lines of their counts and of their sizes."""
-    return sum(count for count, _ in found.values()), sum(size for _, size in found.values())
+def _totals(found: Counter[tuple[int, int]]) -> tuple[int, int]:
+    """The number of lines, and the sum of their sizes."""
+    return found.total(), sum(size * count for (_, size), count in found.items())

@@ -135,10 +135,8 @@ def write_splits(
     """Write `train.txt` and the splits `held_out` (of valid, test) to a folder.
 
     Unit i, from 0, belongs to test if i mod period is period - 1, to valid if it is period / 2 - 1
-    rounded down, and else to train. The empty lines after a document belong to it.
-
-    Raises:
-        UserError: the text is not UTF-8 or has a NUL character.
+    rounded down, and else to train. The empty lines after a document belong to it. UserError if the
+    text is not UTF-8 or has a NUL character.
     """
     place = {"valid": period // 2 - 1, "test": period - 1}
     split_of = {place[split]: split for split in held_out}

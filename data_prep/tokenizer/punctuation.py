@@ -32,11 +32,7 @@ _AFTER = f"{_BOTH}.)]}}%"
 
 @cache
 def _punctuation_pattern() -> re.Pattern[str]:
-    """Match a word, a punctuation mark before one, or at once all marks after one.
-
-    Marks inside a word belong to it, and so do hyphens, symbols and a single dot at its beginning.
-    The time is proportional to the text.
-    """
+    """Match a word, a mark before one, or at once all marks after one, in time ∝ the text."""
     before = rf"[{_BOTH}(\[{{\u00bf\u00a1$\u00a3\u20ac)\]}}]|\.(?=\.)|(?<=\.)\."
     special, marks = f"{UNK}|{EOS}", re.escape(_AFTER)
     others = rf"(?:[^\s{marks}<]++|(?!{special})<)"

@@ -60,19 +60,18 @@ def save_tokenizer(
     """Write `tokenizer.json` and `vocab.txt`, which needs the counts [N], or `tokenizer.model`."""
     path = folder / MODEL_FILE[tokenizer.kind]
     content: Iterable[bytes]
-    settings = {}
     if isinstance(tokenizer, WordTokenizer):
-        if counts is None or len(counts) != tokenizer.vocab_size:
-            raise ValueError(f"expected counts of {tokenizer.vocab_size} words for {path}")
+        assert counts is not None
         content = _format_vocabulary(tokenizer.words, counts)
-        settings = {
-            "lowercase": tokenizer.lowercase,
-            "split_punctuation": tokenizer.split_punctuation,
-        }
     else:
         assert isinstance(tokenizer, SentencePieceTokenizer)
         content = [tokenizer.model]
-    description = TokenizerFile(kind=tokenizer.kind, sha256=write_hashed(path, content), **settings)
+    description = TokenizerFile(
+        kind=tokenizer.kind,
+        sha256=write_hashed(path, content),
+        lowercase=tokenizer.lowercase,
+        split_punctuation=tokenizer.split_punctuation,
+    )
     return TokenizerInfo(
         kind=tokenizer.kind,
         sha256=write_json_atomically(folder / TOKENIZER, asdict(description)),
@@ -85,17 +84,8 @@ def save_tokenizer(
 def load_tokenizer(folder: Path | str, *, verify: bool = True) -> Tokenizer:
     """Load the tokenizer of a prepared folder, a run or an exported model.
 
-    With `verify`, its vocabulary or model is compared with its SHA-256.
-
-    Raises:
-        UserError: a file is absent, damaged or does not match the other.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> _ = save_tokenizer(folder, WordTokenizer(["<eos>", "<unk>", "cat"]), np.arange(3))
-        >>> load_tokenizer(folder).encode("cat dog")
-        [2, 1]
+    With `verify`, its vocabulary or model is compared with its SHA-256. UserError if a file is
+    absent, damaged or does not match the other.
     """
     description, content = _read(Path(folder), verify)
     try:

@@ -56,8 +56,7 @@ def counted_literals(lines: Iterable[str], counts: dict[str, int]) -> Iterator[s
 def counted_known(lines: Iterable[str], split: str, counts: list[int]) -> Iterator[str]:
     """Pass sequences of items on; appends the number of those before a tab, which are known.
 
-    Raises:
-        UserError: a line has several tabs, or one in the training split; or an item is `<eos>`.
+    UserError if a line has several tabs, or one in the training split; or an item is `<eos>`.
     """
     for number, line in enumerate(lines, 1):
         known, tab, rest = line.partition("\t")

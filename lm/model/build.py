@@ -92,30 +92,18 @@ def build_model(
     """Build the model that a configuration describes, initialized from torch's random generator.
 
     Args:
-        config: the section `model`.
-        output: the section `output`.
-        word_table: the resolved section `word_table`.
-        tree: the result of `build_tree`.
+        config: the section `model`, next to the sections `output` and, resolved, `word_table`.
+        tree: the result of `build_tree`, as `input_tree` is of `build_input_tree` and `pieces`, for
+            `model.input_pieces`, of `pieces_of_words`.
         context: T, number of positions that a Transformer attends to.
-        input_tree: the result of `build_input_tree`.
-        pieces: the result of `pieces_of_words`, which `input_pieces` requires.
         counts: [N] occurrences of each word in the training split, for `output.tree: adaptive`, and
             to train with `count_word_dropout` or `output.num_samples`.
         placement: how the rows of the table of words are dealt to the processes of
             `torch.distributed`, see `ShardedSoftmax`; None: every process has all.
 
     Returns:
-        The model, in training mode, on the default device.
-
-    Raises:
-        UserError: if `output.cutoffs` do not fit the vocabulary.
-
-    Example:
-        >>> tree = ClassTree.balanced(vocab_size=100, branching=10)
-        >>> model = build_model(ModelConfig(hidden=8), OutputConfig(), WordTable(), tree, 16)
-        >>> hidden, state = model(torch.zeros(5, 3, dtype=torch.int64))
-        >>> hidden.shape
-        torch.Size([5, 3, 8])
+        The model, in training mode, on the default device. UserError if `output.cutoffs` do not fit
+        the vocabulary.
     """
     dtype = torch.bfloat16 if word_table.dtype == "bf16" else None
     word_dropout = None

@@ -54,8 +54,7 @@ class Description(Strict):
 def save_model(folder: Path, weights: dict[str, Tensor], description: Description) -> None:
     """Write `model.safetensors`, given the `state_dict` of a model, and `model.json`.
 
-    Raises:
-        UserError: if the file system refuses; files that were there before are unchanged.
+    UserError if the file system refuses; files that were there before are unchanged.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     try:
@@ -75,10 +74,7 @@ def load_model(
     """Load the model of a run, and its description unless it is given.
 
     The model is on the CPU, in evaluation mode, with dense gradients, its parameters of the dtype
-    that they were trained in.
-
-    Raises:
-        UserError: if a file is absent or damaged, or the two do not belong together.
+    that they were trained in. UserError if a file is absent or damaged, or they do not fit.
     """
     description, weights = description or read_description(folder), folder / WEIGHTS
     if sha256_file(weights) != description.weights_sha256:
@@ -143,11 +139,8 @@ def _tree(state: dict[str, Tensor], prefix: str) -> ClassTree:
 
 
 def _write_tensors(tensors: dict[str, Tensor], file: BinaryIO) -> str:
-    """Write an open file, by its name; returns the checksum.
-
-    Safetensors replaces the file by a new one that only its owner may read.
-    """
-    save_file(tensors, file.name)
+    """Write an open file, by its name; returns the checksum."""
+    save_file(tensors, file.name)  # which replaces it by one that only its owner may read
     os.chmod(file.name, stat.S_IMODE(os.fstat(file.fileno()).st_mode))
     with open(file.name, "rb+") as written:
         os.fsync(written.fileno())

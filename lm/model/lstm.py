@@ -11,8 +11,7 @@ input vectors and on the last layer's output is the language model's.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,25 +61,6 @@ def _runs_at_once(inputs: Tensor) -> bool:
     has_dtype = inputs.dtype != torch.bfloat16 or torch.is_autocast_enabled("cuda")
     acceptable: bool = torch.backends.cudnn.is_acceptable(inputs)  # type: ignore[no-untyped-call]
     return inputs.is_cuda and has_dtype and acceptable
-
-
-def _lstm(
-    inputs: Tensor, state: tuple[Tensor, ...], weights: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output of the last of some layers without dropout, and all layers' ends."""
-    num_layers, trains = len(weights) // len(WEIGHTS), torch.is_grad_enabled()
-    options = (True, num_layers, 0.0, trains, False, False)
-    with _no_warning_of_pieces():
-        output, h, c = torch.lstm(inputs, state, weights, *options)
-    return output, h, c
-
-
-@contextmanager
-def _no_warning_of_pieces() -> Iterator[None]:
-    """Expect weights in pieces, which cuDNN copies into one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
-        yield
 
 
 class Dropout(nn.Module):
@@ -152,54 +132,46 @@ class LSTM(nn.Module):
         scale = _gradient_scale(embedded)
         outputs, *parts = _scaled(1 / scale, embedded, *(state or ()))
         if _runs_at_once(embedded) and not (self.training and self.dropout.variational):
-            outputs, h, c = self._run_at_once(outputs, tuple(parts), scale)
+            outputs, (h, c) = self._run_at_once([*self.layers], outputs, tuple(parts), scale)
         else:
             ends: list[tuple[Tensor, Tensor]] = []
             for k, layer in enumerate(self.layers):
-                start = tuple(part[k : k + 1] for part in parts) or None
-                outputs, end = self._run_layer(layer, outputs, start, scale)
-                ends.append(end)
-                if k + 1 < len(self.layers):
+                if k:
                     outputs = self.dropout(outputs)
+                start = tuple(part[k : k + 1] for part in parts)
+                if (self.training and self.dropout_weight) or scale != 1:
+                    outputs, end = self._run_at_once([layer], outputs, start, scale)
+                else:
+                    outputs, end = layer(outputs, start or None)
+                ends.append(end)
             h, c = (torch.cat(each) for each in zip(*ends, strict=True))
         if scale != 1:
             outputs, h, c = outputs.bfloat16(), h.float(), c.float()
         outputs, h, c = _scaled(scale, outputs, h, c)
         return outputs, (h, c)
 
-    def _run_layer(
-        self, layer: nn.Module, inputs: Tensor, start: tuple[Tensor, ...] | None, scale: float
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """A layer's output and end."""
-        if not (self.training and self.dropout_weight) and scale == 1:
-            output, (h, c) = layer(inputs, start)
-            return output, (h, c)
-        zeros = inputs.new_zeros(1, inputs.shape[1], self.hidden_size)
-        weights = self._weights(layer, scale)
-        output, h, c = _lstm(inputs, start or (zeros, zeros), weights)
-        return output, (h, c)
-
     def _run_at_once(
-        self, inputs: Tensor, state: tuple[Tensor, ...], scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The output of the last layer and all layers' ends, by one call of cuDNN."""
-        h, c = state or self.init_state(inputs.shape[1])
-        weights = [weight for layer in self.layers for weight in self._weights(layer, scale)]
-        num_layers = len(self.layers)
-        if not self.training or self.dropout.p == 0 or num_layers == 1:
-            return _lstm(inputs, (h, c), weights)
-        p, device = self.dropout.p, inputs.device
-        if self.noise is None:
+        self, layers: list[nn.Module], inputs: Tensor, state: tuple[Tensor, ...], scale: float
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The output of the last of some layers, and the ends of all, by one call."""
+        zeros = inputs.new_zeros(len(layers), inputs.shape[1], self.hidden_size)
+        h, c = state or (zeros, zeros)
+        weights = [weight for layer in layers for weight in self._weights(layer, scale)]
+        p, device = self.dropout.p if self.training and len(layers) > 1 else 0.0, inputs.device
+        if p and self.noise is None:
             seed = int(torch.randint(1 << 62, (), device=device))
             options: Any = {"dtype": torch.uint8, "device": device}
             self.noise = torch._cudnn_init_dropout_state(p, True, seed, **options)
-        shape = (_CUDNN_LSTM, self.hidden_size, 0, num_layers)
-        options = (False, p, True, False, (), self.noise)  # in training, for both directions not
-        with _no_warning_of_pieces():
-            output, h, c, *_ = torch._cudnn_rnn(
-                inputs, weights, len(WEIGHTS), None, h, c, *shape, *options
-            )
-        return output, h, c
+        with warnings.catch_warnings():  # of weights in pieces, which cuDNN copies into one
+            warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
+            if p:
+                shape = (len(WEIGHTS), None, h, c, _CUDNN_LSTM, self.hidden_size, 0, len(layers))
+                options = (False, p, True, False, (), self.noise)  # in training, in one direction
+                outputs, h, c, *_ = torch._cudnn_rnn(inputs, weights, *shape, *options)
+            else:
+                options = (True, len(layers), 0.0, torch.is_grad_enabled(), False, False)
+                outputs, h, c = torch.lstm(inputs, (h, c), weights, *options)
+        return outputs, (h, c)
 
     def _weights(self, layer: nn.Module, scale: float) -> list[Tensor]:
         """A layer's weights, with a mask on W_hh; their gradients are divided by `scale`.

@@ -54,12 +54,13 @@ class SampledSoftmax(HierarchicalSoftmax):
         words = words.where(valid, 0)
         place = torch.rand(self.num_samples, dtype=torch.float64, device=words.device)
         sample = torch.searchsorted(self.cumulated, place).clamp_(max=self.vocab_size - 1)
-        rows, drawn = (self._rows(each)[:, : self.hidden_size] for each in (words, sample))
-        own = (flat * rows.to(flat.dtype)).sum(-1, dtype=torch.float32) + self._bias(words)
-        others = F.linear(flat, drawn.to(flat.dtype)).float()
-        others = (others + self._bias(sample)).masked_fill(sample == words[:, None], -torch.inf)
-        nll = self.sampled_nll(own, others, sample)
-        nll = nll.where(valid, 0.0)
+        assert self.bias is not None
+        read = lookup if self.row_wise else torch.Tensor.__getitem__
+        rows, drawn = (read(self.weight, each)[:, : self.hidden_size] for each in (words, sample))
+        own = (flat * rows.to(flat.dtype)).sum(-1, dtype=torch.float32) + read(self.bias, words)
+        others = F.linear(flat, drawn.to(flat.dtype)).float() + read(self.bias, sample)
+        others = others.masked_fill(sample == words[:, None], -torch.inf)
+        nll = self.sampled_nll(own, others, sample).where(valid, 0.0)
         return reduced(nll.view(target.shape), target, reduction, self.ignore_index)
 
     def sampled_nll(self, own: Tensor, others: Tensor, sample: Tensor) -> Tensor:
@@ -69,11 +70,3 @@ class SampledSoftmax(HierarchicalSoftmax):
         """
         corrected = others - self.log_expected[sample]
         return torch.cat([own[:, None], corrected], 1).logsumexp(1) - own
-
-    def _rows(self, words: Tensor) -> Tensor:
-        return lookup(self.weight, words) if self.row_wise else self.weight[words]
-
-    def _bias(self, words: Tensor) -> Tensor | float:
-        if self.bias is None:
-            return 0.0
-        return lookup(self.bias, words) if self.row_wise else self.bias[words]

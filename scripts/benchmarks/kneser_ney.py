@@ -25,8 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.prepared import Prepared, open_prepared
-from data_prep.tokenizer.serialization import load_tokenizer
+from data_prep.prepared import open_prepared
 from scripts import run
 
 Ids = NDArray[np.int64]
@@ -67,12 +66,12 @@ class KneserNey:
         lower = np.full(1, 1 / vocab_size)
         for n, ngrams in enumerate(self.orders, 1):
             adjusted = self._adjusted_counts(n)
-            total, reserved, discounted = self._discount(ngrams, adjusted, n, len(lower))
+            total, reserved, discounted = self._discount(ngrams, adjusted, len(lower))
             gamma = np.divide(reserved, total, out=np.ones(len(lower)), where=total > 0)
             if n > 1:
                 self.backoff.append(gamma)
-            history, suffix = (0, 0) if n == 1 else (ngrams.history, ngrams.suffix)
-            lower = discounted / total[history] + gamma[history] * lower[suffix]
+            history = ngrams.history
+            lower = discounted / total[history] + gamma[history] * lower[ngrams.suffix]
             if n == 1:
                 lower[self.begin] = NEVER
             self.prob.append(lower)
@@ -131,7 +130,7 @@ class KneserNey:
         return np.where(begins, ngrams.frequency, adjusted)
 
     def _discount(
-        self, ngrams: Order, adjusted: Ids, n: int, num_histories: int
+        self, ngrams: Order, adjusted: Ids, num_histories: int
     ) -> tuple[Floats, Floats, Floats]:
         """The sums of a and of D for each history, and a - D for each n-gram."""
         ones, twos, threes, fours = (int((adjusted == k).sum()) for k in (1, 2, 3, 4))
@@ -141,9 +140,8 @@ class KneserNey:
         if min(ones, twos, threes, *by_count) <= 0:
             by_count = [y] * 3
         discount = np.array([0.0, *by_count])[np.minimum(adjusted, 3)]
-        history = np.zeros(len(adjusted), np.int64) if n == 1 else ngrams.history
         total, reserved = (
-            np.bincount(history, each, minlength=num_histories).astype(np.float64)
+            np.bincount(ngrams.history, each, minlength=num_histories).astype(np.float64)
             for each in (adjusted, discount)
         )
         return total, reserved, adjusted - discount
@@ -171,27 +169,6 @@ class KneserNey:
         return ids
 
 
-def estimate(
-    prepared: Prepared, order: int, num_tokens: int | None = None, num_streams: int = 1
-) -> KneserNey:
-    """The model of the training split of prepared data, or of the beginnings of equal parts."""
-    tokens = prepared.tokens("train")
-    if num_tokens is not None:
-        parts = tokens[: len(tokens) // num_streams * num_streams].reshape(num_streams, -1)
-        tokens = parts[:, : -(-num_tokens // num_streams)].ravel()
-    return KneserNey(tokens.astype(np.int64), prepared.vocab_size, prepared.eos_id, order)
-
-
-def write_model(folder: Path, arpa: Path, order: int) -> KneserNey:
-    """Estimate the model of a folder of prepared data and write its ARPA file."""
-    prepared, tokenizer = open_prepared(folder), load_tokenizer(folder)
-    words = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
-    words[prepared.eos_id] = "</s>"
-    model = estimate(prepared, order)
-    model.write_arpa(arpa, [*words, "<s>"])
-    return model
-
-
 def main() -> None:
     """Write the ARPA file, or print the perplexity of a split."""
     parser = argparse.ArgumentParser(description="Kneser–Ney model of prepared data")
@@ -203,18 +180,25 @@ def main() -> None:
     perplexity = "print its perplexity instead, without a file"
     output.add_argument("--split", choices=["valid", "test"], help=perplexity)
     add("--order", type=int, default=5, help="largest n, at least 2")
-    count = "with --split: count so many tokens of training, default all"
-    add("--tokens", type=int, metavar="N", help=count)
+    add("--tokens", type=int, metavar="N", help="count so many of training, default all")
     streams = "the beginnings of so many parts, as a run of this train.batch_size reads first"
     add("--streams", type=int, default=1, metavar="B", help=streams)
     options = parser.parse_args()
-    if options.split is None:
-        write_model(options.folder, options.arpa, options.order)
-        return
     prepared = open_prepared(options.folder)
-    model = estimate(prepared, options.order, options.tokens, options.streams)
-    tokens = prepared.tokens(options.split).astype(np.int64)
-    log_prob, known = model.log_prob(tokens), tokens != prepared.unk_id
+    tokens = prepared.tokens("train")
+    if options.tokens is not None:  # the beginnings of equal parts
+        size = len(tokens) // options.streams
+        parts = tokens[: size * options.streams].reshape(options.streams, size)
+        tokens = parts[:, : -(-options.tokens // options.streams)].ravel()
+    ids = prepared.vocab_size, prepared.eos_id
+    model = KneserNey(tokens.astype(np.int64), *ids, options.order)
+    if options.split is None:
+        words = list(map(prepared.tokenizer().token, range(prepared.vocab_size)))
+        words[prepared.eos_id] = "</s>"
+        model.write_arpa(options.arpa, [*words, "<s>"])
+        return
+    text = prepared.tokens(options.split).astype(np.int64)
+    log_prob, known = model.log_prob(text), text != prepared.unk_id
     row = {"counted_tokens": int((model.stream < model.begin).sum()), "order": options.order}
     row |= {"split": options.split, "perplexity": np.exp(-log_prob.mean())}
     print(json.dumps(row | {"perplexity_excluding_oov": np.exp(-log_prob[known].mean())}))

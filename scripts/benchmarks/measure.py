@@ -9,12 +9,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lm.output import ClassTree
@@ -27,58 +29,40 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest relative difference of two losses that should be equal."""
 PROCESS = Path("/proc/self")
 Result = TypeVar("Result")
-FIGURES = ("seconds_median", "seconds_min", "ratio_to_floor", "peak_bytes", "page_faults", "loss")
+FIGURES = ("seconds_median", "seconds_min", "ratio_to_floor", "peak_bytes", "loss")
 """Fields of a row that a refused method does not have."""
 PROFILED = 3
 """Steps whose mean the times of kernels are."""
 NAME_CHARACTERS = 60
 """Characters of the name of a kernel in a log: those of PyTorch are long."""
-Clock = Callable[[Callable[[], object]], Callable[[], float]]
-"""Runs a step and returns a function that waits for the step and returns its seconds."""
 
 
-def cpu_clock(step: Callable[[], object]) -> Callable[[], float]:
-    """Time a step: processor time on one thread, and with more of them the wall clock's.
+def step_seconds(step: Callable[[], object], device: torch.device) -> float:
+    """Run a step and return its seconds.
 
-    The host of a virtual machine takes longer than its processors to supply pages: a step of
-    PyTorch's full softmax that maps 80,000 takes 0.55 s of the processor and 0.88 s in all.
+    On a GPU, by its events, from when it is idle, with unrelated data in its L2 cache. On a CPU,
+    those of the processor with one thread, and with more of them the wall clock's: the host of a
+    virtual machine takes longer than its processors to supply pages. A step of PyTorch's full
+    softmax that maps 80,000 takes 0.55 s of the processor and 0.88 s in all.
     """
-    read = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    start = read()
-    step()
-    seconds = read() - start
-    return lambda: seconds
-
-
-def event_clock(step: Callable[[], object]) -> Callable[[], float]:
-    """Time a step by events of a GPU."""
+    if device.type != "cuda":
+        read = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        begin = read()
+        step()
+        return read() - begin
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    _unrelated_data().zero_()
     start.record()
     step()
     stop.record()
-
-    def seconds() -> float:
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
-
-    return seconds
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
 
 
-def cold_clock() -> Clock:
-    """An `event_clock` whose GPU begins idle and with unrelated data in its L2 cache."""
-    unrelated = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-
-    def clock(step: Callable[[], object]) -> Callable[[], float]:
-        torch.cuda.synchronize()
-        unrelated.zero_()
-        return event_clock(step)
-
-    return clock
-
-
-def clock_of(device: torch.device) -> Clock:
-    """How steps are timed on a device."""
-    return cold_clock() if device.type == "cuda" else cpu_clock
+@cache
+def _unrelated_data() -> Tensor:
+    return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
 
 class Work(NamedTuple):
@@ -88,7 +72,7 @@ class Work(NamedTuple):
     flops: float
 
 
-def best_rates(clock: Clock, device: torch.device, dtype: torch.dtype) -> Work:
+def best_rates(device: torch.device, dtype: torch.dtype) -> Work:
     """The best of several large copies (bytes read and written) and of several matrix products."""
     size, side = ((1 << 29), 8192) if device.type == "cuda" else ((1 << 26), 2048)
     source, copy = torch.ones(2, size, device=device).unbind()
@@ -96,9 +80,9 @@ def best_rates(clock: Clock, device: torch.device, dtype: torch.dtype) -> Work:
     product = torch.empty_like(factor)
     copies, products = [], []
     for _ in range(6):
-        copies.append(clock(lambda: copy.copy_(source)))
-        products.append(clock(lambda: torch.mm(factor, factor, out=product)))
-    fastest_copy, fastest_product = (min(t() for t in times[1:]) for times in (copies, products))
+        copies.append(step_seconds(lambda: copy.copy_(source), device))
+        products.append(step_seconds(lambda: torch.mm(factor, factor, out=product), device))
+    fastest_copy, fastest_product = min(copies[1:]), min(products[1:])
     return Work(2 * 4 * size / fastest_copy, 2 * side**3 / fastest_product)
 
 
@@ -122,11 +106,9 @@ def memory_limit(num_bytes: float, device: torch.device) -> Iterator[None]:
 
 
 def in_new_process(function: Callable[..., Result], *arguments: Any) -> tuple[Result | None, int]:
-    """Call a function in a new process.
+    """Call a function in a new process, which prints errors to stderr.
 
-    Returns:
-        Its result, None if the process ended without one, and the exit code. Errors are printed to
-        stderr.
+    Returns its result, None if the process ended without one, and the exit code.
     """
     context = get_context("forkserver")  # has imported torch, has computed nothing
     context.set_forkserver_preload([__name__])
@@ -199,15 +181,17 @@ def least_work(problem: Problem, tree: ClassTree) -> Work:
     return Work(num_bytes, 6 * columns * size)
 
 
-def kernels(step: Callable[[], object]) -> list[Row]:
+def kernels(step: Callable[[], object], after: Callable[[], object] = lambda: None) -> list[Row]:
     """The kernels, copies and fills of a step on a GPU: number and seconds, the longest first.
 
-    The mean of a few steps. A CUDA graph is not profiled: pass a step that runs as it is.
+    The mean of a few steps, `after` each of which something else is called. A CUDA graph is not
+    profiled: pass a step that runs as it is.
     """
     seconds: dict[str, list[float]] = defaultdict(list)
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(PROFILED):
             step()
+            after()
         torch.cuda.synchronize()
     for event in profiler.events() or ():
         if event.device_type.name == "CUDA":
@@ -221,7 +205,7 @@ def kernels(step: Callable[[], object]) -> list[Row]:
 
 def make_row(method: Method, peak: Work) -> Row:
     """The figures of a method, as the log has them."""
-    seconds, problem = [timing() for timing in method.timings], method.problem
+    seconds, problem = method.seconds, method.problem
     floor = method.tree and least_work(problem, method.tree)
     median = statistics.median(seconds) if seconds else None
     floor_seconds = floor and max(floor.bytes / peak.bytes, floor.flops / peak.flops)
@@ -241,7 +225,6 @@ def make_row(method: Method, peak: Work) -> Row:
         "ratio_to_floor": median / floor_seconds if median and floor_seconds else None,
         "loss": None if method.refused else float(method.last_loss),
         "peak_bytes": method.peak_bytes,
-        "page_faults": statistics.median(method.page_faults) if method.page_faults else None,
         "gradient_bytes": None if method.refused else method.gradient_bytes,
         "floor_bytes": floor and floor.bytes,
         "floor_flops": floor and floor.flops,

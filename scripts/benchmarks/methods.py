@@ -1,7 +1,6 @@
 """The problem that `output_layer` poses, and what a method of computing its loss is.
 
-A method runs its step eagerly or as a captured CUDA graph. The methods themselves are in
-`output_layer` (this project's layer) and in `peers`.
+The methods themselves are in `output_layer` (this project's layer) and in `peers`.
 """
 
 from collections.abc import Callable
@@ -53,16 +52,17 @@ class Method:
     backend: str = "torch"  # this project's backend; "torch" for peers
     exact: bool = True  # whether its loss equals that of its tree, not rounded in half precision
     slow: bool = False  # timed in every third round only
+    is_graph: bool = False  # whether its step is captured in a CUDA graph once and then replayed
     refused: str | None = None  # why there is no figure
     last_loss: float | Tensor = float("nan")
-    timings: list[Callable[[], float]] = field(default_factory=list)  # called after the last round
-    page_faults: list[int] = field(default_factory=list)  # of each timed step
+    seconds: list[float] = field(default_factory=list)  # of each round
     peak_bytes: int | None = None  # what one step holds in addition to what was held before
 
     def __post_init__(self) -> None:
         self.hidden, self.target = parameter(self.problem.hidden), self.problem.target
         self.loss: Loss = _not_prepared
         self.parameters: list[Tensor] = []
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     @property
     def label(self) -> str:
@@ -79,44 +79,31 @@ class Method:
         self.loss, self.parameters = self.build()
 
     def step(self) -> None:
-        """Forward and backward."""
+        """Forward and backward, or a replay of the graph."""
+        if not self.is_graph:
+            self._step()
+            return
+        self.graph = self.graph or captured(self._step, self.free)
+        self.graph.replay()
+
+    def _step(self) -> None:
         loss = self.loss(self.hidden, self.target)
         torch.autograd.backward(loss)
         self.last_loss = loss.detach()
 
     def free(self) -> None:
-        """Release the gradients."""
-        for tensor in [self.hidden, *self.parameters]:
-            tensor.grad = None
-
-    def refuse(self, reason: str) -> None:
-        """Exclude the method from timing and release its memory."""
-        self.free()
-        self.refused, self.loss, self.parameters, self.timings = reason, _not_prepared, [], []
-        if self.hidden.is_cuda:
-            torch.cuda.empty_cache()
-
-
-class GraphMethod(Method):
-    """A method whose step is captured in a CUDA graph once and then replayed."""
-
-    graph: torch.cuda.CUDAGraph | None = None
-
-    def step(self) -> None:
-        """Replay; the gradients belong to the graph."""
-        if self.graph is None:
-            self.graph = captured(super().step, super().free)
-        self.graph.replay()
-
-    def free(self) -> None:
         """Release the gradients unless they belong to the graph."""
         if self.graph is None:
-            super().free()
+            for tensor in [self.hidden, *self.parameters]:
+                tensor.grad = None
 
     def refuse(self, reason: str) -> None:
         """Exclude the method from timing and release its memory."""
         self.graph = None
-        super().refuse(reason)
+        self.free()
+        self.refused, self.loss, self.parameters, self.seconds = reason, _not_prepared, [], []
+        if self.hidden.is_cuda:
+            torch.cuda.empty_cache()
 
 
 def captured(step: Callable[[], object], free: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -137,13 +124,6 @@ def captured(step: Callable[[], object], free: Callable[[], object]) -> torch.cu
 def parameter(tensor: Tensor) -> Tensor:
     """The tensor's memory as a leaf that requires a gradient."""
     return tensor.detach().requires_grad_()
-
-
-def class_and_place(tree: ClassTree, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Class of each target in a tree of two levels, and its place within the class, [P] each."""
-    row = tree.row_of_word[target]
-    node = tree.node_of_row[row]
-    return node - 1, row - tree.first_row[node]
 
 
 def split_rows(weight: Tensor, bias: Tensor, *bounds: int) -> list[tuple[Tensor, Tensor]]:

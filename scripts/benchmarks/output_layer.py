@@ -27,7 +27,7 @@ Methods that compute the same probabilities must have the same loss: a peer that
 refused, and if one of ours has, nothing is logged. A method that does not fit into the free memory
 is refused. Slow methods are timed in every third round. On a GPU every step begins with an idle
 device and unrelated data in the L2 cache, so launch overhead counts; on a CPU it begins with the
-caches as the step before has left them. Page faults are those of a step, the median.
+caches as the step before has left them.
 
 The lower bound (column "÷ floor") is the larger of bytes / bandwidth (each visited row and each
 hidden vector read twice, their gradients written once) and multiply–adds / matrix rate (three
@@ -38,8 +38,8 @@ import argparse
 import gc
 import importlib.util
 import math
-import resource
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -51,9 +51,9 @@ from lm.output.backends import base, choose_backend
 from lm.output.backends.triton.backend import failures
 from lm.output.functional import BackendName
 from scripts.benchmarks import measure, reporting
-from scripts.benchmarks.measure import Clock, Work
-from scripts.benchmarks.methods import GraphMethod, Layer, Method, Problem, split_rows, zipf
-from scripts.benchmarks.peers import PEERS, installed, usual_cutoffs
+from scripts.benchmarks.measure import Work
+from scripts.benchmarks.methods import Layer, Method, Problem, split_rows, zipf
+from scripts.benchmarks.peers import CUTOFFS, PEERS, installed
 from scripts.benchmarks.reporting import Row, Table
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -84,7 +84,6 @@ COLUMNS = {
     "floor GFLOP": "{floor_flops:.2f/1e9}",
     "peak MiB": "{peak_bytes:.1f/1048576}",
     "gradient MiB": "{gradient_bytes:.1f/1048576}",
-    "page faults": "{page_faults:,.0f}",
     "refused": "{refused}",
 }
 
@@ -98,7 +97,7 @@ def uneven_classes(vocab_size: int) -> Tensor:
     return number
 
 
-def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] = Method) -> Method:
+def ours(problem: Problem, name: str, backend: BackendName, is_graph: bool = False) -> Method:
     """This project's layer on one of the problem's trees."""
     tree, hidden = problem.trees[name], problem.hidden
     sizes = (problem.num_positions, problem.hidden_size)
@@ -115,8 +114,8 @@ def ours(problem: Problem, name: str, backend: BackendName, kind: type[Method] =
         return loss, [weight, bias]
 
     slow = name == "tree_full" or (chosen == "reference" and hidden.is_cuda)
-    label = "graph" if kind is GraphMethod else name
-    return kind(label, problem, build, tree=tree, backend=chosen, slow=slow)
+    options: Any = {"tree": tree, "backend": chosen, "slow": slow, "is_graph": is_graph}
+    return Method("graph" if is_graph else name, problem, build, **options)
 
 
 def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace) -> Problem:
@@ -137,7 +136,7 @@ def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace)
         trees=trees,
         rows=torch.randn(num_rows, base.row_size(hidden_size), **like).mul_(0.05),
         bias=torch.randn(num_rows, **like).mul_(0.05),
-        cutoffs=usual_cutoffs(vocab_size),
+        cutoffs=CUTOFFS.get(vocab_size) or [max(1, vocab_size // 10), vocab_size // 3],
     )
 
 
@@ -151,7 +150,7 @@ def make_methods(problem: Problem, options: argparse.Namespace) -> list[Method]:
     ]
     fused = any(method.backend == "triton" for method in methods)
     if fused and problem.hidden.is_cuda:
-        methods += [ours(problem, "random", "triton", GraphMethod)] * ("graph" in options.methods)
+        methods += [ours(problem, "random", "triton", is_graph=True)] * ("graph" in options.methods)
     return methods + [make(problem) for name, make in PEERS.items() if name in options.methods]
 
 
@@ -161,8 +160,9 @@ def attempt(method: Method, action: Callable[[Method], None]) -> None:
     An error of this project's layer is raised, unless triton does not support the tree.
     """
     refusable: tuple[type[Exception], ...] = (ValueError,) * (method.backend == "triton")
-    if method.backend == "torch":
-        refusable = peer_failures()
+    if method.backend == "torch":  # a package may not suit a version of torch or Triton
+        refusable = RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError
+        refusable += failures() if importlib.util.find_spec("triton") else ()
     try:
         if not method.refused:
             action(method)
@@ -176,16 +176,10 @@ def attempt(method: Method, action: Callable[[Method], None]) -> None:
             raise
 
 
-def peer_failures() -> tuple[type[Exception], ...]:
-    """What packages of others raise where they do not suit a version of torch or Triton."""
-    found = RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError
-    return (*found, *failures()) if importlib.util.find_spec("triton") else found
-
-
 def warm_up(method: Method) -> None:
     """Make the parameters, run one or two steps and measure the memory of the last."""
     method.prepare()
-    if not (method.slow or isinstance(method, GraphMethod)):  # a graph allocates at its capture
+    if not (method.slow or method.is_graph):  # a graph allocates at its capture
         method.step()
         method.free()
     method.peak_bytes = measure.peak_bytes(method)
@@ -211,30 +205,13 @@ def check_losses(rows: list[Row]) -> None:
                 row |= dict.fromkeys(measure.FIGURES) | {"refused": found}
 
 
-def time_rounds(methods: list[Method], num_rounds: int, clock: Clock) -> None:
-    """Time one step of each method in turn, the slow ones in every third round."""
-
-    def time_step(method: Method) -> None:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        method.timings.append(clock(method.step))
-        method.page_faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-        method.free()
-
-    for turn in range(num_rounds):
-        for method in methods:
-            if not (method.slow and turn % 3):
-                attempt(method, time_step)
-
-
-def compare(
-    size: tuple[int, int], peak: Work, clock: Clock, options: argparse.Namespace
-) -> list[Row]:
+def compare(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> list[Row]:
     """A row for each method on one problem of `size` (N, H); the results are also printed."""
     chosen = options.methods
     if options.device.type == "cuda":
         separate = [name for name in chosen if installed(name)]
         together = [name for name in chosen if name not in separate]
-        rows = measured(size, peak, clock, with_options(options, methods=together))
+        rows = measured(size, peak, with_options(options, methods=together))
         gc.collect()  # the problem, for the memory of the other processes
         torch.cuda.empty_cache()
     else:
@@ -280,14 +257,17 @@ def with_options(options: argparse.Namespace, **changed: Any) -> argparse.Namesp
 
 def _measured_alone(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> Row:
     prepare_process(options)
-    (row,) = measured(size, peak, measure.clock_of(options.device), options)
+    (row,) = measured(size, peak, options)
     return row
 
 
-def measured(
-    size: tuple[int, int], peak: Work, clock: Clock, options: argparse.Namespace
-) -> list[Row]:
-    """A row for each method, measured in this process."""
+def measured(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> list[Row]:
+    """A row for each method, measured in this process, the slow ones in every third round."""
+
+    def time_step(method: Method) -> None:
+        method.seconds.append(measure.step_seconds(method.step, options.device))
+        method.free()
+
     on_gpu = options.device.type == "cuda"
     available = math.inf if on_gpu else available_bytes(options.device) or math.inf
     with measure.memory_limit(available, options.device):
@@ -295,22 +275,15 @@ def measured(
         methods = make_methods(problem, options)
         for method in methods:
             attempt(method, warm_up)
-        time_rounds(methods, options.rounds, clock)
+        for turn, method in product(range(options.rounds), methods):
+            if not (method.slow and turn % 3):
+                attempt(method, time_step)
     rows = [measure.make_row(method, peak) | {"dtype": options.dtype} for method in methods]
     for method, row in zip(methods, rows, strict=True):
         if on_gpu and method.backend == "triton" and not method.refused:
-            row["kernels"] = None if isinstance(method, GraphMethod) else profiled(method)
+            found = None if method.is_graph else measure.kernels(method.step, method.free)
+            row["kernels"] = found
     return rows
-
-
-def profiled(method: Method) -> list[Row]:
-    """The kernels of a step."""
-
-    def step() -> None:
-        method.step()
-        method.free()
-
-    return measure.kernels(step)
 
 
 def parse_options() -> argparse.Namespace:
@@ -348,14 +321,13 @@ def main() -> None:
     """Print a table for each problem, and write a log if asked."""
     options = parse_options()
     prepare_process(options)
-    clock = measure.clock_of(options.device)
-    peak = measure.best_rates(clock, options.device, measure.DTYPES[options.dtype])
+    peak = measure.best_rates(options.device, measure.DTYPES[options.dtype])
     print(
         f"{reporting.environment(options.device.type)['device']}, {options.dtype}: copy"
         f" {peak.bytes / 1e9:.1f} GB/s, matrix product {peak.flops / 1e12:.3f} TFLOP/s"
     )
     for size in options.rows:
-        compare(size, peak, clock, options)
+        compare(size, peak, options)
 
 
 if __name__ == "__main__":

@@ -83,11 +83,6 @@ def liger() -> CrossEntropy:
     return lambda hidden, weight, bias, target: layer(weight, hidden, target, bias)
 
 
-def usual_cutoffs(vocab_size: int) -> list[int]:
-    """Default cutoffs of `adaptive` for a vocabulary."""
-    return CUTOFFS.get(vocab_size) or [max(1, vocab_size // 10), vocab_size // 3]
-
-
 def adaptive(problem: Problem) -> Method:
     """AdaptiveLogSoftmaxWithLoss of torch; each cluster's projection is 4 times narrower."""
     size, cutoffs = problem.hidden_size, problem.cutoffs
@@ -122,8 +117,10 @@ def grouped(problem: Problem) -> Method:
         matrices = [methods.parameter(some) for some in torch.split(padded, GROUPS)]
 
         def loss(hidden: Tensor, target: Tensor) -> Tensor:
-            word_class, place = methods.class_and_place(tree, target)
-            word_class, order = word_class.sort()
+            row = tree.row_of_word[target]
+            node = tree.node_of_row[row]
+            place = row - tree.first_row[node]
+            word_class, order = (node - 1).sort()
             hidden = hidden.index_select(0, order)
             class_nll = methods.full_loss(hidden, *root, word_class)
             every_class = torch.arange(num_classes, device=hidden.device)

@@ -59,8 +59,6 @@ NUM_SEQUENCES = 32
 LEARNING_RATE = 0.1
 INIT_RANGE = 0.05
 """Weights are initialised uniformly in ±INIT_RANGE."""
-ROWS_AT_ONCE = 1 << 16
-"""Rows initialised at a time."""
 COLUMNS = {
     "N": "{vocab_size:,}",
     "method": "{method}",
@@ -85,8 +83,12 @@ class Task:
         num_steps, num_positions = options.steps + 1, options.positions
         words, counts = zipf(vocab_size, num_steps * 2 * num_positions)
         self.dtype = dtype  # the table's
-        self.is_mixed = is_mixed(options.device, dtype)
-        self.tree = ClassTree.two_level(rank_classes(counts)).to(options.device)
+        # Whether a step is one of `train.precision: bf16-mixed`.
+        self.is_mixed = options.device.type == "cuda" or dtype == torch.bfloat16
+        mass = counts.double().sqrt()
+        middle = mass.cumsum(0) - mass / 2
+        word_class = (middle * (round(math.sqrt(vocab_size)) / mass.sum())).long()
+        self.tree = ClassTree.two_level(word_class).to(options.device)
         # [steps, 2, P]: input words and target words of each step
         self.words = words.view(num_steps, 2, num_positions).to(options.device)
         hidden = torch.randn(num_positions, options.hidden)
@@ -105,15 +107,8 @@ class Task:
         weight = torch.zeros(self.tree.num_rows, row_size(size), **like)
         bias = torch.empty(self.tree.num_rows, **like)
         for tensor in (weight[:, :size], bias):
-            for rows in torch.split(tensor, ROWS_AT_ONCE):
-                drawn = torch.empty(rows.shape, device=self.hidden.device)
-                rows.copy_(drawn.uniform_(-INIT_RANGE, INIT_RANGE))
+            tensor.uniform_(-INIT_RANGE, INIT_RANGE)
         return weight, bias
-
-
-def is_mixed(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a step is one of `train.precision: bf16-mixed`: on a GPU, and with a bf16 table."""
-    return device.type == "cuda" or dtype == torch.bfloat16
 
 
 class Method(NamedTuple):
@@ -121,13 +116,6 @@ class Method(NamedTuple):
 
     loss: Callable[[Tensor], Tensor]  # from words [2, P] to the mean over the positions
     update: Callable[[], object]  # applies the gradients to the weights and clears them
-
-
-def rank_classes(counts: Tensor) -> Tensor:
-    """Class of each word [N]: √N intervals of ranks with equal sums of √count."""
-    mass = counts.double().sqrt()
-    middle = mass.cumsum(0) - mass / 2
-    return (middle * (round(math.sqrt(len(counts))) / mass.sum())).long()
 
 
 def layer(task: Task) -> Method:

@@ -57,32 +57,15 @@ def start_training(
     name, *others = layer.split(",")
     chosen = [f"output.tree={'full' if name in LOSSES else name}"]
     chosen += ["word_table.gradients=dense"] if name == "torch" else []
-    run = Run.read(config_file, [*overrides, *(f"--{o}" for o in [*chosen, *others])])
-    state = new_state(run, num_steps)
+    run = Run.read(config_file, [*overrides, *(f"--{o}" for o in [*chosen, *others])]).prepare()
+    keep_freed_memory()
+    fabric, batches = build_fabric(run), Batches(run.config, run.prepared)
+    batches.num_steps = num_steps
+    state = TrainingState(fabric, run, batches, None)
     if name in LOSSES:
         output = cast(HierarchicalSoftmax, state.model.output)
         output.loss = partial(LOSSES[name], output)  # type: ignore[method-assign]
     return state
-
-
-def new_state(run: Run, num_steps: int) -> TrainingState:
-    """The state of a new run of this many steps."""
-    run = run.prepare()
-    keep_freed_memory()
-    fabric, batches = build_fabric(run), Batches(run.config, run.prepared)
-    batches.num_steps = num_steps
-    return TrainingState(fabric, run, batches, None)
-
-
-def time_steps(state: TrainingState, num_steps: int) -> float:
-    """Tokens per second of a few steps."""
-    before, start = state.progress.tokens_done, time.perf_counter()
-    torch.set_float32_matmul_precision(state.config.train.matmul_precision)
-    for _ in range(num_steps):
-        train_step(state)
-    if state.fabric.device.type == "cuda":
-        torch.cuda.synchronize()
-    return (state.progress.tokens_done - before) / (time.perf_counter() - start)
 
 
 def time_in_turn(
@@ -92,9 +75,15 @@ def time_in_turn(
     rates: dict[str, list[float]] = {name: [] for name in states}
     for turn in range(num_rounds + 1):
         for name, state in states.items():
-            rate = time_steps(state, num_steps)
+            before, start = state.progress.tokens_done, time.perf_counter()
+            torch.set_float32_matmul_precision(state.config.train.matmul_precision)
+            for _ in range(num_steps):
+                train_step(state)
+            if state.fabric.device.type == "cuda":
+                torch.cuda.synchronize()
             if turn:
-                rates[name].append(rate)
+                seconds = time.perf_counter() - start
+                rates[name].append((state.progress.tokens_done - before) / seconds)
     return rates
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -22,15 +22,6 @@ TOP = Path(__file__).resolve().parents[2]
 TABLES = Path(__file__).with_name("tables.yaml")
 RESULTS = TOP / "scripts" / "results"
 LOG = "runs.jsonl"
-
-
-class Validation(NamedTuple):
-    """A validation of a run."""
-
-    step: int
-    tokens: int
-    seconds: float
-    valid_perplexity: float
 
 
 @dataclass(frozen=True)
@@ -51,20 +42,6 @@ class Run:
         return re.sub(r"[^\w.]+", "_", self.row) + f"-{self.seed}"
 
     @property
-    def entry(self) -> Log | None:
-        """The last log of the row and seed, whatever its command; None if there is none."""
-        return read_logs(self.results / self.table).get((self.row, self.seed))
-
-    @property
-    def curve(self) -> list[Validation]:
-        """The validations of the logged run."""
-        return [Validation(*each) for each in (self.entry or {"curve": []})["curve"]]
-
-    def write(self, log: Log) -> None:
-        """Append a log."""
-        append_log(self.results / self.table, {"row": self.row, "seed": self.seed} | log)
-
-    @property
     def speed(self) -> dict[str, Any]:
         """The last row of this run in the log of speeds, without its origin; empty if none."""
         path = self.results / self.table / "speed.jsonl"
@@ -80,8 +57,8 @@ class Run:
 
     @property
     def log(self) -> Log | None:
-        """The log, if there is one of this command with test figures."""
-        log = self.entry
+        """The last log of the row and seed, if it is of this command and has test figures."""
+        log = read_logs(self.results / self.table).get((self.row, self.seed))
         return log if log and "test" in log and log["command"] == self.command else None
 
     @property

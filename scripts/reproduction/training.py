@@ -13,7 +13,10 @@ from lm.training.loop import train
 from lm.training.metrics import Metrics, read_metrics
 from lm.training.run_folder import check_folder
 from scripts.benchmarks.reporting import commit
-from scripts.reproduction.runs import TOP, Run, Validation
+from scripts.reproduction.runs import TOP, Run, append_log
+
+Validation = tuple[int, int, float, float]
+"""Step, tokens, seconds and perplexity of a validation."""
 
 
 def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
@@ -22,22 +25,23 @@ def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
     _train(run, data_dir, folder, progress=progress)
     metrics = read_metrics(folder / "metrics.csv")
     settings = {"progress": progress, "open_vocabulary": run.open_vocabulary}
-    run.write(
-        {
-            "command": run.command,
-            "commit": commit(),
-            "environment": json.loads((folder / "env.json").read_text()),
-            "tokens": metrics[-1].tokens,
-            "seconds": metrics[-1].seconds,
-            "curve": _validations(metrics),
-            "test": evaluate_split(TrainedRun.open(folder), "test", **settings).to_dict(),
-        }
-    )
+    log = {
+        "row": run.row,
+        "seed": run.seed,
+        "command": run.command,
+        "commit": commit(),
+        "environment": json.loads((folder / "env.json").read_text()),
+        "tokens": metrics[-1].tokens,
+        "seconds": metrics[-1].seconds,
+        "curve": _validations(metrics),
+        "test": evaluate_split(TrainedRun.open(folder), "test", **settings).to_dict(),
+    }
+    append_log(run.results / run.table, log)
 
 
 def _validations(metrics: Iterable[Metrics]) -> list[Validation]:
     return [
-        Validation(row.step, row.tokens, row.seconds, row.valid_perplexity)
+        (row.step, row.tokens, row.seconds, row.valid_perplexity)
         for row in metrics
         if row.valid_perplexity is not None
     ]
@@ -54,11 +58,10 @@ def check_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> str:
         measured = _validations(read_metrics(folder / "metrics.csv"))
     if not measured:
         raise UserError(f"{run.config}: {run.row} has no validation split")
-    now, logged = measured[0], run.curve[0]
-    perplexity, expected = now.valid_perplexity, logged.valid_perplexity
-    result = f"{run.row}, seed {run.seed}: {perplexity:.2f} after {now.step} steps"
-    if logged.step != now.step:
-        return f"{result}; the log's first validation is after {logged.step}"
+    (step, *_, perplexity), (logged_step, *_, expected) = measured[0], run.log["curve"][0]
+    result = f"{run.row}, seed {run.seed}: {perplexity:.2f} after {step} steps"
+    if logged_step != step:
+        return f"{result}; the log's first validation is after {logged_step}"
     if perplexity == expected:
         return f"{result}, equal to the log in every digit"
     return f"{result}, {expected:.2f} in the log ({perplexity / expected - 1:+.1%})"

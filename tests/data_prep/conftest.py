@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pytest
@@ -46,6 +47,11 @@ class Corpus:
         return prepare(
             self.data, self.tokenizer, self.classes, self.prepared, keep=keep, progress=False
         )
+
+    def prepare_without(self, module: Any, stage: str) -> None:
+        """Prepare until a stage, which fails."""
+        with patch.object(module, stage, None), pytest.raises(TypeError):
+            self.prepare()
 
     def written(self) -> dict[str, tuple[int, int]]:
         """The inode of each file, which changes where it is replaced, and its time."""

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from data_prep.meta import (
     requested_settings,
     setting_changes,
 )
-from data_prep.prepare import prepare
 from data_prep.settings import ClassesConfig, DataConfig, Files, SplitFiles, TokenizerConfig
 from tests.data_prep.conftest import FILES, Corpus
 
@@ -97,18 +95,6 @@ def test_a_change_is_named_and_redoes_what_depends_on_it_unless_a_run_continues(
     assert ("valid.npy" in corpus.written()) == ("valid" in prepared.splits)
 
 
-def test_a_changed_class_file_changes_the_classes_alone(
-    corpus: Corpus, caplog: pytest.LogCaptureFixture
-) -> None:
-    corpus.write("classes.txt", "the\t0\ncat\t1\nsat\t1\ndog\t1\nran\t1\n")
-    corpus.classes = ClassesConfig(method="file", file="classes.txt")
-    first = corpus.prepare().word_class().tolist()
-    corpus.write("classes.txt", "the\t0\ncat\t0\nsat\t1\ndog\t1\nran\t1\n")
-    assert corpus.rewritten() == {"classes.npy"}
-    assert "classes: classes.txt changed" in caplog.messages
-    assert corpus.prepare().word_class().tolist() != first
-
-
 def requested(corpus: Corpus) -> Meta:
     return requested_meta(corpus.data, corpus.tokenizer, corpus.classes, corpus.prepared, None)
 
@@ -150,11 +136,8 @@ def test_a_deleted_setting_differs_unless_it_has_its_former_default() -> None:
         assert setting_changes(before, now) == changes
 
 
-def test_every_changed_figure_of_the_record_is_detected(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("the cat sat\nthe dog\n")
-    folder, files = tmp_path / "data", SplitFiles(train="train.txt")
-    data = DataConfig(dir=str(tmp_path), files=files)
-    prepare(data, TokenizerConfig(), None, folder, progress=False)
+def test_every_changed_figure_of_the_record_is_detected(corpus: Corpus) -> None:
+    folder = corpus.prepare().folder
     path, content = folder / "meta.json", (folder / "meta.json").read_text()
     assert read_meta(folder) is not None
     for digit in re.finditer(r"\d", content):

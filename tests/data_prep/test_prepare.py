@@ -27,6 +27,8 @@ def test_sentencepiece_is_prepared_the_same_way(corpus: Corpus) -> None:
     prepared = corpus.prepare()
     assert corpus.text() == "the cat sat\nthe dog ran <unk>\n"
     assert (prepared.vocab_size, prepared.splits["train"].oov) == (15, 1)
+    with pytest.raises(UserError, match=r"prepared has no speller\.npz: run `lm prepare`"):
+        prepared.speller()
     assert corpus.rewritten() == set()
 
 
@@ -89,40 +91,30 @@ def test_only_the_settings_that_made_a_folder_open_it(corpus: Corpus) -> None:
 
 
 def test_classes_are_made_when_they_are_needed_and_stay_when_they_are_not(corpus: Corpus) -> None:
-    method = corpus.classes
-    corpus.classes = None
+    method, corpus.classes = corpus.classes, None
+    settings = corpus.data, corpus.tokenizer
     prepared = corpus.prepare()
     assert set(corpus.written()) == FILES - {"classes.npy"} | {".lock", "meta.json"}
     assert prepared.meta.complete
     assert corpus.rewritten() == set()
-    corpus.classes = method
-    assert corpus.rewritten() == {"classes.npy"}
-    assert corpus.prepare().num_word_classes == 3
-    corpus.classes = None
-    before = corpus.written()
-    assert corpus.prepare(keep=True).num_word_classes == 3
-    assert corpus.written() == before
-    corpus.classes = method
-    assert corpus.rewritten() == set()
-
-
-def test_a_folder_without_classes_refuses_to_give_any(corpus: Corpus) -> None:
-    method, corpus.classes = corpus.classes, None
-    prepared = corpus.prepare()
     for read in (
         lambda: prepared.word_class().tolist(),
         lambda: prepared.num_word_classes,
         lambda: prepared.shortlist,
-        lambda: open_made_by(corpus.data, corpus.tokenizer, method, corpus.prepared),
+        lambda: open_made_by(*settings, method, corpus.prepared),
     ):
         with pytest.raises(UserError, match=r"prepared was prepared without word classes: run `lm"):
             read()
-    opened = open_made_by(corpus.data, corpus.tokenizer, None, corpus.prepared)
+    opened = open_made_by(*settings, None, corpus.prepared)
     assert opened.tokens("train").tolist() == prepared.tokens("train").tolist()
     corpus.classes = method
-    corpus.prepare(keep=True)
-    opened = open_made_by(corpus.data, corpus.tokenizer, None, corpus.prepared)
-    assert opened.num_word_classes == 3
+    assert corpus.rewritten() == {"classes.npy"}
+    assert open_made_by(*settings, None, corpus.prepared).num_word_classes == 3
+    corpus.classes, before = None, corpus.written()
+    assert corpus.prepare(keep=True).num_word_classes == 3
+    assert corpus.written() == before
+    corpus.classes = method
+    assert corpus.rewritten() == set()
 
 
 def test_classes_that_are_not_needed_survive_a_change_of_another_split(corpus: Corpus) -> None:
@@ -140,12 +132,9 @@ def test_classes_that_are_not_needed_survive_a_change_of_another_split(corpus: C
 
 
 def test_an_interrupted_class_stage_leaves_a_folder_that_is_complete_without_classes(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus,
 ) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(word_classes, "build_class_levels", None)
-        with pytest.raises(TypeError):
-            corpus.prepare()
+    corpus.prepare_without(word_classes, "build_class_levels")
     method, corpus.classes = corpus.classes, None
     assert corpus.rewritten() == set()
     assert open_prepared(corpus.prepared).meta.classes is None
@@ -214,7 +203,7 @@ def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(
 ) -> None:
     lines = IterableDataset.from_generator(lambda: iter([{"text": "the cat sat\n"}]))
     load = Mock(return_value={"train": lines, "validation": lines})
-    monkeypatch.setattr("data_prep.corpus.loader.load_hub", load)
+    monkeypatch.setattr("datasets.load_dataset", load)
     corpus.data = DataConfig(dir=str(corpus.folder), hub="some/corpus")
     assert list(corpus.prepare().splits) == ["train", "valid"]
     load.reset_mock()
@@ -224,7 +213,7 @@ def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(
     load.assert_not_called()
     corpus.data = replace(corpus.data, hub_config="large")
     assert corpus.rewritten() == FILES
-    load.assert_called_with(corpus.data)
+    load.assert_called_with("some/corpus", "large", streaming=True)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +240,10 @@ def test_a_damaged_or_missing_file_is_made_again(
     assert corpus.rewritten() == redone
     path.unlink()
     assert corpus.rewritten() == redone
-    assert corpus.prepare().tokens("train").tolist() == tokens
-    assert corpus.prepare().word_class().tolist() == classes
+    path.unlink()
+    again = corpus.prepare(keep=True)  # as for a run that continues
+    assert again.tokens("train").tolist() == tokens
+    assert again.word_class().tolist() == classes
 
 
 def test_an_intact_tokenizer_of_another_text_is_made_again(corpus: Corpus) -> None:
@@ -265,38 +256,23 @@ def test_an_intact_tokenizer_of_another_text_is_made_again(corpus: Corpus) -> No
 
 @pytest.mark.parametrize("stage", ["save_tokenizer", "encode_split", "build_class_levels"])
 def test_an_interrupted_preparation_continues_and_cannot_be_opened_before(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, stage: str
+    corpus: Corpus, stage: str
 ) -> None:
     corpus.prepare()
     corpus.write("train.txt", "another text\n")
-
-    with monkeypatch.context() as patched:
-        module = word_classes if stage == "build_class_levels" else prepare_module
-        patched.setattr(module, stage, Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            corpus.prepare()
+    module = word_classes if stage == "build_class_levels" else prepare_module
+    corpus.prepare_without(module, stage)
     with pytest.raises(UserError, match="is half prepared"):
         open_prepared(corpus.prepared)
     done = {"save_tokenizer": set(), "encode_split": VOCABULARY}
     expected = FILES - done.get(stage, FILES - {"classes.npy"})
     assert corpus.rewritten() == expected
     assert corpus.prepare().tokens("train").tolist() == [1, 2, 0]
-
-
-def test_absent_or_incomplete_files_are_made_for_a_run_that_continues(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = corpus.prepare(keep=True).tokens("train").tolist()
-    (corpus.prepared / "train.npy").unlink()
-    assert corpus.prepare(keep=True).tokens("train").tolist() == tokens
-    corpus.write("train.txt", "another text\n")
-    with monkeypatch.context() as patched:
-        patched.setattr(prepare_module, "encode_split", None)
-        with pytest.raises(TypeError):
-            corpus.prepare()
     corpus.write("train.txt", "a text\n")
-    corpus.prepare(keep=True)
-    assert corpus.text() == "a text\n"
+    corpus.prepare_without(module, stage)
+    corpus.write("train.txt", "the last text\n")
+    corpus.prepare(keep=True)  # of a folder that was not complete
+    assert corpus.text() == "the last text\n"
 
 
 def test_a_mistake_in_the_corpus_leaves_no_token_file(corpus: Corpus) -> None:

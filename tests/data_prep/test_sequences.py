@@ -86,7 +86,7 @@ def test_other_tabs_and_ends_are_refused(
     ids=["file", "vectors"],
 )
 def test_classes_of_items_come_from_files_of_items_as_their_table_has_them(
-    corpus: Corpus, classes: ClassesConfig
+    corpus: Corpus, classes: ClassesConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     items = ["Heat (1995)", "5 % off", "c", "d"]
     write_table(corpus.folder / "events.csv", [{"user": 1, "item": item} for item in items])
@@ -110,3 +110,7 @@ def test_classes_of_items_come_from_files_of_items_as_their_table_has_them(
     assert corpus.rewritten() == set()
     corpus.write("map", "Heat (1995)\t1\nd\t-1\nc\t-1\n5 % off\t1\n")
     assert corpus.rewritten() == {"classes.npy"}
+    assert "classes: map changed" in caplog.messages
+    word_class = corpus.prepare().word_class()
+    first, second = (prepared.tokenizer().encode(word)[0] for word in ("Heat%20(1995)", "d"))
+    assert word_class[first] != word_class[second]

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from unittest.mock import Mock
 
 import numpy as np
@@ -21,7 +21,6 @@ from data_prep.storage import (
     make_folder,
     map_array,
     new_folder,
-    sha256_file,
     write_array,
     write_atomically,
     write_json_atomically,
@@ -155,13 +154,6 @@ def test_json_is_exact_and_finite(tmp_path: Path) -> None:
         write_json_atomically(tmp_path / "x.json", float("nan"))
 
 
-def test_the_hash_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"abc")
-    assert sha256_file(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
-    with pytest.raises(UserError, match="nope cannot be read: No such file or directory"):
-        sha256_file(tmp_path / "nope")
-
-
 def test_a_lock_is_held_by_one_and_its_file_stays(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     with (
@@ -190,28 +182,6 @@ def test_a_lock_file_of_another_user_can_be_locked(
     monkeypatch.setattr(os, "open", refuse)
     with locked(tmp_path / ".lock"), pytest.raises(UserError, match="taken"):
         locked(tmp_path / ".lock", busy="taken").__enter__()
-
-
-def test_content_is_synced_before_the_rename_and_the_folder_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def recorded_fsync(descriptor: int) -> None:
-        target = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        events.append(f"fsync {target.name}" if target != tmp_path else "fsync folder")
-        events.append(f"{target.stat().st_size} bytes" if target.is_file() else "")
-        fsync(descriptor)
-
-    def recorded_replace(old: Any, new: Any) -> None:
-        events.append(f"rename {Path(old).name} {Path(new).name}")
-        replace(old, new)
-
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "replace", recorded_replace)
-    write_atomically(tmp_path / "x", lambda file: file.write(b"abc"))
-    assert events == ["fsync .x.tmp", "3 bytes", "rename .x.tmp x", "fsync folder", ""]
 
 
 def test_two_processes_write_one_file_at_once(
@@ -285,19 +255,3 @@ def test_what_a_killed_process_left_of_a_shared_file_is_deleted_after_an_hour(
         os.utime(path, times=(0, 0))
     write_atomically(tmp_path / "a", lambda file: file.write(b"abc"), shared=True)
     assert {*tmp_path.iterdir()} == {tmp_path / "a", new, other}
-
-
-def test_several_processes_may_write_one_shared_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(file: BinaryIO) -> None:
-        names.append(Path(file.name).name)
-        if len(names) == 1:  # another process begins and ends
-            monkeypatch.setattr(os, "getpid", lambda: 2)
-            write_atomically(path, write, shared=True)
-
-    names, path = list[str](), tmp_path / "a"
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    write_atomically(path, write, shared=True)
-    assert names == [".a.1.tmp", ".a.2.tmp"]
-    assert list(tmp_path.iterdir()) == [path]

@@ -24,8 +24,9 @@ def test_the_table_of_words_has_its_type_and_the_backbone_its_own() -> None:
 def test_the_default_cutoffs_are_a_tenth_and_a_third_of_the_vocabulary() -> None:
     output = OutputConfig(tree="adaptive")
     adaptive: Any = build_model(
-        ModelConfig(hidden=H), output, WordTable(), None, T, counts=COUNTS
+        ModelConfig(hidden=H, init_range=0.1), output, WordTable(), None, T, counts=COUNTS
     ).output
+    assert float(adaptive.softmax.head.weight.detach().abs().max()) <= 0.1
     assert adaptive.softmax.cutoffs == [3, 10, 30]
     assert int(adaptive.index_of_word[N - 1]) < 3  # the most frequent word
 

@@ -1,5 +1,9 @@
-"""The language model: how its parts are joined, tied weights, word dropout, torch.compile."""
+"""The language model: how its parts are joined, word dropout, torch.compile, bf16 on a CPU."""
 
+import logging
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -7,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
+from lm.model import language_model
 from lm.model.adaptive import AdaptiveSoftmax
-from lm.model.language_model import LanguageModel
+from lm.model.language_model import LanguageModel, backbone_autocast
 from lm.model.lstm import LSTM
+from lm.model.reader import read_lines
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.rowwise import RowAdam
 from tests.models import new_model, words
@@ -19,6 +25,21 @@ BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 COUNTS = torch.arange(N) ** 2
 TREE = ClassTree.two_level(torch.arange(N) % 3)
 PIECES = torch.arange(2 * N, dtype=torch.int32).view(N, 2) % 8
+
+BF16_TRAINING = """
+import torch
+from lm.model.lstm import LSTM
+from lm.model.language_model import backbone_autocast, cpu_has_fast_bf16
+
+assert not cpu_has_fast_bf16()
+torch.manual_seed(0)
+lstm, inputs = LSTM(8, 8, 2), torch.randn(5, 2, 8)
+truth, _ = lstm(inputs)
+with torch.autocast("cpu", torch.bfloat16), backbone_autocast(inputs.device):
+    hidden, _ = lstm(inputs)
+hidden.sum().backward()
+assert torch.equal(hidden, truth)
+"""
 
 
 def make(backbone: str = "lstm", tree: ClassTree | None = TREE, **settings: Any) -> LanguageModel:
@@ -45,16 +66,6 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
-@BACKBONES
-def test_a_word_does_not_change_what_is_predicted_before_it(backbone: str) -> None:
-    model, (tokens, _) = make(backbone).eval(), words(N)
-    changed = tokens.clone()
-    changed[3] = (changed[3] + 1) % N
-    before, after = model(tokens)[0], model(changed)[0]
-    assert torch.equal(before[:3], after[:3])
-    assert (before[3:] - after[3:]).abs().amax(dim=2).min() > 1e-6
-
-
 @pytest.mark.parametrize("num_pieces", [None, 8])
 @BACKBONES
 def test_word_by_word_with_the_state_equals_all_at_once(
@@ -69,6 +80,10 @@ def test_word_by_word_with_the_state_equals_all_at_once(
         state = new_state
         parts.append(hidden)
     torch.testing.assert_close(torch.cat(parts), model(tokens)[0], rtol=1e-10, atol=1e-12)
+
+
+def test_no_lines_have_no_hidden_vectors() -> None:
+    assert list(read_lines(make().eval(), [], eos_id=0)) == []
 
 
 @BACKBONES
@@ -154,6 +169,7 @@ def test_dropout_acts_on_input_vectors_and_on_hidden_vectors(
         zero = dropped == 0
         assert 0.45 < float(zero.double().mean()) < 0.55
         assert bool((zero == zero[:1]).all()) == variational
+        assert not bool((zero == zero[:, :1]).all())  # sequences have masks of their own
     assert model.embedding is not None
     passed = seen[0] != 0
     torch.testing.assert_close(seen[0][passed], 2 * model.embedding(tokens)[passed])
@@ -178,3 +194,38 @@ def test_shared_rows_and_path_sums_require_a_tree(options: dict[str, Any]) -> No
     adaptive = AdaptiveSoftmax(H, COUNTS, [3])
     with pytest.raises(ValueError, match="require a HierarchicalSoftmax, got AdaptiveSoftmax"):
         LanguageModel(LSTM(H, H, 1), adaptive, **options)
+
+
+@pytest.mark.parametrize(
+    ("fast", "autocast", "dtype"),
+    [
+        (True, True, torch.bfloat16),
+        (False, True, torch.float32),
+        (False, False, torch.float32),
+    ],
+)
+def test_a_cpu_without_fast_bf16_computes_in_fp32_and_reports_it_once(
+    fast: bool,
+    autocast: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    language_model._report_fp32.cache_clear()
+    monkeypatch.setattr(language_model, "cpu_has_fast_bf16", lambda: fast)
+    left, right = torch.randn(2, 16, 16).unbind()
+    with caplog.at_level(logging.WARNING), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for _ in range(2):
+            with backbone_autocast(left.device):
+                product = left @ right
+    assert product.dtype == dtype
+    assert fast or torch.equal(product, left @ right)
+    assert len(caplog.records) == (autocast and not fast)
+
+
+def test_an_lstm_trains_under_bf16_autocast_without_avx512() -> None:
+    avx2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run(
+        [sys.executable, "-c", BF16_TRAINING], env=os.environ | avx2, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -12,10 +12,9 @@ N, H, S, P = 50, 6, 20, 12
 COUNTS = torch.arange(N) ** 2
 
 
-def make(num_samples: int = S, *, row_wise: bool = False) -> SampledSoftmax:
+def make(*, row_wise: bool = False) -> SampledSoftmax:
     torch.manual_seed(0)
-    tree = ClassTree.full(N)
-    layer = SampledSoftmax(H, tree, counts=COUNTS, num_samples=num_samples, row_wise=row_wise)
+    layer = SampledSoftmax(H, ClassTree.full(N), counts=COUNTS, num_samples=S, row_wise=row_wise)
     layer.double()
     torch.nn.init.normal_(layer.weight)
     layer.zero_padding()
@@ -66,15 +65,6 @@ def test_row_wise_gradients_are_the_dense_ones() -> None:
         assert one.grad is not None
         assert other.grad.to_dense().count_nonzero(0).min() < N
         torch.testing.assert_close(one.grad, other.grad.to_dense(), rtol=1e-6, atol=1e-9)
-
-
-def test_gradients_approach_those_of_the_full_softmax() -> None:
-    """With 50 words and many samples: the estimate is consistent."""
-    layer, (hidden, target) = make(num_samples=200_000), inputs()
-    (sampled,) = torch.autograd.grad(layer.loss(hidden, target), hidden)
-    (full,) = torch.autograd.grad(layer.eval().loss(hidden, target), hidden)
-    assert full.abs().max() > 0.01
-    torch.testing.assert_close(sampled, full, rtol=0.02, atol=0.002)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -106,18 +106,6 @@ def test_equals_the_definition(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(model(embedded)[0], expected, rtol=0, atol=1e-12)
 
 
-def test_gradients_match_finite_differences() -> None:
-    model, embedded = make(layers=1, context=3), inputs(length=4).requires_grad_()
-    names, parameters = zip(*model.named_parameters(), strict=True)
-
-    def function(x: Tensor, *values: Tensor) -> Tensor:
-        state_dict = dict(zip(names, values, strict=True))
-        hidden: Tensor = torch.func.functional_call(model, state_dict, (x,))[0]
-        return hidden
-
-    assert torch.autograd.gradcheck(function, (embedded, *parameters), fast_mode=True)
-
-
 @pytest.mark.parametrize("context", [1, 3, T - 1, T, CONTEXT])
 @pytest.mark.parametrize("sizes", [[1] * T, [T], [3, 4], [4, 1, 2]])
 def test_cached_chunks_equal_one_window(sizes: list[int], context: int) -> None:

@@ -1,22 +1,30 @@
 """Tries of each fault: what a folder is good for after something has happened to a process.
 
 Whatever it was, the command is then repeated without a fault, and compared with an undisturbed one.
+Processes are forked, and start at once because everything is imported and compiled.
 """
 
+import logging
+import mmap
 import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from lm.__main__ import command
 from scripts.benchmarks.faults.disk import Disk, Moments, replace_folder
-from scripts.benchmarks.faults.processes import run_forked, steps_saved
 from scripts.benchmarks.faults.work import (
+    Ended,
     Work,
     contents,
     damage,
@@ -36,6 +44,9 @@ PHASES = {
 """Options of `lm train`, which in the last phase writes `model.safetensors` after most steps."""
 MOST_KILOBYTES = 160
 """More than a run writes."""
+LONGEST_SECONDS = 120.0
+"""A process that takes longer hangs."""
+_saved = mmap.mmap(-1, 8)  # shared with the forked processes
 
 
 class Tries:
@@ -204,3 +215,65 @@ def _mounted(path: Path, options: str, *, source: Path | None = None) -> Iterato
         yield
     finally:
         subprocess.run(["umount", path], check=True)
+
+
+def steps_saved() -> int:
+    """Steps of the last checkpoint that the last process said it had saved."""
+    return int(struct.unpack("q", _saved[:8])[0])
+
+
+def run_forked(
+    arguments: Sequence[str],
+    during: AbstractContextManager[None] | None = None,
+    *,
+    number: int = 0,
+    after_seconds: float = 0.0,
+) -> Ended:
+    """Run a command inside of `during` in a process of its own, which may get signal `number`.
+
+    The exit code of a process that a signal has ended is that which a shell reports.
+    """
+    _note(0)
+    with tempfile.TemporaryFile() as err:
+        process = os.fork()
+        if process == 0:
+            _be(arguments, during, err.fileno())
+        start = time.monotonic()
+        if number:
+            time.sleep(after_seconds)
+            os.kill(process, number)
+        while (ended := os.waitpid(process, os.WNOHANG))[0] == 0:
+            time.sleep(0.002)
+            if time.monotonic() > start + LONGEST_SECONDS:
+                os.kill(process, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(ended[1])
+        err.seek(0)
+        return Ended(128 - code if code < 0 else code, err.read().decode(errors="replace"))
+
+
+def _be(arguments: Sequence[str], during: AbstractContextManager[None] | None, err: int) -> None:
+    """Be the command from now on."""
+    code = 1
+    try:
+        os.dup2(err, 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.stderr, sys.stdout = os.fdopen(2, "w"), os.fdopen(1, "w")
+        logging.getLogger().handlers.clear()
+        sys.argv = ["lm", *arguments]
+        with prepared_to_fail(_note):
+            if during is None:
+                command()
+            else:
+                with during:
+                    command()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _note(steps: int) -> None:
+    _saved[:8] = struct.pack("q", steps)

@@ -40,16 +40,11 @@ class Ended:
     code: int
     message: str
 
-    @property
-    def is_refusal(self) -> bool:
-        """Whether it is a user's error on one line, the last one."""
-        lines = self.message.splitlines()
-        is_clear = bool(lines) and lines[-1].startswith("lm: ") and "Traceback" not in self.message
-        return 2 <= self.code < 128 and is_clear
-
     def names(self, folder: Path) -> bool:
-        """Whether it is a refusal that names a file below a folder."""
-        return self.is_refusal and str(folder) in self.message.splitlines()[-1]
+        """Whether it is a user's error, of which one line, the last, names a file in a folder."""
+        *_, last = self.message.splitlines() or [""]
+        is_clear = last.startswith("lm: ") and "Traceback" not in self.message
+        return 2 <= self.code < 128 and is_clear and str(folder) in last
 
 
 class Work:

@@ -32,9 +32,10 @@ def build(settings: ClassesConfig, folder: Path, words: Sequence[str] = WORDS) -
         ("brown", "0110\tb\t12\n00\tc\t4\n0110\ta\t1\n"),
         ("srilm", "X 0.5 b\nY 1 c\nX 0.5 a\n"),
         ("srilm", "X b\nY c\nX a\n"),
+        ("mkcls", "b\tX\nc\tY\na\tX\n<unk>\tZ\n<eos>\tZ\n"),
     ],
 )
-def test_class_files_are_read_and_special_words_get_a_separate_class(
+def test_class_files_are_read_and_special_words_get_a_separate_class_if_they_lack_one(
     tmp_path: Path, file_format: Any, text: str
 ) -> None:
     (tmp_path / "map").write_bytes(text.encode())
@@ -61,11 +62,6 @@ def test_files_of_paths_have_a_class_on_each_level(
     assert not caplog.text
     assert build(replace(settings, depth=3), tmp_path).tolist() == levels[:2]
     assert "2 of 3 levels of classes are used (classes.depth)" in caplog.text
-
-
-def test_a_class_file_may_contain_the_special_words(tmp_path: Path) -> None:
-    (tmp_path / "map").write_text("<eos>\tX\na\tY\nb\tY\nc\tX\n<unk>\tY\n")
-    assert read_class_levels(tmp_path / "map", "mkcls", WORDS).tolist() == [[1, 1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -117,9 +113,10 @@ def test_given_vectors_are_clustered_by_their_directions(
     (found,) = build(settings, tmp_path, words)
     assert found[1] == found[2] != found[3]
     assert np.bincount(found).tolist() == [2, 2, 2]
-    spaced = tmp_path / "spaced"
-    spaced.write_text("c 0.5 0\nd -1000 9\n")
-    assert read_vectors(spaced, words)[2:4].tolist() == vectors[2:4].tolist()
+    (tmp_path / "vectors").write_text("c 0.5 0\nd -1000 9\n")  # spaces
+    assert read_vectors(tmp_path / "vectors", words)[2:4].tolist() == vectors[2:4].tolist()
+    (tmp_path / "vectors").write_text("".join(f"{word}\t1 0\n" for word in words))
+    assert np.bincount(build(settings, tmp_path, words)[0]).tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 import data_prep
 from data_prep.classes import bigrams as bigrams_module
 from data_prep.classes import embedding as embedding_module
-from data_prep.classes.assignment import FloatArray, IntArray, assign, smallest_classes
+from data_prep.classes.assignment import assign, smallest_classes
 from data_prep.classes.bigrams import count_bigrams
 from data_prep.classes.embedding import truncated_svd
 from data_prep.classes.exchange import exchange
@@ -238,27 +238,21 @@ def test_a_line_makes_the_classes_of_a_configuration(method: Any) -> None:
         assert np.array_equal(data_prep.word_classes(text, 90, 6, **options), expected)
 
 
+@pytest.mark.parametrize(("num_word_classes", "sizes"), [(27, [3, 9, 27]), (None, [3, 9, 29])])
 @pytest.mark.parametrize("method", METHODS)
-def test_each_level_has_classes_of_the_classes_below(method: Any) -> None:
+def test_each_level_has_classes_of_the_classes_below(
+    method: Any, num_word_classes: int | None, sizes: list[int]
+) -> None:
     """They are made by the method from the text in which words are replaced by their classes."""
     tokens, _ = planted_text(6, 15, 3_000)
-    levels = data_prep.class_levels(tokens, 90, 27, depth=4, method=method)
+    levels = data_prep.class_levels(tokens, 90, num_word_classes, depth=4, method=method)
     assert levels.dtype == np.int32
-    assert (levels.max(axis=1) + 1).tolist() == [3, 9, 27]
-    assert np.array_equal(levels[2], data_prep.word_classes(tokens, 90, 27, method=method))
+    assert (levels.max(axis=1) + 1).tolist() == sizes
+    assert np.array_equal(levels[2], data_prep.word_classes(tokens, 90, sizes[-1], method=method))
     for above, below in pairwise(levels):
         size = below.max() + 1
         of_class = data_prep.word_classes(below[tokens], size, above.max() + 1, method=method)
         assert np.array_equal(above, of_class[below])
-
-
-def test_the_numbers_of_classes_have_equal_ratios_and_a_depth_of_one_is_refused() -> None:
-    tokens = zipf_tokens(81, 500)
-    for depth, sizes in ((2, [9]), (4, [3, 9, 27])):
-        levels = data_prep.class_levels(tokens, 81, depth=depth, method="uniform")
-        assert (levels.max(axis=1) + 1).tolist() == sizes
-    with pytest.raises(ValueError, match="depth: expected at least 2, got 1"):
-        data_prep.class_levels(tokens, 81, depth=1)
 
 
 def test_classes_of_what_is_no_text_of_the_vocabulary_are_refused() -> None:
@@ -267,29 +261,17 @@ def test_classes_of_what_is_no_text_of_the_vocabulary_are_refused() -> None:
             data_prep.word_classes(tokens, 4)
     with pytest.raises(ValueError, match=r"num_word_classes: expected at least 1, got 0"):
         data_prep.word_classes([0, 1], 4, 0)
+    with pytest.raises(ValueError, match=r"depth: expected at least 2, got 1"):
+        data_prep.class_levels([0, 1], 4, depth=1)
     with pytest.raises(ValueError, match=r"shortlist = 5 is more than 4 words"):
         data_prep.word_classes([0, 1], 4, shortlist=5)
     assert sorted(data_prep.word_classes(np.empty(0, int), 4).tolist()) == [0, 0, 1, 1]
 
 
-def assign_all(
-    scores: FloatArray, capacity: int, temperature: float
-) -> tuple[IntArray, FloatArray]:
-    words, prices = np.arange(len(scores)), np.zeros(scores.shape[1], np.float32)
-    occupied = prices.astype(np.int64)
-    return assign(lambda ids: scores[ids], words, occupied, capacity, prices, temperature)
-
-
-def test_words_get_their_best_classes_if_these_have_vacancies() -> None:
-    preferred = np.array([2, 0, 1, 1, 0, 2])
-    assigned, prices = assign_all(np.eye(3, dtype=np.float32)[preferred], 2, 0.01)
-    assert assigned.tolist() == preferred.tolist()
-    assert prices == pytest.approx(0, abs=1e-3)
-
-
 def test_assignment_is_close_to_the_best_possible() -> None:
     scores = np.random.default_rng(4).random((120, 12)).astype(np.float32)
-    assigned, _ = assign_all(scores, 10, 0.02)
+    words, prices, occupied = np.arange(120), np.zeros(12, np.float32), np.zeros(12, np.int64)
+    assigned, _ = assign(lambda ids: scores[ids], words, occupied, 10, prices, 0.02)
     slots = np.repeat(scores, 10, axis=1)
     best = slots[linear_sum_assignment(slots, maximize=True)].sum()
     assert np.bincount(assigned).tolist() == [10] * 12

@@ -1,20 +1,19 @@
 """Tables of events: formats, order, splits, items as they are, and what is refused."""
 
-import csv
 import datetime
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
 from pyarrow import parquet
 
+from data_prep.corpus import events
 from data_prep.corpus.events import item_word, word_item
 from data_prep.corpus.lines import read_lines
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig, SplitFiles
+from tests.data_prep.conftest import write_table
 
 Row = tuple[Any, Any, Any]
 EVENTS: list[Row] = [
@@ -32,17 +31,7 @@ EVENTS: list[Row] = [
 
 def write(folder: Path, format: str, rows: list[Row]) -> DataConfig:
     path = folder / f"events.{format}"
-    names = ("who", "what", "when")
-    records = [dict(zip(names, row, strict=True)) for row in rows]
-    if format == "parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    elif format == "json":
-        path.write_text("\n".join(map(json.dumps, records)))
-    else:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, names, delimiter="\t")
-            writer.writeheader()
-            writer.writerows(records)
+    write_table(path, [dict(zip(("who", "what", "when"), row, strict=True)) for row in rows])
     return DataConfig(
         dir=str(folder),
         files=SplitFiles(train=path.name),
@@ -72,7 +61,10 @@ BY_TIME = {
 
 
 @pytest.mark.parametrize("format", ["csv", "json", "parquet"])
-def test_splits_by_the_last_items_and_by_time(format: str, tmp_path: Path) -> None:
+def test_splits_by_the_last_items_and_by_time(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "ROWS", 3)  # that are read at once
     data = write(tmp_path, format, EVENTS)
     assert lines(data, split="leave_one_out") == LEAVE_ONE_OUT
     assert lines(data, split="time", valid_from="15", test_from="40") == BY_TIME

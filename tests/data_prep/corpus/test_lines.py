@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data_prep.corpus.lines import read_lines
-from data_prep.corpus.loader import input_files, splits
+from data_prep.corpus.lines import input_files, read_lines, splits
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig, Files, SplitFiles
 from tests.data_prep.conftest import write_table
@@ -63,7 +62,7 @@ def test_a_hub_that_cannot_be_reached_is_named_without_its_retries(
         raise ConnectionError("no network")
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    message = "^data.hub a/b cannot be opened: ConnectionError: no network$"
+    message = "^data.hub a/b cannot be read: ConnectionError: no network$"
     with pytest.raises(UserError, match=message):
         splits(DataConfig(hub="a/b"))
     assert caplog.messages == []

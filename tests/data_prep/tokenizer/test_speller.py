@@ -109,16 +109,9 @@ def test_a_file_is_read_as_it_was_written_or_refused(tmp_path: Path) -> None:
     assert read.log_prob(words).tolist() == speller.log_prob(words).tolist()
     with pytest.raises(UserError, match=r"speller.npz was made for another vocabulary"):
         Speller.load(path, "of another one")
-    content, num_refused = path.read_bytes(), 0
-    for place in range(0, len(content), 11):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        try:
-            read = Speller.load(path, "of the tokenizer")
-        except UserError as error:
-            num_refused += "speller.npz is damaged" in str(error)
-        else:  # a date, for instance
-            assert read.log_prob(words).tolist() == speller.log_prob(words).tolist()
-    assert num_refused > 150
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"speller.npz is damaged$"):
+        Speller.load(path, "of the tokenizer")
     path.unlink()
     with pytest.raises(UserError, match=r"speller.npz cannot be read: No such file"):
         Speller.load(path, "of the tokenizer")

@@ -1,8 +1,11 @@
 """Words and pieces: round trips, special tokens, streaming."""
 
+import io
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceTrainer
 
 from data_prep.tokenizer.punctuation import separate_words
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
@@ -147,15 +150,6 @@ def test_byte_fallback_restores_every_text(byte_pieces: SentencePieceTokenizer, 
     assert byte_pieces.decode([*ids, byte_pieces.eos_id, *ids]) == f"{line}\n{line}"
 
 
-@given(st.lists(st.integers(0, 299), max_size=30))
-def test_a_stream_yields_whole_characters_that_add_up_to_the_text(
-    byte_pieces: SentencePieceTokenizer, ids: list[int]
-) -> None:
-    pieces = list(byte_pieces.stream_decode(ids))
-    assert "".join(pieces) == byte_pieces.decode(ids)
-    assert len(pieces) - len(ids) in (0, 1)
-
-
 def test_a_stream_holds_bytes_until_the_character_is_complete(
     byte_pieces: SentencePieceTokenizer,
 ) -> None:
@@ -178,3 +172,9 @@ def test_invalid_vocabularies_and_models_are_refused() -> None:
         WordTokenizer(["<unk>", "<eos>", "<unk>"])
     with pytest.raises(ValueError, match="4 bytes that are not a sentencepiece model"):
         SentencePieceTokenizer(b"\xff\xff\xff\xff")
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT), model_writer=model, vocab_size=44, eos_id=-1, minloglevel=2
+    )
+    with pytest.raises(ValueError, match="has no piece for the end of a line"):
+        SentencePieceTokenizer(model.getvalue())

@@ -8,8 +8,13 @@ import pytest
 from matplotlib.figure import Figure
 
 from data_prep.errors import UserError
-from scripts.reproduction.figures import draw_vocabularies
-from scripts.reproduction.pages import VOCABULARIES, all_tables, pages, update
+from scripts.reproduction.pages import (
+    VOCABULARIES,
+    all_tables,
+    draw_vocabularies,
+    pages,
+    update,
+)
 from scripts.reproduction.runs import RESULTS, TOP
 from scripts.reproduction.tables import table_of_log
 
