@@ -3,9 +3,9 @@
 A fault is seen if the execution of a launch raises, or writes other values, or loads or stores
 other bytes. Not counted, as idle, is what cannot be a fault in these launches:
 
-- a wait or fence that finds nothing to order, or is followed by one that orders as much, with
-  nothing but arithmetic between, or barriers and other products between two waits for products;
-- a proxy fence that another one follows before every product (Triton 3.7 hoists such a one);
+- a wait or fence that finds nothing to order, or that another one, which orders as much, follows on
+  every way through the code with nothing to order between: only arithmetic, and between two waits
+  for products barriers and other products (Triton 3.7 hoists proxy fences to such places);
 - a barrier that orders nothing by the definition of a race, as `trace` finds for some programs of
   each launch: the compiler puts one between any two accesses of a buffer that it does not know to
   be of the same warp, and next to those that the source asks for;
@@ -96,32 +96,27 @@ class Judge:
 
 
 def _is_idle(kernel: Kernel, index: int, runs: list[Run]) -> bool:
-    """Whether a wait or fence finds nothing to order, or the next one orders as much."""
+    """Whether a wait or fence finds nothing to order, or another one orders as much on all ways."""
     if not any(index in run.useful for run in runs):
         return True
-    this, *later = kernel.instructions[index:]
-    if this.fields[:2] == ("fence", "proxy"):
-        return _is_repeated(kernel, index)
-    passed = {"bar", "fence", "wgmma"} if this.mnemonic == "wgmma" else set()
-    stops = (by for by in later if by.fields == this.fields or by.mnemonic in ORDERED - passed)
-    following = next(stops, this)
-    if following.fields != this.fields or not this.operands:
-        return False
-    return following is not this and int(following.operands[0]) <= int(this.operands[0])
-
-
-def _is_repeated(kernel: Kernel, index: int) -> bool:
-    """Whether another proxy fence comes before the next product, on all ways through the code."""
-    this, ahead, met = kernel.instructions[index], [index + 1], {index + 1}
+    this = kernel.instructions[index]
+    ordered = {"ld", "st", "atom", "red", "cp", "ldmatrix", "stmatrix", "wgmma", "bar", "fence"}
+    if this.mnemonic == "wgmma":
+        ordered -= {"bar", "fence", "wgmma"}
+    ahead, met = [index + 1], {index + 1}
     while ahead:
         by = kernel.instructions[ahead.pop()]
-        if by.fields[:2] == ("wgmma", "mma_async"):
-            return False
-        if by.mnemonic in ("ret", "exit") or (by.fields == this.fields and by is not this):
+        repeated = by is not this and by.fields == this.fields
+        if repeated and (not this.operands or int(by.operands[0]) <= int(this.operands[0])):
             continue
-        after = {kernel.labels[by.operands[0]]} if by.mnemonic == "bra" else set()
-        if by.mnemonic != "bra" or by.guard is not None:
-            after.add(by.index + 1)
+        if this.mnemonic == "fence":
+            if by.fields[:2] == ("wgmma", "mma_async"):
+                return False
+        elif by.mnemonic in ordered:
+            return False
+        after = set() if by.mnemonic in {"ret", "exit"} else {by.index + 1}
+        if by.mnemonic == "bra":
+            after = {kernel.labels[by.operands[0]]} | (after if by.guard else set())
         ahead += after - met
         met |= after
     return True

@@ -72,6 +72,7 @@ class Case(NamedTuple):
     target: str = "some ignored"
     rows: str = ""  # dtype of weight and bias, by default that of hidden
     switched: bool = False  # one loop over blocks of children and of H
+    chunk: int = 64  # least number of visits whose products a program adds up
 
     def __str__(self) -> str:
         values = self._asdict().items()
@@ -116,7 +117,7 @@ def emulated(
     backend = TritonBackend()
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
     with instrumented(capability=case.capability):
-        tiles = tiles_for(problem)._replace(chunk=64)
+        tiles = tiles_for(problem)._replace(chunk=case.chunk)
     tiles = tiles._replace(forward=tiles.forward._replace(flatten=case.switched))
     hooks: dict[str, Any] = {"run": run, "tiles": tiles}
     with emulator, instrumented(capability=case.capability, **hooks):
