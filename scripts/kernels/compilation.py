@@ -30,7 +30,7 @@ from lm.output.tree.arrays import TreeArrays
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import benchmark_parser, problem_size
-from scripts.kernels.emulator.compiler import compiled
+from scripts.kernels.emulator.execution import compiled
 
 CONSTANTS = frozenset({"ACC", "META", "SORTED", "TILE"})
 """Arguments that a kernel is compiled for and the host does not pass to it."""
@@ -135,7 +135,7 @@ def values(launch: Launch) -> dict[str, Any]:
 
 
 def compiled_launch(launch: Launch, capability: int) -> Any:
-    """The compiled kernel of a launch, as `scripts.kernels.emulator.compiler.compiled`."""
+    """The compiled kernel of a launch, as `scripts.kernels.emulator.execution.compiled`."""
     return compiled(launch.kernel, capability, **launch.arguments, **launch.options)
 
 

@@ -14,10 +14,13 @@ Triton's launcher, where each field of a group counts and constants and None do 
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.base import Problem
@@ -27,28 +30,18 @@ from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.reporting import Row, Table, benchmark_parser
 from scripts.kernels.compilation import compiled_launch, values
 
-
-class Range(NamedTuple):
-    """The least and the most of a number."""
-
-    low: float
-    high: float
-
-
-PYTHON = "Python"
-"""Name of the path without its launches."""
-SUMS, RANGE = ("python", "launching", "host"), Range._fields
-"""Names of times in rows."""
-DRIVER_LAUNCH = Range(2e-6, 5e-6)
-"""Seconds of a launch in the driver. An assumption."""
+Seconds = NDArray[np.float64]
+"""The least and the most."""
+DRIVER_LAUNCH = np.array([2e-6, 5e-6])
+"""Those of a launch in the driver. An assumption."""
 _POSITIONS, _SIZE, _WORDS = 64, 64, 300
 """Small: the operations of torch on the CPU take no time of their own."""
 
 
 def host_seconds(
-    capability: int, rounds: int = 300, dtype: torch.dtype = torch.bfloat16
-) -> tuple[dict[str, Range], list[Launch]]:
-    """Seconds of the Python path and of each launch, by name: see `timed`; and the launches.
+    capability: int, rounds: int, dtype: torch.dtype
+) -> tuple[Seconds, dict[str, Seconds], list[Launch]]:
+    """Seconds of the Python path and of each launch by name, see `timed`; and the launches.
 
     What the path asks of a device is asked, but for its compute capability, which is given; of the
     checks of targets, that of a GPU is made.
@@ -81,20 +74,18 @@ def host_seconds(
     ):
         with instrumented(run=found.append):
             step()
-        seconds = {PYTHON: timed(step, rounds)}
+        python = timed(step, rounds)
+    launching = {}
     for launch in found:
         compiled_launch(launch, capability)
-        seconds[launch.kernel.__name__] = added(timed(_launching(launch), rounds), DRIVER_LAUNCH)
-    return seconds, found
+        path = partial(
+            launch.kernel.run, grid=(1,), warmup=True, **launch.arguments, **launch.options
+        )  # what Triton does for the launch of a kernel that is compiled, without the driver
+        launching[launch.kernel.__name__] = timed(path, rounds) + DRIVER_LAUNCH
+    return python, launching, found
 
 
-def _launching(launch: Launch) -> Callable[[], object]:
-    """What Triton does for the launch of a kernel that is compiled, without the driver."""
-    options = launch.options
-    return lambda: launch.kernel.run(grid=(1,), warmup=True, **launch.arguments, **options)
-
-
-def timed(step: Callable[[], object], rounds: int) -> Range:
+def timed(step: Callable[[], object], rounds: int) -> Seconds:
     """The fastest tenth and the median of the processor seconds of a step.
 
     Not of a clock on the wall: other programs may run on this computer.
@@ -104,25 +95,22 @@ def timed(step: Callable[[], object], rounds: int) -> Range:
         begin = time.process_time()
         step()
         seconds.append(time.process_time() - begin)
-    return Range(statistics.quantiles(seconds, n=10)[0], statistics.median(seconds))
+    return np.array([statistics.quantiles(seconds, n=10)[0], statistics.median(seconds)])
 
 
-def added(*ranges: Range) -> Range:
-    """The sum of some ranges."""
-    return Range(*map(sum, zip(*ranges, strict=True)))
-
-
-def row_of(seconds: dict[str, Range], found: list[Launch]) -> Row:
+def row(capability: int, rounds: int, dtype: torch.dtype) -> Row:
     """The Python path, all launches and their sum in µs, each in seconds; counts of arguments."""
-    launches = [value for name, value in seconds.items() if name != PYTHON]
-    each = seconds[PYTHON], added(*launches)
-    sums = dict(zip(SUMS, [*each, added(*each)], strict=True))
-    ends = {f"{name}_{end}_us": 1e6 * getattr(sums[name], end) for name in SUMS for end in RANGE}
-    counts = {
+    python, launching, found = host_seconds(capability, rounds, dtype)
+    launches = np.sum([*launching.values()], axis=0)
+    sums = {"python": python, "launching": launches, "host": python + launches}
+    return {
+        "launches": len(found),
         "parameters": sum(len(launch.kernel.params) for launch in found),
         "values": sum(x is not None for launch in found for x in values(launch).values()),
+        **{f"{name}_low_us": 1e6 * low for name, (low, _) in sums.items()},
+        **{f"{name}_high_us": 1e6 * high for name, (_, high) in sums.items()},
+        "seconds": {name: [*each] for name, each in {"Python": python, **launching}.items()},
     }
-    return {"launches": len(launches), **counts, **ends, "seconds": seconds}
 
 
 def main() -> None:
@@ -132,13 +120,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300, help="default: %(default)s")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    ranges = {name: f"{{{name}_low_us:.0f}} – {{{name}_high_us:.0f}}" for name in SUMS}
-    columns = {"dtype": "{dtype}", "parameters": "{parameters}", "values": "{values}"}
-    columns |= {f"{name} µs": text for name, text in ranges.items()}
+    columns = {name: f"{{{name}}}" for name in ("dtype", "parameters", "values")}
+    for name in ("python", "launching", "host"):
+        columns[f"{name} µs"] = f"{{{name}_low_us:.0f}} – {{{name}_high_us:.0f}}"
     table = Table(columns, log=options.json)
     for name in ("fp32", "bf16"):
         dtype = DTYPES.get(name, torch.float32)
-        table.add({"dtype": name, **row_of(*host_seconds(options.sm, options.rounds, dtype))})
+        table.add({"dtype": name, **row(options.sm, options.rounds, dtype)})
 
 
 if __name__ == "__main__":

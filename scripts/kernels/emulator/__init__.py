@@ -2,6 +2,6 @@
 
 from .access import Fault
 from .execution import Emulator
-from .parser import Unsupported
+from .ptx import Unsupported
 
 __all__ = ["Emulator", "Fault", "Unsupported"]

@@ -1,12 +1,15 @@
 """What one instruction accesses in memory, for all threads that execute it, and what is wrong."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .parser import Instruction
+from .ptx import Instruction
+
+if TYPE_CHECKING:
+    from .trace import Trace
 
 Array = NDArray[Any]
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -18,23 +21,33 @@ class Fault(Exception):
 
 
 class Lanes:
-    """The threads of programs that run together, as they are numbered: program by program."""
+    """The threads of programs that run together, as they are numbered: program by program.
 
-    def __init__(self, kernel: str, ids: Array, num_threads: int) -> None:
-        self.kernel, self.ids, self.num_threads = kernel, ids, num_threads
+    Attributes:
+        row: program in the batch, of every lane.
+        program: program in the grid.
+        thread: thread of its program.
+        warp: warp of its program.
+        epoch: barriers that its program has passed.
+        checksums: by space, of what is accessed; empty if not wanted.
+        trace: of accesses, if wanted.
+    """
+
+    def __init__(
+        self, kernel: str, ids: Array, num_threads: int, trace: "Trace | None" = None
+    ) -> None:
+        self.kernel, self.ids, self.num_threads, self.trace = kernel, ids, num_threads, trace
         self.size = len(ids) * num_threads
-        self.row = np.repeat(np.arange(len(ids)), num_threads)  # among the programs of the batch
-        self.program = ids[self.row]  # in the grid
+        self.row = np.repeat(np.arange(len(ids)), num_threads)
+        self.program = ids[self.row]
         self.thread = np.tile(np.arange(num_threads), len(ids))
         self.warp = self.thread // 32
-        self.epoch_of = np.zeros(len(ids), np.int64)  # barriers that each program has passed
         self.epoch = np.zeros(self.size, np.int64)
-        self.checksums: dict[str, int] = {}  # by space, of what is accessed; empty: not wanted
+        self.checksums: dict[str, int] = {}
 
-    def pass_barrier(self, rows: Array | None) -> None:
-        """Start the next epoch of some programs, or of all."""
-        self.epoch_of[slice(None) if rows is None else rows] += 1
-        self.epoch = self.epoch_of[self.row]
+    def pass_barrier(self, rows: Array) -> None:
+        """Start the next epoch of some programs."""
+        self.epoch.reshape(-1, self.num_threads)[rows] += 1
 
 
 class Access:
@@ -46,59 +59,56 @@ class Access:
         self.by, self.address, self.width = by, address, width
         self.lanes, self.chosen = lanes, chosen  # the lanes [k], or a slice of all
 
-    @property
-    def row(self) -> Array:
-        """Program in the batch, [k]."""
-        return np.asarray(self.lanes.row[self.chosen])
+    def of(self, name: str) -> Array:
+        """An attribute of the lanes, [k]."""
+        values: Array = getattr(self.lanes, name)[self.chosen]
+        return values
 
     @property
-    def program(self) -> Array:
-        """Program in the grid, [k]."""
-        return np.asarray(self.lanes.program[self.chosen])
+    def lane(self) -> Array:
+        """The lanes, [k]."""
+        lanes: Array = np.arange(self.lanes.size)[self.chosen]
+        return lanes
 
-    @property
-    def thread(self) -> Array:
-        """Thread of its program, [k]."""
-        return np.asarray(self.lanes.thread[self.chosen])
+    def note(
+        self,
+        space: str,
+        index: Array,
+        n: int,
+        *values: Array,
+        write: bool,
+        ordered: bool = False,
+    ) -> None:
+        """Add rows of n elements to the trace, and to the checksum who accesses what, with values.
 
-    @property
-    def warp(self) -> Array:
-        """Warp of its program, [k]."""
-        return np.asarray(self.lanes.warp[self.chosen])
-
-    @property
-    def epoch(self) -> Array:
-        """Barriers that its program has passed, [k]."""
-        return np.asarray(self.lanes.epoch[self.chosen])
-
-    def note(self, space: str, *values: Array) -> None:
-        """Add to the checksum of a memory who accesses what, and with which values."""
+        Args:
+            space: "global" or "shared".
+            index: the rows, [k].
+            n: length of a row.
+            values: what is written.
+            write: whether the access is a write.
+            ordered: whether it is an atomic with an order.
+        """
         sums = self.lanes.checksums
         if sums:
-            which = np.arange(self.lanes.size)[self.chosen]
-            for each in (np.array(self.by.index), which, self.address, *values):
+            for each in (np.array(self.by.index), self.lane, self.address, *values):
                 sums[space] = crc32(each.tobytes(), sums[space])
+        if self.lanes.trace:
+            self.lanes.trace.add(self, space, index, n, write=write, ordered=ordered)
 
     def part(self, part: Array) -> "Access":
         """The access of some of the threads, given as indices."""
-        lanes = np.arange(self.lanes.size)[self.chosen][part]
-        return Access(self.by, self.address[part], self.width, self.lanes, lanes)
-
-    def check(self, offset: Array, size: int) -> None:
-        """Raise unless all bytes are within memory of a size, and aligned."""
-        if int(offset.view(np.uint64).max()) + self.width > size:
-            self.fail("address outside of memory", (offset < 0) | (offset + self.width > size))
-        self.check_alignment(offset)
+        return Access(self.by, self.address[part], self.width, self.lanes, self.lane[part])
 
     def check_alignment(self, offset: Array) -> None:
         """Raise unless offsets are multiples of the bytes of the access."""
         if np.bitwise_or.reduce(offset) & (self.width - 1):
             self.fail("misaligned address", offset & (self.width - 1) != 0)
 
-    def fail(self, what: str, where: Any = None) -> None:
-        """Raise a fault that names the instruction and the first threads."""
-        which = np.arange(len(self.address)) if where is None else np.flatnonzero(where)
-        threads = [(int(self.program[i]), int(self.thread[i])) for i in which[:4]]
+    def fail(self, what: str, where: Any) -> None:
+        """Raise a fault that names the instruction and the first threads, of a mask [k]."""
+        which, program, thread = np.flatnonzero(where), self.of("program"), self.of("thread")
+        threads = [(int(program[i]), int(thread[i])) for i in which[:4]]
         raise Fault(f"{self.lanes.kernel}: {what}: (program, thread) {threads} at {self.by}")
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .access import Array, Fault
 from .global_memory import SPACING
-from .parser import Unsupported
+from .ptx import Unsupported
 
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 """Operations whose results have no values."""

@@ -1,61 +1,60 @@
 """Arithmetic, comparisons, bits, moves and conversions."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from .access import Array
-from .decoder import Decoder, Function, elements, instruction
-from .parser import Instruction, Unsupported
-from .programs import BITS, Action, Mask, Programs
+from .decoder import BITS, Decoder, Function, elements, instruction
+from .programs import Action, Mask, Programs
+from .ptx import Instruction, Unsupported
 
 TYPES: dict[str, Any] = {
     "s16": np.int16, "u16": np.uint16, "b16": np.uint16, "f16": np.float16,
     "s32": np.int32, "u32": np.uint32, "b32": np.uint32, "f32": np.float32,
-    "s64": np.int64, "u64": np.uint64, "b64": np.uint64, "f64": np.float64,
-    "s8": np.int8, "u8": np.uint8, "pred": np.bool_,
+    "s64": np.int64, "u64": np.uint64, "b64": np.uint64, "pred": np.bool_,
 }  # fmt: skip
-WIDE = {np.int32: np.int64, np.uint32: np.uint64, np.int16: np.int32, np.uint16: np.uint32}
 
 
-def bf16_to_f32(bits: Array) -> Array:
-    """The numbers of bf16 bits."""
-    return np.asarray((bits.astype(np.uint32) << np.uint32(16)).view(np.float32))
+def numbers(bits: Array, kind: str) -> Array:
+    """The numbers of bits; of bf16 as fp32."""
+    if kind == "bf16":
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return bits.view(TYPES[kind])
 
 
-def f32_to_bf16(values: Array) -> Array:
-    """bf16 bits, rounded to nearest even."""
+def rounded(values: Array, kind: str) -> Array:
+    """The bits of numbers in a type, to nearest even."""
+    if kind != "bf16":
+        return values.astype(TYPES[kind]).view(BITS[kind])
     bits = values.view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-    return np.where(np.isnan(values), np.uint32(0x7FFF), rounded).astype(np.uint16)
+    halves = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint32(0x7FFF), halves).astype(np.uint16)
 
 
-def _typed(kind: str, function: Function) -> Function:
-    """A function of bits, from one of numbers that keeps their type."""
-    number, bits = TYPES[kind], BITS[kind]
-    return lambda *values: function(*[each.view(number) for each in values]).view(bits)
+def _multiply_add(x: Array, y: Array, z: Array) -> Array:
+    if x.dtype == np.float32:  # one rounding
+        return (x.astype(np.float64) * y + z).astype(np.float32)
+    return np.asarray(x * y + z)
 
 
-def _fma32(x: Array, y: Array, z: Array) -> Array:
-    return (x.astype(np.float64) * y + z).astype(np.float32)
+def _divide(x: Array, y: Array) -> Array:
+    if x.dtype == np.float32:
+        return np.divide(x, y)
+    y = np.where(y == 0, 1, y).astype(x.dtype)
+    return np.asarray((x - np.fmod(x, y)) // y)
 
 
-def from_halves(bits: Array, kind: str) -> Array:
-    """fp32 numbers of the halves in registers or bytes."""
-    halves = np.ascontiguousarray(bits).view(np.uint16)
-    return bf16_to_f32(halves) if kind[0] == "b" else halves.view(np.float16).astype(np.float32)
-
-
-def to_halves(values: Array, kind: str) -> Array:
-    """The bits of fp32 numbers as halves."""
-    return f32_to_bf16(values) if kind[0] == "b" else values.astype(np.float16).view(np.uint16)
+def _remainder(x: Array, y: Array) -> Array:
+    return np.asarray(np.fmod(x, np.where(y == 0, 1, y).astype(x.dtype)))
 
 
 FUNCTIONS: dict[str, Function] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
-    "rem": np.fmod, "fma": lambda x, y, z: x * y + z, "mad": lambda x, y, z: x * y + z,
-    "min": np.fmin, "max": np.fmax, "neg": np.negative, "sqrt": np.sqrt, "ex2": np.exp2,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": _divide, "rem": _remainder,
+    "fma": _multiply_add, "mad": _multiply_add, "min": np.fmin, "max": np.fmax,
+    "neg": np.negative, "sqrt": np.sqrt, "ex2": np.exp2,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
 }  # fmt: skip
 """By mnemonic: of numbers of one type."""
@@ -63,80 +62,59 @@ FUNCTIONS: dict[str, Function] = {
 
 @instruction(*FUNCTIONS)
 def _function(decoder: Decoder, by: Instruction) -> Action:
-    kind, name = by.fields[-1], by.mnemonic
-    function = FUNCTIONS[name]
-    if name in {"mul", "mad"} and by.has("wide"):
+    kind, function = by.fields[-1], FUNCTIONS[by.mnemonic]
+    if by.has("wide"):
         return _wide(decoder, by)
-    if name == "div" and kind[0] != "f":
-        function = _quotient
-    if name == "rem":
-        function = _remainder
-    if name == "fma" and kind == "f32":
-        function = _fma32
-    if kind[0] in "fs":
-        function = _typed(kind, function)
+    number, bits = TYPES[kind], BITS[kind]
     sources = decoder.sources(by.operands[1:], kind)
-    return decoder.compute(by, by.operands[0], sources, function)
-
-
-def _quotient(x: Array, y: Array) -> Array:
-    y = np.where(y == 0, 1, y).astype(x.dtype)
-    return ((x - np.fmod(x, y)) // y).astype(x.dtype)
-
-
-def _remainder(x: Array, y: Array) -> Array:
-    return np.asarray(np.fmod(x, np.where(y == 0, 1, y).astype(x.dtype)))
+    if number is bits:
+        return decoder.compute(by, sources, function)
+    return decoder.compute(
+        by, sources, lambda *values: function(*[each.view(number) for each in values]).view(bits)
+    )
 
 
 def _wide(decoder: Decoder, by: Instruction) -> Action:
     """Products of twice as many bits, perhaps added to a number."""
     kind = by.fields[-1]
-    number, wide = np.dtype(TYPES[kind]), WIDE[TYPES[kind]]
+    size = 2 * np.dtype(TYPES[kind]).itemsize
+    wide, bits = f"{kind[0].replace('s', 'i')}{size}", f"u{size}"
 
     def function(x: Array, y: Array, *addend: Array) -> Array:
-        found = np.asarray(x.view(number).astype(wide) * y.view(number))
-        bits = found.view(f"u{found.itemsize}")
-        return np.asarray(bits + addend[0] if addend else bits)
+        found = (numbers(x, kind).astype(wide) * numbers(y, kind)).view(bits)
+        return np.asarray(found + addend[0] if addend else found)
 
-    added = f"b{16 * number.itemsize}"
-    sources = decoder.sources(by.operands[1:3], kind) + decoder.sources(by.operands[3:], added)
-    return decoder.compute(by, by.operands[0], sources, function)
+    addend = decoder.sources(by.operands[3:], f"b{8 * size}")
+    return decoder.compute(by, decoder.sources(by.operands[1:3], kind) + addend, function)
 
 
 @instruction("shl", "shr")
 def _shift(decoder: Decoder, by: Instruction) -> Action:
-    kind = by.fields[-1]
-    number, bits = TYPES[kind], BITS[kind]
-    size = 8 * np.dtype(bits).itemsize
-    signed = np.dtype(number).kind == "i" and by.mnemonic == "shr"
+    kind, shift = by.fields[-1], np.left_shift if by.mnemonic == "shl" else np.right_shift
+    size = 8 * np.dtype(BITS[kind]).itemsize
 
     def function(x: Array, count: Array) -> Array:
-        over = count >= size
-        count = np.minimum(count, size - 1)
-        if signed:
-            return np.asarray((x.view(number) >> count.astype(number)).view(bits))
-        count = count.astype(bits)
-        shifted = x << count if by.mnemonic == "shl" else x >> count
-        return np.where(over, bits(0), shifted) if over.any() else shifted
+        value = numbers(x, kind)
+        shifted = shift(value, np.minimum(count, size - 1).astype(value.dtype)).view(x.dtype)
+        if kind[0] == "s" or not (over := count >= size).any():
+            return np.asarray(shifted)
+        return np.where(over, 0, shifted).astype(x.dtype)
 
     sources = [decoder.source(by.operands[1], kind), decoder.source(by.operands[2], "b32")]
-    return decoder.compute(by, by.operands[0], sources, function)
+    return decoder.compute(by, sources, function)
 
 
 @instruction("shf")
 def _funnel_shift(decoder: Decoder, by: Instruction) -> Action:
-    left, wraps = by.fields[1] == "l", by.fields[2] == "wrap"
+    if by.fields != ("shf", "l", "wrap", "b32"):
+        raise Unsupported(by.text)
 
     def function(low: Array, high: Array, count: Array) -> Array:
-        count = count & np.uint32(31) if wraps else np.minimum(count, np.uint32(32))
         both = (high.astype(np.uint64) << np.uint64(32)) | low
-        wide = count.astype(np.uint64)
-        if left:
-            return ((both << wide) >> np.uint64(32)).astype(np.uint32)
-        return (both >> wide).astype(np.uint32)
+        moved = both << (count & np.uint32(31)).astype(np.uint64)
+        return (moved >> np.uint64(32)).astype(np.uint32)
 
-    sources = decoder.sources(by.operands[1:4], "b32")
-    return decoder.compute(by, by.operands[0], sources, function)
+    return decoder.compute(by, decoder.sources(by.operands[1:4], "b32"), function)
 
 
 @instruction("bfe")
@@ -144,9 +122,8 @@ def _extract_bits(decoder: Decoder, by: Instruction) -> Action:
     kind = by.fields[-1]
 
     def function(x: Array, position: Array, length: Array) -> Array:
-        begin = np.asarray((position & np.uint32(255)).astype(np.int64))
-        size = np.asarray((length & np.uint32(255)).astype(np.int64))
-        field = (x.view(TYPES[kind]).astype(np.int64) >> begin) & ((np.int64(1) << size) - 1)
+        begin, size = ((each & np.uint32(255)).astype(np.int64) for each in (position, length))
+        field = (numbers(x, kind).astype(np.int64) >> begin) & ((np.int64(1) << size) - 1)
         if kind == "s32":
             negative = ((field >> np.maximum(size - 1, 0)) & 1 == 1) & (size > 0)
             field = np.where(negative, field - (np.int64(1) << size), field)
@@ -154,8 +131,7 @@ def _extract_bits(decoder: Decoder, by: Instruction) -> Action:
 
     if kind not in {"s32", "u32"}:
         raise Unsupported(by.text)
-    sources = decoder.sources(by.operands[1:], kind)
-    return decoder.compute(by, by.operands[0], sources, function)
+    return decoder.compute(by, decoder.sources(by.operands[1:], kind), function)
 
 
 @instruction("prmt")
@@ -172,56 +148,47 @@ def _permute_bytes(decoder: Decoder, by: Instruction) -> Action:
             result = result | (byte << np.uint32(8 * i))
         return result
 
-    if len(by.fields) > 2:
+    if by.fields != ("prmt", "b32"):
         raise Unsupported(by.text)
-    sources = decoder.sources(by.operands[1:], "b32")
-    return decoder.compute(by, by.operands[0], sources, function)
+    return decoder.compute(by, decoder.sources(by.operands[1:], "b32"), function)
 
 
 @instruction("popc")
 def _count_bits(decoder: Decoder, by: Instruction) -> Action:
-    if by.fields[-1] != "b32":
+    if by.fields != ("popc", "b32"):
         raise Unsupported(by.text)
     sources = decoder.sources(by.operands[1:], "b32")
-    return decoder.compute(
-        by, by.operands[0], sources, lambda x: np.bitwise_count(x).astype(np.uint32)
-    )
+    return decoder.compute(by, sources, lambda x: np.bitwise_count(x).astype(np.uint32))
 
 
 @instruction("selp")
 def _select(decoder: Decoder, by: Instruction) -> Action:
-    kind = by.fields[-1]
-    sources = [*decoder.sources(by.operands[1:3], kind), decoder.source(by.operands[3], "pred")]
-    return decoder.compute(by, by.operands[0], sources, _where)
+    sources = decoder.sources(by.operands[1:3], by.fields[-1])
+    sources.append(decoder.source(by.operands[3], "pred"))
+    return decoder.compute(by, sources, _choose)
 
 
-def _where(x: Array, y: Array, condition: Array) -> Array:
+def _choose(x: Array, y: Array, condition: Array) -> Array:
     return np.where(condition, x, y)
-
-
-def _neither_nan(x: Array, y: Array) -> Array:
-    return ~(np.isnan(x) | np.isnan(y))
 
 
 COMPARISONS: dict[str, Function] = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "eq": np.equal, "ne": np.not_equal, "num": _neither_nan,
+    "eq": np.equal, "ne": np.not_equal, "num": lambda x, y: ~(np.isnan(x) | np.isnan(y)),
 }  # fmt: skip
 
 
 @instruction("setp")
 def _compare(decoder: Decoder, by: Instruction) -> Action:
     _, name, kind = by.fields
-    number, compare = TYPES[kind], COMPARISONS[name]
+    compare = COMPARISONS[name]
     if kind[0] == "f" and name == "ne":  # not that of numpy for nan
         raise Unsupported(by.text)
-
-    def function(x: Array, y: Array) -> Array:
-        found: Array = compare(x.view(number), y.view(number))
-        return found
-
-    sources = decoder.sources(by.operands[1:], kind)
-    return decoder.compute(by, by.operands[0], sources, function)
+    return decoder.compute(
+        by,
+        decoder.sources(by.operands[1:], kind),
+        lambda x, y: compare(numbers(x, kind), numbers(y, kind)),
+    )
 
 
 @instruction("mov")
@@ -229,70 +196,50 @@ def _move(decoder: Decoder, by: Instruction) -> Action:
     kind = by.fields[-1]
     target, source = by.operands
     if target.startswith("{"):
-        return _unpack(decoder, by)
+        return _unpack(decoder, elements(target), decoder.source(source, kind))
     if source.startswith("{"):
-        return _pack(decoder, by)
-    return decoder.compute(by, target, [decoder.source(source, kind)], lambda x: x)
+        return _pack(decoder, by, elements(source))
+    return decoder.compute(by, [decoder.source(source, kind)], lambda x: x)
 
 
-def _unpack(decoder: Decoder, by: Instruction) -> Action:
-    names, where = elements(by.operands[0]), decoder.mask(by)
-    source = decoder.source(by.operands[1], by.fields[-1])
-    part = np.dtype(f"u{np.dtype(BITS[by.fields[-1]]).itemsize // len(names)}")
-    targets = [(i, decoder.target(name)) for i, name in enumerate(names) if name != "_"]
+def _unpack(decoder: Decoder, names: Sequence[str], source: int) -> Action:
+    targets = [(i, decoder.slots[name]) for i, name in enumerate(names) if name != "_"]
 
     def act(programs: Programs, mask: Mask) -> None:
         value = np.ascontiguousarray(programs.registers[source])
-        parts = value[..., None].view(part)
+        parts = value[..., None].view(f"u{value.itemsize // len(names)}")
         for i, slot in targets:
-            programs.set(slot, np.ascontiguousarray(parts[..., i]), where(programs, mask))
+            programs.set(slot, np.ascontiguousarray(parts[..., i]), mask)
 
     return act
 
 
-def _pack(decoder: Decoder, by: Instruction) -> Action:
-    whole = BITS[by.fields[-1]]
-    names = elements(by.operands[1])
-    size = np.dtype(whole).itemsize // len(names)
-    sources = decoder.sources(names, f"b{8 * size}")
+def _pack(decoder: Decoder, by: Instruction, names: Sequence[str]) -> Action:
+    whole = np.dtype(BITS[by.fields[-1]])
 
     def function(*values: Array) -> Array:
         same = np.broadcast_arrays(*values)
-        return np.ascontiguousarray(np.stack(same, -1)).view(whole)[..., 0]
+        return np.asarray(np.ascontiguousarray(np.stack(same, -1)).view(whole)[..., 0])
 
-    return decoder.compute(by, by.operands[0], sources, function)
+    sources = decoder.sources(names, f"b{8 * whole.itemsize // len(names)}")
+    return decoder.compute(by, sources, function)
 
 
 @instruction("cvt")
 def _convert(decoder: Decoder, by: Instruction) -> Action:
-    to, source = by.fields[-2], by.fields[-1]
+    to, source = by.fields[-2:]
     if to in {"bf16x2", "f16x2"}:
-        sources = decoder.sources(by.operands[1:3], "f32")
-        return decoder.compute(by, by.operands[0], sources, _pack_halves(to))
-    kept = source if source in BITS else "b16"
-    sources = decoder.sources(by.operands[1:2], kept)
-    return decoder.compute(by, by.operands[0], sources, _conversion(decoder, by))
+        kind = to.removesuffix("x2")
 
+        def pack(high: Array, low: Array) -> Array:
+            halves = (rounded(x.view(np.float32), kind).astype(np.uint32) for x in (high, low))
+            return (next(halves) << np.uint32(16)) | next(halves)
 
-def _conversion(decoder: Decoder, by: Instruction) -> Function:
-    to, source = by.fields[-2], by.fields[-1]
-    if source == "bf16" and to == "f32":
-        return lambda x: bf16_to_f32(x).view(np.uint32)
-    if to == "bf16" and source == "f32":
-        return lambda x: f32_to_bf16(x.view(np.float32))
-    number, result, bits = TYPES[source], TYPES[to], decoder.bits_of(by.operands[0])
+        return decoder.compute(by, decoder.sources(by.operands[1:], "f32"), pack)
+    if BITS[decoder.kernel.registers[by.operands[0]]] is not BITS[to]:
+        raise Unsupported(by.text)
 
-    def function(x: Array) -> Array:
-        value = x.astype(f"u{np.dtype(number).itemsize}", copy=False).view(number).astype(result)
-        if value.dtype.kind == "f":
-            return np.asarray(value.view(bits))
-        return np.asarray(value.astype(f"{value.dtype.kind}{np.dtype(bits).itemsize}").view(bits))
+    def convert(x: Array) -> Array:
+        return rounded(numbers(x.astype(BITS[source], copy=False), source), to)
 
-    return function
-
-
-def _pack_halves(kind: str) -> Function:
-    def bits(x: Array) -> Array:
-        return to_halves(x.view(np.float32), kind).astype(np.uint32)
-
-    return lambda high, low: (bits(high) << np.uint32(16)) | bits(low)
+    return decoder.compute(by, decoder.sources(by.operands[1:], source), convert)

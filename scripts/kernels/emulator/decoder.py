@@ -6,18 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from . import shared_memory
 from .access import Array
-from .parser import Instruction, Kernel, Unsupported
-from .programs import BITS, Action, Mask, Programs
+from .programs import Action, Blocks, Mask, Programs
+from .ptx import Instruction, Kernel, Unsupported
+from .shared_memory import BASE
 
+BITS: dict[str, Any] = {
+    "pred": np.bool_,
+    **dict.fromkeys(("b16", "u16", "s16", "f16", "bf16"), np.uint16),
+    **dict.fromkeys(("b32", "u32", "s32", "f32"), np.uint32),
+    **dict.fromkeys(("b64", "u64", "s64"), np.uint64),
+}
+"""How a register of a type is kept: as its bits."""
+ADDRESS = re.compile(r"\[\s*([^\s+]+)\s*(?:\+\s*(-?\d+)\s*)?\]")
 Builder = Callable[["Decoder", Instruction], Action]
 Function = Callable[..., Array]
 BUILDERS: dict[str, Builder] = {}
 """By mnemonic."""
 REFUSED = {"sat", "relu", "xorsign", "NaN", "hi", "rni", "rzi", "rmi", "rpi"}
 """Forms of known instructions."""
-SPECIAL = {"%tid.x", "%ctaid.x", "%nctaid.x"}
+SPECIAL = ("%tid.x", "%ctaid.x", "%nctaid.x")
 
 
 def instruction(*mnemonics: str) -> Callable[[Builder], Builder]:
@@ -31,22 +39,18 @@ def instruction(*mnemonics: str) -> Callable[[Builder], Builder]:
 
 
 class Decoder:
-    """Resolves the operands of a kernel's instructions."""
+    """Resolves the operands of a kernel's instructions.
+
+    Attributes:
+        slots: places of registers among those of `Programs`.
+        initial: values of registers and constants; None for no value yet.
+    """
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-        self.local = kernel.local_registers()
-        self.slots = {name: i for i, name in enumerate([*kernel.registers, *sorted(SPECIAL)])}
-        self.initial: list[Array | None] = [None] * len(self.slots)  # constants; None: no value yet
+        self.kernel, self._local = kernel, kernel.local_registers()
+        self.slots = {name: i for i, name in enumerate([*kernel.registers, *SPECIAL])}
+        self.initial: list[Array | None] = [None] * len(self.slots)
         self._constants: dict[tuple[int, str], int] = {}
-
-    def target(self, text: str) -> int:
-        """The slot of a register that is written."""
-        return self.slots[text]
-
-    def bits_of(self, text: str) -> Any:
-        """The type in which a register is kept."""
-        return BITS[self.kernel.registers[text]]
 
     def source(self, text: str, kind: str) -> int:
         """The slot of a register, or of a constant of a type."""
@@ -55,17 +59,14 @@ class Decoder:
         if text.startswith("%"):
             raise Unsupported(f"register {text}")
         if text == "global_smem":
-            value = shared_memory.BASE
-        elif re.fullmatch(r"0[fd][0-9A-Fa-f]+", text):
-            value = int(text[2:], 16)
+            value = BASE
         else:
-            value = int(text.rstrip("U"), 0)
+            value = int(text[2:], 16) if text[:2] == "0f" else int(text.rstrip("U"), 0)
         if (value, kind) not in self._constants:
-            bits = BITS[kind]
-            size = 8 * np.dtype(bits).itemsize
+            size = 8 * np.dtype(BITS[kind]).itemsize
             kept = bool(value) if kind == "pred" else value & ((1 << size) - 1)
             self._constants[value, kind] = len(self.initial)
-            self.initial.append(np.full((1, 1), kept, bits))
+            self.initial.append(np.full((1, 1), kept, BITS[kind]))
         return self._constants[value, kind]
 
     def sources(self, texts: Sequence[str], kind: str) -> list[int]:
@@ -76,56 +77,34 @@ class Decoder:
         """Slots of `{a, b}` or of one operand."""
         return self.sources(elements(text), kind)
 
-    def address(self, text: str, kind: str) -> Callable[[Programs], Array]:
+    def address(self, text: str) -> Callable[[Programs], Array]:
         """The address `[register + offset]`."""
-        found = re.fullmatch(r"\[\s*([^\s+]+)\s*(?:\+\s*(-?\d+)\s*)?\]", text)
+        found = ADDRESS.fullmatch(text)
         if found is None:
             raise Unsupported(f"address {text}")
-        slot, offset = self.source(found[1], kind), int(found[2] or 0)
+        slot, offset = self.source(found[1], "b64"), int(found[2] or 0)
+        return lambda programs: programs.registers[slot].astype(np.int64) + offset
 
-        def address(programs: Programs) -> Array:
-            value: Array = programs.registers[slot]
-            return value.astype(np.int64) + offset
-
-        return address
-
-    def mask(self, by: Instruction) -> Callable[[Programs, Mask], Mask]:
-        """Where an instruction is executed: a mask and its guard."""
-        if by.guard is None:
-            return lambda programs, mask: mask
-        slot, negated = self.slots[by.guard], by.guard_is_negated
-
-        def both(programs: Programs, mask: Mask) -> Mask:
-            guard: Array = programs.registers[slot]
-            if negated:
-                guard = ~guard
-            return guard if mask is None else guard & mask
-
-        return both
-
-    def compute(
-        self, by: Instruction, target: str, sources: list[int], function: Function
-    ) -> Action:
+    def compute(self, by: Instruction, sources: Sequence[int], function: Function) -> Action:
         """Write a function of registers.
 
         A local register needs no mask of programs: those that are elsewhere do not read it.
         """
-        slot, where, local = self.target(target), self.mask(by), target in self.local
+        slot, local = self.slots[by.operands[0]], by.operands[0] in self._local
 
         def unmasked(programs: Programs, mask: Mask) -> None:
             registers = programs.registers
             registers[slot] = function(*[registers[each] for each in sources])
 
-        def act(programs: Programs, mask: Mask) -> None:
+        def masked(programs: Programs, mask: Mask) -> None:
             value = function(*[programs.registers[each] for each in sources])
-            programs.set(slot, value, where(programs, None if local else mask))
+            programs.set(slot, value, mask)
 
-        return unmasked if local and by.guard is None else act
+        return unmasked if local and by.guard is None else masked
 
-    def actions(self) -> dict[int, tuple[list[tuple[Instruction, Action]], int]]:
-        """The actions of every block by its first instruction, and where it ends."""
-        every = self.kernel.instructions
-        blocks = self.kernel.blocks()
+    def actions(self) -> Blocks:
+        """The actions of all blocks."""
+        every, blocks = self.kernel.instructions, self.kernel.blocks
         return {each.start: (self.block([every[i] for i in each]), each.stop) for each in blocks}
 
     def block(self, instructions: list[Instruction]) -> list[tuple[Instruction, Action]]:
@@ -133,12 +112,23 @@ class Decoder:
         return [(each, self._build(each)) for each in instructions if not _moves_control(each)]
 
     def _build(self, by: Instruction) -> Action:
+        """What an instruction does where its guard is true."""
         if by.mnemonic not in BUILDERS or REFUSED & set(by.fields):
             raise Unsupported(f"instruction {by.text!r} of {self.kernel.name}")
         try:
-            return BUILDERS[by.mnemonic](self, by)
+            act = BUILDERS[by.mnemonic](self, by)
         except (KeyError, ValueError) as error:
             raise Unsupported(f"instruction {by.text!r} of {self.kernel.name}") from error
+        if by.guard is None:
+            return act
+        slot, negated = self.slots[by.guard], by.guard_is_negated
+
+        def guarded(programs: Programs, mask: Mask) -> None:
+            guard: Array = programs.registers[slot]
+            guard = ~guard if negated else guard
+            act(programs, guard if mask is None else guard & mask)
+
+        return guarded
 
 
 def elements(text: str) -> list[str]:
@@ -148,7 +138,8 @@ def elements(text: str) -> list[str]:
 
 def _moves_control(by: Instruction) -> bool:
     """Whether the scheduler itself executes an instruction."""
-    barrier = by.mnemonic in {"bar", "barrier"} and by.fields[1] == "sync"
-    if barrier and by.operands != ("0",):
+    if by.fields[:2] != ("bar", "sync"):
+        return by.mnemonic in {"bra", "ret"}
+    if by.operands != ("0",) or len(by.fields) > 2:
         raise Unsupported(f"barrier of some threads: {by.text!r}")
-    return barrier or by.mnemonic in {"bra", "ret", "exit"}
+    return True

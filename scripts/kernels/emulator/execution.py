@@ -2,40 +2,69 @@
 
 import math
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 from torch import Tensor
 
-from . import arithmetic, tensor_cores, transfers, warp
-from .access import Array
+from . import arithmetic, tensor_cores, transfers
+from .access import Array, Lanes
 from .allocations import Allocations, extent, parts, raw_bytes
-from .compiler import compiled
-from .decoder import Decoder
+from .decoder import BITS, Decoder
 from .global_memory import SPACING, Buffer, GlobalMemory
-from .parser import Instruction, Kernel, Unsupported, parse
-from .programs import BITS, Programs, Scheduler
-from .shared_memory import PIECE
+from .programs import Programs, Scheduler
+from .ptx import Instruction, Unsupported, parse
+from .shared_memory import PIECE, SharedMemory
 from .trace import Trace
 
-BUILT_BY = (arithmetic, tensor_cores, transfers, warp)
+BUILT_BY = (arithmetic, tensor_cores, transfers)
 """Modules that define instructions."""
 NUM_LANES = 8192
 """Threads of the programs that run together."""
+
+
+def compiled(kernel: Any, capability: int, *args: Any, **kwargs: Any) -> Any:
+    """The compiled kernel of a launch, without a GPU; this process can launch none afterwards.
+
+    Args:
+        kernel: a function decorated with `triton.jit`.
+        capability: compute capability x 10 of the architecture.
+        args: arguments of the launch. Tensors may be anywhere; their memory is taken to be aligned
+            to 16 bytes.
+        kwargs: further arguments, and options of the compiler.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import MockTensor
+
+    def mocked(value: Any) -> Any:
+        if isinstance(value, tuple) and any(isinstance(each, Tensor) for each in value):
+            fields = map(mocked, value)
+            return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
+        return MockTensor(value.dtype) if isinstance(value, Tensor) else value
+
+    device = SimpleNamespace(  # the part of a driver of Triton that compiling needs
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: capability,  # a number by which kernels are kept
+        get_current_stream=lambda device: 0,
+    )
+    driver.set_active(device)
+    named = {name: mocked(value) for name, value in kwargs.items()}
+    return kernel.warmup(*map(mocked, args), grid=(1,), **named)
 
 
 class Code:
     """A kernel that is ready to run."""
 
     def __init__(self, text: str) -> None:
-        self.kernel: Kernel = parse(text)
+        self.kernel = parse(text)
         self.decoder = Decoder(self.kernel)
         self.blocks = self.decoder.actions()
         self.element_bytes = min([PIECE, *map(transfers.shared_width, self.kernel.instructions)])
@@ -44,8 +73,8 @@ class Code:
         """The code with another instruction in the place of the one with its index."""
         other, instructions = copy(self), [*self.kernel.instructions]
         instructions[by.index] = by
+        block = self.kernel.block_of(by.index)
         other.kernel = replace(self.kernel, instructions=instructions)
-        block = next(block for block in self.kernel.blocks() if by.index in block)
         actions = self.decoder.block([instructions[i] for i in block])
         other.blocks = self.blocks | {block.start: (actions, block.stop)}
         return other
@@ -129,11 +158,9 @@ class Run:
     Attributes:
         request: what was executed.
         memory: after the execution.
-        ambiguous: as in `SharedMemory`.
-        num_products: multiply-adds of tensor cores.
         num_instructions: executed, by one or several programs at a time.
         reached: first instructions of the blocks that were executed.
-        useful: waits and fences that found something to order.
+        useful: as in `SharedMemory`.
         checksums: of all accesses of global and of shared memory and what they store, if counting.
     """
 
@@ -142,20 +169,17 @@ class Run:
         request: Request,
         code: Code,
         order: str = "together",
-        seed: int = 0,
         counting: bool = False,
         limit: int = 1 << 60,
         trace: Trace | None = None,
     ) -> None:
         num_programs = request.num_programs
-        self.memory = GlobalMemory(num_programs, request.tensors, counting=counting, trace=trace)
-        self.ambiguous: Counter[str] = Counter()
-        self.num_products = self.num_instructions = 0
+        self.memory = GlobalMemory(num_programs, request.tensors, counting=counting)
+        self.num_instructions = 0
         self.reached: set[int] = set()
         self.useful: set[int] = set()
-        spaces = ("global", "shared") if counting else ()
-        self.checksums: dict[str, list[int]] = {space: [] for space in spaces}
-        self.request, self._code, self._random = request, code, np.random.default_rng(seed)
+        self.checksums: dict[str, list[int]] = {"global": [], "shared": []} if counting else {}
+        self.request, self._code, self._random = request, code, np.random.default_rng(0)
         ids = np.arange(num_programs)
         if order == "backward":
             ids = ids[::-1]
@@ -164,34 +188,35 @@ class Run:
         step = max(1, NUM_LANES // code.kernel.num_threads)
         with np.errstate(all="ignore"):
             for begin in range(0, len(ids), step):
-                self._run(ids[begin : begin + step], order, limit)
+                lanes = Lanes(
+                    code.kernel.name, ids[begin : begin + step], code.kernel.num_threads, trace
+                )
+                self._run(lanes, order, limit)
 
-    def _run(self, ids: Array, order: str, limit: int) -> None:
-        code = self._code
-        registers: list[Any] = list(code.decoder.initial)
-        thread = np.arange(code.kernel.num_threads, dtype=np.uint32)[None]
+    def _run(self, lanes: Lanes, order: str, limit: int) -> None:
+        """Execute some programs together."""
+        decoder = self._code.decoder
+        registers: list[Any] = list(decoder.initial)
         special = {
-            "%tid.x": thread,
-            "%ctaid.x": ids[:, None].astype(np.uint32),
-            "%nctaid.x": np.full((1, 1), self.request.num_programs, np.uint32),
+            "%tid.x": np.arange(lanes.num_threads)[None],
+            "%ctaid.x": lanes.ids[:, None],
+            "%nctaid.x": np.array([[self.request.num_programs]]),
         }
         for name, value in special.items():
-            registers[code.decoder.slots[name]] = value
+            registers[decoder.slots[name]] = value.astype(np.uint32)
+        lanes.checksums = dict.fromkeys(self.checksums, 0)
+        shared = SharedMemory(lanes, self.request.num_shared_bytes, self._code.element_bytes)
         programs = Programs(
-            kernel=code.kernel, ids=ids, memory=self.memory, registers=registers,
-            num_shared_bytes=self.request.num_shared_bytes, element_bytes=code.element_bytes,
-            slots=code.decoder.slots, parameters=self._parameters(),
+            self._code.kernel, lanes, self.memory, shared, registers, decoder.slots,
+            self._parameters(),
         )  # fmt: skip
-        programs.lanes.checksums = dict.fromkeys(self.checksums, 0)
-        scheduler = Scheduler(programs, code.blocks, order, self._random, limit)
+        scheduler = Scheduler(programs, self._code.blocks, order, self._random, limit)
         scheduler.run()
-        self.ambiguous += programs.shared.ambiguous
-        self.num_products += programs.num_products
         self.num_instructions += scheduler.num_instructions
         self.reached |= scheduler.reached
-        self.useful |= programs.shared.useful
+        self.useful |= shared.useful
         for space, sums in self.checksums.items():
-            sums.append(programs.lanes.checksums[space])
+            sums.append(lanes.checksums[space])
 
     def _parameters(self) -> dict[str, Array]:
         types = self._code.kernel.parameters
@@ -217,22 +242,16 @@ class Emulator:
     Attributes:
         capability: compute capability x 10 for which kernels are compiled: 80 or 90.
         order: of the programs, as in `Scheduler`: together, forward, backward, interleaved.
-        seed: of the order "interleaved".
-        counting: whether bytes are counted.
-        recording: whether every run is added to the history, with the values before it.
+        recording: whether every run is counted, and added to the history with the values before it.
         history: the recorded runs.
         allocations: what tensors have values.
-        ambiguous: as in `SharedMemory`.
     """
 
     capability: int = 90
     order: str = "together"
-    seed: int = 0
-    counting: bool = False
     recording: bool = False
     history: list[Run] = field(default_factory=list)
     allocations: Allocations = field(default_factory=Allocations)
-    ambiguous: Counter[str] = field(default_factory=Counter)
     _active: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> "Emulator":
@@ -254,31 +273,23 @@ class Emulator:
     def __exit__(self, *error: Any) -> None:
         self._active.close()
 
-    def _launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]],
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         """Compile a kernel and execute it."""
+        num_programs = math.prod(grid)
+        if len(grid) > 1 and num_programs > grid[0]:
+            raise Unsupported(f"a grid of several axes, {grid}")
+        if not num_programs:
+            return
         named = {name: value for name, value in kwargs.items() if name in kernel.arg_names}
         bound = kernel.signature.bind(*args, **named)
         bound.apply_defaults()
-        sizes = grid(bound.arguments) if callable(grid) else grid
-        num_programs = math.prod(sizes)
-        if len(sizes) > 1 and num_programs > sizes[0]:
-            raise Unsupported(f"a grid of several axes, {sizes}")
-        if not num_programs:
-            return
         binary = compiled(kernel, self.capability, *args, **kwargs)
         request = requested(binary, bound.arguments, num_programs, self.allocations)
         before = request.copy() if self.recording else request
-        run = Run(before, decoded(request.text), self.order, self.seed, self.counting)
+        run = Run(before, decoded(request.text), self.order, self.recording)
         for i, each in enumerate(request.tensors):
             start = run.memory.start[i]
             each.contents[:] = run.memory.data[start : start + len(each.contents)]
             each.has_values[:] = run.memory.written(i)
-        self.ambiguous += run.ambiguous
         if self.recording:
             self.history.append(run)

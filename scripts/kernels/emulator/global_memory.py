@@ -4,25 +4,23 @@ Addresses are virtual. Tensors begin at multiples of `SPACING`, so that an addre
 of two tensors' addresses that is computed in 32 bits is outside of all tensors.
 
 Programs are ordered by vector clocks. A program's time is the number of barriers that it has
-passed. A release publishes what the program did before its last barrier; an acquire makes that
-known to the threads behind the next barrier. Two accesses of one element by different programs, of
-which one is a plain store, are a race unless the second program knows of the first access.
+passed. An atomic with acquire and release publishes what the program did before its last barrier,
+and makes what others have published there known to the threads behind the next barrier. Two
+accesses of one element by different programs, of which one is a plain store, are a race unless the
+second program knows of the first access.
 """
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from .access import Access, Array, put, take
-from .trace import Trace
+from .access import UNSIGNED, Access, Array, put, take
 
 SPACING = 1 << 36
 """Bytes from the address of a tensor to that of the next one; the first has this address."""
 PAGE = 512
 """Bytes of which a multiple is kept for each tensor."""
-SECTOR = 32
-"""Bytes of the smallest piece that the caches move."""
 GUARD, UNWRITTEN, BEFORE = -3, -2, -1
 """Writers of elements: no tensor, nobody yet, somebody before the launch."""
 
@@ -47,18 +45,10 @@ class GlobalMemory:
         start: of each tensor in the data.
         loaded: bytes by tensor, each once for every program and instruction, if counting.
         stored: the same of stores.
-        sectors: as loaded, in whole sectors.
     """
 
-    def __init__(
-        self,
-        num_programs: int,
-        tensors: list[Buffer],
-        *,
-        counting: bool,
-        trace: Trace | None = None,
-    ) -> None:
-        self.num_programs, self._counting, self.trace = num_programs, counting, trace
+    def __init__(self, num_programs: int, tensors: list[Buffer], *, counting: bool) -> None:
+        self.num_programs, self._counting = num_programs, counting
         self.names = [each.name for each in tensors]
         reserved = [-(-len(each.contents) // PAGE) * PAGE for each in tensors]
         begins = np.cumsum([0, *reserved])
@@ -75,9 +65,7 @@ class GlobalMemory:
         self._address = np.array([each.address for each in tensors], np.int64)
         assert (np.diff(self._address) >= reserved[:-1]).all()
         self._start, self._reserved = np.array(self.start), np.array(reserved, np.uint64)
-        self._shift = np.array(
-            [each.item.bit_length() - 1 for each in tensors]
-        )  # log2 of its bytes
+        self._shift = np.array([each.item.bit_length() - 1 for each in tensors])  # log2 of bytes
         self._first = np.cumsum([len(each) for each in writers])  # element of each tensor
         self._size = [len(each.contents) // each.item for each in tensors]  # in elements
         self.writer = np.concatenate(writers)
@@ -93,7 +81,6 @@ class GlobalMemory:
         self._last = np.zeros(len(self.data), np.int32)
         self.loaded: Counter[str] = Counter()
         self.stored: Counter[str] = Counter()
-        self.sectors: Counter[str] = Counter()
 
     def _elements(self, state: Array, index: int) -> Array:
         """The state of the elements of a tensor."""
@@ -119,9 +106,7 @@ class GlobalMemory:
     def load(self, access: Access) -> Array:
         """Bytes [k, width]."""
         offset, index, n = self._rows(access, "read")
-        access.note("global")
-        if self.trace:
-            self.trace.add_global(access, index, n, write=False)
+        access.note("global", index, n, write=False)
         writer = take(self.writer, index, n)
         if writer.min() < BEFORE:
             access.fail("read of memory that nobody wrote", (writer < BEFORE).any(1))
@@ -129,17 +114,15 @@ class GlobalMemory:
             self._check_order(access, index, writer, "read of what another {} wrote")
         put(self._was_read, index, n, np.array(True))
         epochs = self._read_epoch.reshape(self.num_programs, -1, n)
-        epochs[access.program, index] = access.epoch[:, None] + 1
+        epochs[access.of("program"), index] = access.of("epoch")[:, None] + 1
         if self._counting:
-            self._count(access, offset, self.loaded, self.sectors)
+            self._count(access, offset, self.loaded)
         return take(self.data, offset // access.width, access.width)
 
     def store(self, access: Access, raw: Array) -> None:
         """Write bytes [k, width]."""
         offset, index, n = self._rows(access, "write")
-        access.note("global", raw)
-        if self.trace:
-            self.trace.add_global(access, index, n, write=True)
+        access.note("global", index, n, raw, write=True)
         place, order = offset // access.width, np.arange(len(index), dtype=np.int32)
         self._last[place] = order
         twice = self._last[place] != order
@@ -150,27 +133,25 @@ class GlobalMemory:
             self._count(access, offset, self.stored)
         put(self.data, place, access.width, raw)
 
-    def atomic(self, access: Access, update: Any, order: str) -> Array:
-        """Replace values by `update(old, i)`, thread by thread; return the old ones [k]."""
+    def atomic(self, access: Access, added: Array, *, ordered: bool) -> Array:
+        """Add numbers [k], thread by thread; return the old ones [k]."""
         offset, index, n = self._rows(access, "write")
-        if self.trace:
-            self.trace.add_global(access, index, n, write=True, ordered=order != "relaxed")
-        words = self.data.view(f"u{access.width}")
+        words = self.data.view(UNSIGNED[access.width])
         old = np.zeros(len(index), words.dtype)
         for i, place in enumerate((offset // access.width).tolist()):
             one, where = access.part(np.array([i])), index[i : i + 1]
             if take(self.writer, where, n).min() < BEFORE:
-                one.fail("atomic on memory that nobody wrote")
-            what = "atomic where another {} wrote"
-            self._write(one, where, n, what, by_atomic=True)
+                one.fail("atomic on memory that nobody wrote", np.array([True]))
+            self._write(one, where, n, "atomic where another {} wrote", by_atomic=True)
             old[i] = words[place]
-            words[place] = update(old[i], i)
-            one.note("global", words[place])
-            self._synchronise(int(access.program[i]), int(access.epoch[i]), place, order)
+            words[place] += added[i]
+            one.note("global", where, n, words[place], write=True, ordered=ordered)
+            if ordered:
+                self._synchronise(int(one.of("program")[0]), int(one.of("epoch")[0]), place)
             if self._counting:
                 self._count(one, offset[i : i + 1], self.stored)
         if self._counting:
-            self._count(access, offset, self.loaded, self.sectors)
+            self._count(access, offset, self.loaded)
         return old
 
     def _write(self, access: Access, index: Array, n: int, what: str, *, by_atomic: bool) -> None:
@@ -179,19 +160,17 @@ class GlobalMemory:
         if writer.max() >= 0 and not (by_atomic and take(self._by_atomic, index, n).all()):
             self._check_order(access, index, writer, what)
         self._check_readers(access, index, n)
-        put(self.writer, index, n, access.program[:, None])
-        put(self._write_epoch, index, n, access.epoch[:, None])
-        put(self._write_thread, index, n, access.thread[:, None])
+        put(self.writer, index, n, access.of("program")[:, None])
+        put(self._write_epoch, index, n, access.of("epoch")[:, None])
+        put(self._write_thread, index, n, access.of("thread")[:, None])
         put(self._by_atomic, index, n, np.array(by_atomic))
 
-    def _synchronise(self, program: int, epoch: int, place: int, order: str) -> None:
-        released = self._released.get(place)
-        if order in {"acquire", "acq_rel"} and released is not None:
-            self._acquired[program] = np.maximum(self._acquired[program], released)
-        if order in {"release", "acq_rel"}:
-            mine = self.clock[program].copy()
-            mine[program] = epoch
-            self._released[place] = mine if released is None else np.maximum(released, mine)
+    def _synchronise(self, program: int, epoch: int, place: int) -> None:
+        mine = self.clock[program].copy()
+        mine[program] = epoch
+        released = self._released.get(place, mine)
+        self._acquired[program] = np.maximum(self._acquired[program], released)
+        self._released[place] = np.maximum(released, mine)
 
     def _rows(self, access: Access, what: str) -> tuple[Array, Array, int]:
         """Where an access is: offsets [k] into the data, rows [k] of elements, a row's length."""
@@ -204,7 +183,7 @@ class GlobalMemory:
         low = tensor.min()
         shift = self._shift[low]
         if low != tensor.max() and (self._shift[tensor] != shift).any():
-            access.fail("tensors of several dtypes")
+            access.fail("tensors of several dtypes", self._shift[tensor] != shift)
         n = max(access.width >> shift, 1)
         index = (self._first[tensor] + (within >> shift)) // n
         writer = take(self.writer, index, n)
@@ -215,15 +194,15 @@ class GlobalMemory:
     def _check_order(self, access: Access, index: Array, writer: Array, what: str) -> None:
         """Raise unless the writers [k, n] are known to have finished."""
         n = writer.shape[1]
-        program, epoch = access.program[:, None], take(self._write_epoch, index, n)
+        program, epoch = access.of("program")[:, None], take(self._write_epoch, index, n)
         foreign = (writer >= 0) & (writer != program)
         if foreign.any():
             racing = foreign & (self.clock[program, np.maximum(writer, 0)] <= epoch)
             if racing.any():
                 access.fail("race: " + what.format("program"), racing.any(1))
-        racing = (writer == program) & (epoch == access.epoch[:, None])
+        racing = (writer == program) & (epoch == access.of("epoch")[:, None])
         if racing.any():
-            racing &= take(self._write_thread, index, n) != access.thread[:, None]
+            racing &= take(self._write_thread, index, n) != access.of("thread")[:, None]
         if racing.any():
             access.fail("race: " + what.format("thread") + ", no barrier between", racing.any(1))
 
@@ -232,30 +211,19 @@ class GlobalMemory:
         was_read = take(self._was_read, index, n).any(1)
         if not was_read.any():
             return
-        every = self._read_epoch.reshape(self.num_programs, -1, n)
-        for program in np.unique(access.program[was_read]):
-            mine = was_read & (access.program == program)
+        every, programs = self._read_epoch.reshape(self.num_programs, -1, n), access.of("program")
+        for program in np.unique(programs[was_read]):
+            mine = was_read & (programs == program)
             epochs = every[:, index[mine]].max((1, 2))
             racing = (epochs > 0) & (self.clock[program] <= epochs - 1)
             racing[program] = False
             if racing.any():
                 access.fail("race: write of what another program has read", mine)
 
-    def _count(
-        self,
-        access: Access,
-        offset: Array,
-        counter: Counter[str],
-        sectors: Counter[str] | None = None,
-    ) -> None:
-        """Count bytes and sectors, each once in a program."""
+    def _count(self, access: Access, offset: Array, counter: Counter[str]) -> None:
+        """Count bytes, each once in a program."""
         size = len(self.data)
-        place = np.unique(access.program * size + offset)
-        self._add(counter, place % size, access.width)
-        if sectors is not None:
-            self._add(sectors, np.unique(place // SECTOR) * SECTOR % size, SECTOR)
-
-    def _add(self, counter: Counter[str], offset: Array, width: int) -> None:
-        tensors, times = np.unique(self._tensor[offset // PAGE], return_counts=True)
+        place = np.unique(access.of("program") * size + offset) % size
+        tensors, times = np.unique(self._tensor[place // PAGE], return_counts=True)
         for tensor, number in zip(tensors, times, strict=True):
-            counter[self.names[tensor]] += int(number) * width
+            counter[self.names[tensor]] += int(number) * access.width

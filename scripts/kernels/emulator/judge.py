@@ -3,49 +3,35 @@
 A fault is seen if the execution of a launch raises, or writes other values, or loads or stores
 other bytes. Not counted, as idle, is what cannot be a fault in these launches:
 
-- a wait or fence that finds nothing to order, or is followed by one that orders as much, with
-  nothing but arithmetic between, or barriers and other products between two waits for products;
-- a proxy fence that another one follows before every product (Triton 3.7 hoists such a one);
+- a wait or fence that finds nothing to order, or that another one, which orders as much, follows on
+  every way through the code with nothing to order between: only arithmetic, and between two waits
+  for products barriers and other products (Triton 3.7 hoists proxy fences to such places);
 - a barrier that orders nothing by the definition of a race, as `trace` finds for some programs of
   each launch: the compiler puts one between any two accesses of a buffer that it does not know to
   be of the same warp, and next to those that the source asks for;
-- a changed instruction that computes what the original does, for all threads, whenever it is
-  executed, as a product of small numbers that is narrowed to 32 bits;
+- a changed instruction with which every access of memory is the same, with the same values: it
+  computes what the original does, or no thread that accesses memory uses the result;
 - a loop that runs one step longer, in which no thread then accesses global memory.
 
-Nor is counted, as unused, a changed instruction with which every access of global and of shared
-memory is the same, with the same values: no thread that accesses memory uses the result.
-
-A predicate that is not seen is true for every thread that reaches it, or keeps threads from loading
-what they do not use and another thread of the program loads anyway.
+A predicate that is not seen keeps threads from loading what they do not use and another thread of
+the program loads anyway.
 """
 
 import numpy as np
 
 from .access import Fault
-from .execution import Code, Run, decoded
+from .execution import Run, decoded
 from .mutations import Mutant, mutants
-from .parser import Kernel
-from .programs import Mask, Programs
+from .ptx import Kernel
 from .trace import Trace
 
-FOLLOWED = {"wait for copies", "wait for products", "proxy fence"}
-"""Kinds of which the next one may order as much."""
-CHANGED = {
-    "loop bound", "constant", "register", "narrowed sum", "narrowed product", "selection",
-    "shuffle",
-}  # fmt: skip
-"""Kinds that change what a thread computes."""
-ORDERED = {
-    "ld", "st", "atom", "red", "cp", "ldmatrix", "stmatrix", "wgmma", "bar", "barrier",
-    "fence", "bra", "ret", "exit",
-}  # fmt: skip
-"""What a wait may order, or ends a block."""
+ORDERING = {"barrier", "wait for copies", "wait for products", "proxy fence", "memory order"}
+"""Kinds of faults that change when something happens."""
 NUM_TRACED = 4
 """Programs of a launch whose accesses show that a barrier orders nothing."""
 MANY = 5
 """Times as many instructions as the kernel has and executes without a fault are an endless loop."""
-NOT_REACHED, IDLE, UNUSED, NOT_SEEN = "not reached", "idle", "unused", "not seen"
+NOT_REACHED, IDLE, NOT_SEEN = "not reached", "idle", "not seen"
 SEEN = ("fault", "values", "bytes")
 """Verdicts."""
 
@@ -66,20 +52,21 @@ class Judge:
     def verdict(self, mutant: Mutant) -> str:
         """How a fault is seen, in the first launch that shows it; or one of the other verdicts."""
         kernel, index = decoded(mutant.text).kernel, mutant.original.index
-        block = next(block for block in kernel.blocks() if index in block)
-        runs = [run for run in self._runs[mutant.text] if block.start in run.reached]
+        start = kernel.block_of(index).start
+        runs = [run for run in self._runs[mutant.text] if start in run.reached]
         if not runs:
             return NOT_REACHED
         verdicts = set()
         for run in runs:
-            verdicts.add(_compared(mutant, run))
-            if seen := verdicts & {*SEEN}:
-                return seen.pop()
-        if mutant.kind in FOLLOWED and _is_idle(kernel, index, runs):
-            return IDLE
+            verdict = _compared(mutant, run)
+            if verdict in SEEN:
+                return verdict
+            verdicts.add(verdict)
         if mutant.kind == "barrier":
             return IDLE if index in self._idle_barriers(mutant.text) else NOT_SEEN
-        return next(each for each in (NOT_SEEN, UNUSED, IDLE) if each in verdicts)
+        if mutant.kind in ORDERING:
+            return IDLE if _is_idle(kernel, index, runs) else NOT_SEEN
+        return NOT_SEEN if NOT_SEEN in verdicts else IDLE
 
     def _idle_barriers(self, text: str) -> set[int]:
         """The barriers that order nothing in any launch, by the definition of a race."""
@@ -96,40 +83,34 @@ class Judge:
 
 
 def _is_idle(kernel: Kernel, index: int, runs: list[Run]) -> bool:
-    """Whether a wait or fence finds nothing to order, or the next one orders as much."""
+    """Whether a wait or fence finds nothing to order, or another one orders as much on all ways."""
+    this = kernel.instructions[index]
+    if this.mnemonic == "atom":
+        return False
     if not any(index in run.useful for run in runs):
         return True
-    this, *later = kernel.instructions[index:]
-    if this.fields[:2] == ("fence", "proxy"):
-        return _is_repeated(kernel, index)
-    passed = {"bar", "fence", "wgmma"} if this.mnemonic == "wgmma" else set()
-    stops = (by for by in later if by.fields == this.fields or by.mnemonic in ORDERED - passed)
-    following = next(stops, this)
-    if following.fields != this.fields or not this.operands:
-        return False
-    return following is not this and int(following.operands[0]) <= int(this.operands[0])
-
-
-def _is_repeated(kernel: Kernel, index: int) -> bool:
-    """Whether another proxy fence comes before the next product, on all ways through the code."""
-    this, ahead, met = kernel.instructions[index], [index + 1], {index + 1}
+    ordered = {"ld", "st", "atom", "cp", "ldmatrix", "stmatrix", "wgmma", "bar", "fence"}
+    if this.mnemonic == "wgmma":
+        ordered -= {"bar", "fence", "wgmma"}
+    ahead, met = {index + 1}, {index + 1}
     while ahead:
         by = kernel.instructions[ahead.pop()]
-        if by.fields[:2] == ("wgmma", "mma_async"):
-            return False
-        if by.mnemonic in ("ret", "exit") or (by.fields == this.fields and by is not this):
+        repeated = by is not this and by.fields == this.fields
+        if repeated and (not this.operands or int(by.operands[0]) <= int(this.operands[0])):
             continue
-        after = {kernel.labels[by.operands[0]]} if by.mnemonic == "bra" else set()
-        if by.mnemonic != "bra" or by.guard is not None:
-            after.add(by.index + 1)
-        ahead += after - met
-        met |= after
+        if this.mnemonic == "fence":
+            if by.fields[:2] == ("wgmma", "mma_async"):
+                return False
+        elif by.mnemonic in ordered:
+            return False
+        ahead |= kernel.after(by) - met
+        met |= ahead
     return True
 
 
 def _compared(mutant: Mutant, expected: Run) -> str:
-    """How a fault is seen in a launch; idle if it computes what the original does."""
-    code, differs = _comparing(mutant)
+    """How a fault is seen in a launch; idle if no access of memory differs."""
+    code = decoded(mutant.text).changed(mutant.changed)
     limit = MANY * (len(code.kernel.instructions) + expected.num_instructions)
     try:
         found = Run(expected.request, code, counting=True, limit=limit)
@@ -140,50 +121,7 @@ def _compared(mutant: Mutant, expected: Run) -> str:
         return "values"
     if (one.loaded, one.stored) != (other.loaded, other.stored):
         return "bytes"
-    if not differs:
-        return IDLE
-    if mutant.kind not in CHANGED:
-        return NOT_SEEN
-    same = {
-        space for space in found.checksums if found.checksums[space] == expected.checksums[space]
-    }
     longer = mutant.kind == "loop bound" and found.num_instructions > expected.num_instructions
-    if longer and "global" in same:
-        return IDLE
-    return UNUSED if len(same) == 2 else NOT_SEEN
-
-
-def _comparing(mutant: Mutant) -> tuple[Code, list[bool]]:
-    """The code of a mutant, and a list that is filled when it computes what the original does not.
-
-    Instructions that do more than writing registers differ from the start.
-    """
-    original, differs = decoded(mutant.text), list[bool]()
-    code = original.changed(mutant.changed)
-    by = mutant.original
-    if not by.writes or by.mnemonic in ORDERED or by.fields == ("bar", "sync"):
-        return code, [True]
-    start = next(block.start for block in original.kernel.blocks() if by.index in block)
-    actions, stop = code.blocks[start]
-    place = next(i for i, (each, _) in enumerate(actions) if each.index == by.index)
-    truth, act = original.blocks[start][0][place][1], actions[place][1]
-    slots = [code.decoder.slots[name] for name in sorted(by.writes)]
-
-    def both(programs: Programs, mask: Mask) -> None:
-        registers = programs.registers
-        before = [registers[slot] for slot in slots]
-        truth(programs, mask)
-        right = [programs.full(registers[slot]) for slot in slots]
-        for slot, value in zip(slots, before, strict=True):
-            registers[slot] = value
-        act(programs, mask)
-        wrong = [programs.full(registers[slot]) for slot in slots]
-        lanes = programs.chosen(mask)
-        if any((a[lanes] != b[lanes]).any() for a, b in zip(right, wrong, strict=True)):
-            differs.append(True)
-
-    code.blocks[start] = (
-        [*actions[:place], (actions[place][0], both), *actions[place + 1 :]],
-        stop,
-    )
-    return code, differs
+    spaces = ("global",) if longer else ("global", "shared")
+    same = all(found.checksums[space] == expected.checksums[space] for space in spaces)
+    return IDLE if same else NOT_SEEN

@@ -13,44 +13,34 @@ import numpy as np
 
 from .access import Access, Array, Fault, Lanes
 from .global_memory import GlobalMemory
-from .parser import Instruction, Kernel
+from .ptx import Instruction, Kernel
 from .shared_memory import SharedMemory
 
 Mask = Array | None
 Action = Callable[["Programs", Mask], None]
-
-BITS = {
-    "pred": np.bool_,
-    **dict.fromkeys(("b8", "u8", "s8", "b16", "u16", "s16", "f16"), np.uint16),
-    **dict.fromkeys(("b32", "u32", "s32", "f32"), np.uint32),
-    **dict.fromkeys(("b64", "u64", "s64", "f64"), np.uint64),
-}
-"""How a register of a type is kept: as its bits."""
+Blocks = dict[int, tuple[list[tuple[Instruction, Action]], int]]
+"""Actions of every block by its first instruction, and where it ends."""
 
 
 class Programs:
-    """Programs `ids` of a launch, which run together."""
+    """Programs of a launch, which run together.
+
+    `writing` are the registers that wgmma writes, with the commit of each program to wait for.
+    """
 
     def __init__(
         self,
         kernel: Kernel,
-        ids: Array,
+        lanes: Lanes,
         memory: GlobalMemory,
-        num_shared_bytes: int,
-        element_bytes: int,
+        shared: SharedMemory,
         registers: list[Any],
         slots: dict[str, int],
         parameters: dict[str, Array],
     ) -> None:
-        self.kernel, self.memory, self.slots = kernel, memory, slots
-        self.parameters = parameters
-        self.lanes = Lanes(kernel.name, ids, kernel.num_threads)
-        self.shape = (len(ids), kernel.num_threads)
-        self.shared = SharedMemory(self.lanes, num_shared_bytes, element_bytes, memory.trace)
-        self.registers = registers
-        self.num_products = 0  # multiply-adds of tensor cores
-        # registers that products read or write, with the commit of each program to wait for
-        self.reading: dict[str, Array] = {}
+        self.kernel, self.lanes, self.memory, self.shared = kernel, lanes, memory, shared
+        self.registers, self.slots, self.parameters = registers, slots, parameters
+        self.shape = (len(lanes.ids), kernel.num_threads)
         self.writing: dict[str, Array] = {}
 
     def full(self, value: Array) -> Array:
@@ -58,18 +48,24 @@ class Programs:
         same = value if value.shape == self.shape else np.broadcast_to(value, self.shape)
         return same.reshape(-1)
 
-    def warps(self, value: Array) -> Array:
-        """A value for every thread, [warps of all programs, 32]."""
-        return self.full(value).reshape(-1, 32)
-
-    def count(self, mask: Mask) -> int:
-        """The number of threads of a mask."""
-        return self.lanes.size if mask is None else int(self.full(mask).sum())
+    def warps(self, slot: int) -> Array:
+        """A register of every thread, [warps of all programs, 32]."""
+        return self.full(self.registers[slot]).reshape(-1, 32)
 
     def set(self, slot: int, value: Array, mask: Mask) -> None:
         """Write a register where a mask is true."""
         old = self.registers[slot]
         self.registers[slot] = value if mask is None or old is None else np.where(mask, value, old)
+
+    def set_lanes(self, slot: int, value: Array, chosen: Any) -> None:
+        """Write a register of the chosen lanes."""
+        if isinstance(chosen, slice):
+            self.registers[slot] = value.reshape(self.shape)
+            return
+        old = self.registers[slot]
+        new = np.zeros(self.lanes.size, value.dtype) if old is None else self.full(old).copy()
+        new[chosen] = value
+        self.registers[slot] = new.reshape(self.shape)
 
     def access(self, by: Instruction, address: Array, width: int, mask: Mask) -> Access | None:
         """The access of the threads of a mask; None if there are none."""
@@ -83,9 +79,7 @@ class Programs:
 
     def rows(self, by: Instruction, mask: Mask) -> Array:
         """The programs of a mask, which must be programs as a whole."""
-        if mask is None:
-            return np.arange(self.shape[0])
-        threads = np.broadcast_to(mask, self.shape)
+        threads = np.broadcast_to(True if mask is None else mask, self.shape)
         if (threads.any(1) != threads.all(1)).any():
             self.fail(by, "executed by some threads of a program")
         return np.flatnonzero(threads.all(1))
@@ -93,7 +87,7 @@ class Programs:
     def require_whole_warps(self, by: Instruction, mask: Mask) -> None:
         """Raise if a warp instruction is executed by some threads of a warp."""
         if mask is not None and mask.shape[1] > 1:
-            warps = self.warps(mask)
+            warps = self.full(mask).reshape(-1, 32)
             if (warps.any(1) != warps.all(1)).any():
                 self.fail(by, "executed by some threads of a warp")
 
@@ -105,13 +99,8 @@ class Programs:
         """Raise if an instruction uses registers of a wgmma that is running."""
         active = np.broadcast_to(True if mask is None else mask, self.shape).any(1)
         waits = self.shared.product_waits[:, 0]
-        for name in by.writes:
-            if name in self.reading and ((self.reading[name] >= waits) & active).any():
-                self.fail(by, f"{name} is written while a wgmma reads it")
-        if by.mnemonic == "wgmma":
-            return
-        for name in by.writes | by.reads:
-            if name in self.writing and ((self.writing[name] >= waits) & active).any():
+        for name in (by.writes | by.reads) & self.writing.keys():
+            if ((self.writing[name] >= waits) & active).any():
                 self.fail(by, f"{name} is used before the wgmma that computes it was waited for")
 
 
@@ -127,7 +116,7 @@ class Scheduler:
     def __init__(
         self,
         programs: Programs,
-        blocks: dict[int, tuple[list[tuple[Instruction, Action]], int]],
+        blocks: Blocks,
         order: str,
         random: np.random.Generator,
         limit: int,
@@ -143,42 +132,37 @@ class Scheduler:
 
     def run(self) -> None:
         """Run all programs to their end."""
-        instructions = self._programs.kernel.instructions
-        while True:
-            if not self._running:
-                if self._held:
-                    self._release()
-                    continue
-                if self._at_barrier:
-                    waiting = [instructions[i].text for i in self._at_barrier]
-                    raise Fault(f"{self._programs.kernel.name}: threads wait forever at {waiting}")
-                return
-            at = min(self._running)
-            mask = self._running.pop(at)
-            self._run_block(at, mask)
+        kernel = self._programs.kernel
+        while self._running or self._held:
+            if self._running:
+                at = min(self._running)
+                self._run_block(at, self._running.pop(at))
+            else:
+                self._release()
+        if self._at_barrier:
+            waiting = [kernel.instructions[i].text for i in self._at_barrier]
+            raise Fault(f"{kernel.name}: threads wait forever at {waiting}")
 
     def _run_block(self, at: int, threads: Array) -> None:
         kernel = self._programs.kernel
         self.reached.add(at)
-        if at == len(kernel.instructions):
-            self._end(threads)
-            return
         first = kernel.instructions[at]
-        if first.mnemonic in {"atom", "red"} and self._order != "together":
+        if first.mnemonic == "atom" and self._order != "together":
             self._add(self._held, at, threads)
             return
-        if first.mnemonic in {"bar", "barrier"} and first.fields[1] == "sync":
+        if first.fields == ("bar", "sync"):
             self._arrive(first, threads)
             return
         after = self._execute(at, _smallest(threads))
         last = kernel.instructions[after - 1]
-        if last.mnemonic in {"bra", "ret", "exit"}:
+        if last.mnemonic in {"bra", "ret"}:
             leaving = threads & self._condition(last)
             threads = threads & ~leaving
             if last.mnemonic == "bra":
                 self._add(self._running, kernel.labels[last.operands[0]], leaving)
             else:
-                self._end(leaving)
+                self._alive &= ~leaving
+                self._pass_barriers()
         self._add(self._running, after, threads)
 
     def _execute(self, at: int, mask: Mask) -> int:
@@ -189,7 +173,7 @@ class Scheduler:
         if self.num_instructions > self._limit:
             raise Fault(f"{programs.kernel.name}: no end after {self._limit} instructions")
         for each, act in actions:
-            if programs.reading or programs.writing:
+            if programs.writing and each.mnemonic != "wgmma":
                 programs.check_products(each, mask)
             act(programs, mask)
         return after
@@ -206,10 +190,6 @@ class Scheduler:
         if threads.any():
             where[at] = where[at] | threads if at in where else threads
 
-    def _end(self, threads: Array) -> None:
-        self._alive &= ~threads
-        self._pass_barriers()
-
     def _arrive(self, at: Instruction, threads: Array) -> None:
         self._add(self._at_barrier, at.index, threads)
         if len(self._at_barrier) > 1:
@@ -220,31 +200,29 @@ class Scheduler:
 
     def _pass_barriers(self) -> None:
         """Let the programs continue of which all threads are at the barrier."""
+        programs = self._programs
         for at, stopped in list(self._at_barrier.items()):
             done = (stopped == self._alive).all(1) & stopped.any(1)
             if not done.any():
                 continue
-            programs = self._programs
-            rows = None if done.all() else np.flatnonzero(done)
+            rows, ids = np.flatnonzero(done), programs.lanes.ids[done]
             programs.lanes.pass_barrier(rows)
-            programs.shared.pass_barrier(np.flatnonzero(done))
-            programs.memory.pass_barrier(programs.lanes.ids[done])
-            if programs.memory.trace:
-                programs.memory.trace.pass_barrier(programs.lanes.ids[done], at)
-            self._add(self._running, at + 1, stopped & done[:, None])
-            rest = stopped & ~done[:, None]
+            programs.shared.pass_barrier(rows)
+            programs.memory.pass_barrier(ids)
+            if programs.lanes.trace:
+                programs.lanes.trace.pass_barrier(ids, at)
             del self._at_barrier[at]
-            self._add(self._at_barrier, at, rest)
+            self._add(self._running, at + 1, stopped & done[:, None])
+            self._add(self._at_barrier, at, stopped & ~done[:, None])
 
     def _release(self) -> None:
         """Execute the atomic of one of the programs that wait at atomics."""
-        candidates = {
-            int(row) for mask in self._held.values() for row in np.flatnonzero(mask.any(1))
-        }
-        ordered = sorted(candidates, key=lambda row: int(self._programs.lanes.ids[row]))
-        row = ordered[0 if self._order == "forward" else -1]
+        waiting = np.any([mask.any(1) for mask in self._held.values()], axis=0)
+        rows = np.flatnonzero(waiting)
+        rows = rows[np.argsort(self._programs.lanes.ids[rows])]
+        row = rows[0 if self._order == "forward" else -1]
         if self._order == "interleaved":
-            row = ordered[int(self._random.integers(len(ordered)))]
+            row = rows[int(self._random.integers(len(rows)))]
         at = min(i for i, mask in self._held.items() if mask[row].any())
         held = self._held.pop(at)
         chosen = np.zeros_like(held)

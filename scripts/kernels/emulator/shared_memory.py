@@ -10,17 +10,15 @@ warp in one number. Accesses are aligned to their width, so that the elements of
 the state, if that is seen as a matrix.
 """
 
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 
 from .access import Access, Array, Lanes, put, take
-from .parser import Instruction
-from .trace import Trace
+from .ptx import Instruction
 
 BASE = 1024
-"""Address of the first byte."""
+"""Address of the first byte: swizzles repeat after so many."""
 IN_FLIGHT, UNWRITTEN = -2, -1
 WARP_BITS = 6
 SEVERAL = (1 << WARP_BITS) - 1
@@ -29,26 +27,30 @@ PIECE = 16
 """Bytes of a row that are contiguous in all layouts of the operands of wgmma."""
 
 
-class Copy(NamedTuple):
-    """An asynchronous copy that has been issued."""
+class Pending(NamedTuple):
+    """An asynchronous copy, or the reads of a product, until it is waited for."""
 
     access: Access
-    raw: Array  # [k, width]
-    group: Array  # [k], the number of the commit that each thread will make
+    group: Array  # [k], the number of the commit that ends it
+    raw: Array  # [k, width], what a copy writes
 
-    def part(self, which: Array) -> "Copy":
-        """The copies of some of the threads."""
-        return Copy(self.access.part(which), self.raw[which], self.group[which])
+    def part(self, which: Array) -> "Pending":
+        """What some of the threads do."""
+        which = np.flatnonzero(which)
+        return Pending(self.access.part(which), self.group[which], self.raw[which])
 
 
 class SharedMemory:
-    """Shared memory of `num_bytes` for each program of a batch."""
+    """Shared memory of `num_bytes` for each program of a batch.
 
-    def __init__(
-        self, lanes: Lanes, num_bytes: int, element_bytes: int, trace: Trace | None = None
-    ) -> None:
+    Attributes:
+        useful: waits and fences that found something to order.
+        product_commits: groups of products that each warp group has closed, [programs, groups].
+        product_waits: those that it has waited for.
+    """
+
+    def __init__(self, lanes: Lanes, num_bytes: int, element_bytes: int) -> None:
         self.lanes, self.num_bytes, self._element_bytes = lanes, num_bytes, element_bytes
-        self._trace = trace
         self._size = -(-num_bytes // PIECE) * PIECE + PIECE
         num_programs = len(lanes.ids)
         self.data = np.full(num_programs * self._size, 0xFF, np.uint8)
@@ -60,12 +62,12 @@ class SharedMemory:
         self._write = np.full(total, UNWRITTEN, np.int32)  # time and warp
         self._read = np.full(total, -1, np.int32)  # time of the barrier before, and warp
         self._unfenced = np.zeros(num_programs, np.bool_)  # whether any write is
-        self.ambiguous: Counter[str] = Counter()  # values of one warp's threads for one place
-        self.useful: set[int] = set()  # waits and fences that found something to order
-        self._copies: list[Copy] = []
+        self.useful: set[int] = set()
+        self._copies: list[Pending] = []
         self._copy_commits = np.zeros(lanes.size, np.int32)
         self._copy_waits = np.zeros(lanes.size, np.int32)
         num_groups = -(-lanes.num_threads // 128)
+        self._products: list[list[Pending]] = [[] for _ in range(num_groups)]  # for the trace
         self._product: list[Array] = []  # by warp group: 1 + the commit of the last one that reads
         self.product_commits = np.zeros((num_programs, num_groups), np.int32)
         self.product_waits = np.zeros((num_programs, num_groups), np.int32)
@@ -97,8 +99,7 @@ class SharedMemory:
     def load(self, access: Access) -> Array:
         """Bytes [k, width]."""
         index, n = self._rows(access)
-        access.note("shared")
-        self._note(access, index, n, write=False)
+        access.note("shared", index, n, write=False)
         write = take(self._write, index, n)
         self._check_written(access, write, "read")
         since, mark = self._since[access.chosen], self._read_mark[access.chosen]
@@ -112,38 +113,30 @@ class SharedMemory:
             which = several.any(1)
             marks = np.where(several, since + SEVERAL, mark)[which]
             put(self._read, index[which], n, marks)
-        return take(self.data, self._place(access) // access.width, access.width)
+        return take(self.data, index, access.width)
 
     def store(self, access: Access, raw: Array) -> None:
         """Write bytes [k, width]."""
         index, n = self._rows(access)
-        access.note("shared", raw)
-        self._note(access, index, n, write=True)
+        access.note("shared", index, n, raw, write=True)
         self._check_write(access, index, n)
-        width, place = access.width, self._place(access)
-        put(self.data, place // width, width, raw)
-        differs = (take(self.data, place // width, width) != raw).any(1)
+        put(self.data, index, access.width, raw)
+        differs = (take(self.data, index, access.width) != raw).any(1)
         if differs.any():
-            self._check_values(access, place, differs)
-        put(self._write, index, n, self._write_mark[access.chosen])
-        self._unfenced[access.row] = True
+            access.fail("threads write different values to one place", differs)
+        self._set_written(access, index, n)
 
-    def _check_values(self, access: Access, place: Array, differs: Array) -> None:
-        """Raise if warps write different values to one place; note it of threads of a warp."""
-        which = np.isin(place, place[differs])
-        warps = np.unique(np.stack([place[which], access.warp[which]]), axis=1)
-        if len(np.unique(warps[0])) < warps.shape[1]:
-            access.fail("race: warps write different values to one place", differs)
-        self.ambiguous[access.by.text] += int(differs.sum())
+    def _set_written(self, access: Access, index: Array, n: int) -> None:
+        put(self._write, index, n, self._write_mark[access.chosen])
+        self._unfenced[access.of("row")] = True
 
     def copy(self, access: Access, raw: Array) -> None:
         """Issue an asynchronous copy of bytes [k, width]."""
         index, n = self._rows(access)
-        access.note("shared", raw)
-        self._note(access, index, n, write=True)
+        access.note("shared", index, n, raw, write=True)
         self._check_write(access, index, n)
         put(self._write, index, n, np.array(IN_FLIGHT))
-        self._copies.append(Copy(access, raw, self._copy_commits[access.chosen].copy()))
+        self._copies.append(Pending(access, self._copy_commits[access.chosen].copy(), raw))
 
     def commit_copies(self, chosen: Array | slice) -> None:
         """Close the group of the copies that some lanes have issued."""
@@ -158,18 +151,14 @@ class SharedMemory:
             landed = copy.group < self._copy_waits[copy.access.chosen]
             if landed.any():
                 self.useful.add(by.index)
-                self._land(copy if landed.all() else copy.part(np.flatnonzero(landed)))
+                access, _, raw = copy if landed.all() else copy.part(landed)
+                index, n = self._rows(access)
+                access.note("shared", index, n, write=True)
+                put(self.data, index, access.width, raw)
+                self._set_written(access, index, n)
             if not landed.all():
-                remaining.append(copy.part(np.flatnonzero(~landed)))
+                remaining.append(copy.part(~landed))
         self._copies = remaining
-
-    def _land(self, copy: Copy) -> None:
-        access = copy.access
-        index, n = self._rows(access)
-        self._note(access, index, n, write=True)
-        put(self.data, self._place(access) // access.width, access.width, copy.raw)
-        put(self._write, index, n, self._write_mark[access.chosen])
-        self._unfenced[access.row] = True
 
     def operand(self, by: Instruction, rows: Array, warpgroup: int, address: Array) -> Array:
         """What a warp group's wgmma reads at addresses [...], for programs: [k, ..., PIECE]."""
@@ -178,24 +167,23 @@ class SharedMemory:
         every = np.tile(address.ravel(), len(rows))
         access = Access(by, every, PIECE, self.lanes, lanes)
         index, n = self._rows(access)
-        access.note("shared")
-        write = take(self._write, index, n)
+        access.note("shared", index, n, write=False)
+        write, row = take(self._write, index, n), access.of("row")
         self._check_written(access, write, "wgmma")
         latest = write.reshape(len(rows), -1).max(1) >> WARP_BITS
         if (latest >= self._barrier[rows]).any():
             racing = (write >= self._since[lanes]).any(1)
             access.fail("race: wgmma of what was written since the last barrier", racing)
         if (latest >= self._fence[rows]).any():
-            unfenced = (write >> WARP_BITS >= self._fence[access.row][:, None]).any(1)
+            unfenced = (write >> WARP_BITS >= self._fence[row][:, None]).any(1)
             access.fail("wgmma of what ordinary stores wrote, no proxy fence between", unfenced)
         if not self._product:
-            num_groups = self.product_commits.shape[1]
-            self._product = [np.zeros_like(self._write) for _ in range(num_groups)]
-        commit = self.product_commits[access.row, warpgroup][:, None]
-        put(self._product[warpgroup], index, n, commit + 1)
-        if self._trace:
-            self._trace.add_operand(access, index, n, warpgroup, commit[:, 0])
-        raw = take(self.data, self._place(access) // PIECE, PIECE)
+            self._product = [np.zeros_like(self._write) for _ in self._products]
+        commit = self.product_commits[row, warpgroup]
+        put(self._product[warpgroup], index, n, commit[:, None] + 1)
+        raw = take(self.data, index, PIECE)
+        if self.lanes.trace:
+            self._products[warpgroup].append(Pending(access, commit, raw))
         return raw.reshape(len(rows), *address.shape, PIECE)
 
     def wait_for_products(self, rows: Array, num_pending: int, by: Instruction) -> None:
@@ -204,33 +192,37 @@ class SharedMemory:
         if (done > self.product_waits[rows]).any():
             self.useful.add(by.index)
         self.product_waits[rows] = np.maximum(self.product_waits[rows], done)
-        if self._trace:
-            self._trace.wait_for_products(self.product_waits)
-
-    def _note(self, access: Access, index: Array, n: int, *, write: bool) -> None:
-        if self._trace:
-            self._trace.add_shared(access, index, n, write=write)
-
-    def _place(self, access: Access) -> Array:
-        """Offsets [k] into the data of all programs."""
-        return np.asarray(access.address - BASE + access.row * self._size)
+        for group, products in enumerate(self._products):
+            remaining = []
+            for product in products:
+                ended = product.group < self.product_waits[product.access.of("row"), group]
+                if ended.any():
+                    access = product.part(ended).access
+                    access.note("shared", *self._rows(access), write=False)
+                if not ended.all():
+                    remaining.append(product.part(~ended))
+            self._products[group] = remaining
 
     def _rows(self, access: Access) -> tuple[Array, int]:
-        """Where the elements of an access are: indices [k] of rows, and the length of a row."""
-        access.check(access.address - BASE, self.num_bytes)
-        return self._place(access) // access.width, access.width // self._element_bytes
+        """Where an access is: rows [k], of `width` bytes, and how many elements a row has."""
+        offset, width = access.address - BASE, access.width
+        if int(offset.view(np.uint64).max()) + width > self.num_bytes:
+            outside = (offset < 0) | (offset + width > self.num_bytes)
+            access.fail("address outside of memory", outside)
+        access.check_alignment(offset)
+        return (offset + access.of("row") * self._size) // width, width // self._element_bytes
 
     def _check_written(self, access: Access, write: Array, what: str) -> None:
         if write.min() < 0:
-            if (write == IN_FLIGHT).any():
-                early = (write == IN_FLIGHT).any(1)
+            early = (write == IN_FLIGHT).any(1)
+            if early.any():
                 access.fail(f"{what} of an asynchronous copy before it was waited for", early)
             access.fail(f"{what} of shared memory that nobody wrote", (write < 0).any(1))
 
     def _check_writer(self, access: Access, write: Array, since: Array, what: str) -> None:
         """Raise if another warp has written since the last barrier."""
         if write.max() >= since.min():
-            racing = (write >= since) & (write & SEVERAL != access.warp[:, None])
+            racing = (write >= since) & (write & SEVERAL != access.of("warp")[:, None])
             if racing.any():
                 access.fail(f"race: {what}, no barrier between", racing.any(1))
 
@@ -241,21 +233,15 @@ class SharedMemory:
             access.fail("write into an asynchronous copy", (write == IN_FLIGHT).any(1))
         self._check_writer(access, write, since, "write where another warp wrote")
         read = take(self._read, index, n)
-        if read.max() >= since.min():
-            racing = (read >= since) & (read != self._read_mark[access.chosen])
-            if racing.any():
-                self._fail_after_read(access, racing)
+        reads = [(read >= since) & (read != self._read_mark[access.chosen])]
         for group, products in enumerate(self._product):
-            product, rows = take(products, index, n), access.row
-            running = product > self.product_waits[rows, group][:, None]
+            product, row = take(products, index, n), access.of("row")
+            running = product > self.product_waits[row, group][:, None]
             if running.any():
                 what = "write into an operand of a wgmma that is running"
                 access.fail(what, running.any(1))
-            racing = product > self._products_ordered[rows, group][:, None]
+            reads.append(product > self._products_ordered[row, group][:, None])
+        for racing in reads:
             if racing.any():
-                self._fail_after_read(access, racing)
-
-    @staticmethod
-    def _fail_after_read(access: Access, racing: Array) -> None:
-        what = "race: write of what another warp has read, no barrier between"
-        access.fail(what, racing.any(1))
+                what = "race: write of what another warp has read, no barrier between"
+                access.fail(what, racing.any(1))

@@ -5,13 +5,14 @@ import re
 import numpy as np
 
 from .access import Array
-from .arithmetic import from_halves
+from .arithmetic import numbers
 from .decoder import Decoder, instruction
-from .parser import Instruction, Unsupported
 from .programs import Action, Mask, Programs
-from .shared_memory import BASE, PIECE
+from .ptx import Instruction, Unsupported
+from .shared_memory import PIECE
 
-SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
+KINDS = {"bf16", "f16", "tf32"}
+SWIZZLES = {1: 128, 2: 64, 3: 32}
 """Bytes over which rows of a matrix in shared memory are swizzled, by code of a descriptor."""
 TF32 = np.uint32(0xFFFFE000)
 """The bits of an fp32 number that tensor cores read."""
@@ -21,7 +22,7 @@ def _numbers(bits: Array, kind: str) -> Array:
     """Words or bytes [..., n] as fp32 [..., elements in them]."""
     if kind == "tf32":
         return (bits.view(np.uint32) & TF32).view(np.float32)
-    return from_halves(bits, kind)
+    return numbers(bits.view(np.uint16), kind).astype(np.float32)
 
 
 def _sizes(by: Instruction) -> tuple[int, int, int]:
@@ -33,8 +34,8 @@ def _sizes(by: Instruction) -> tuple[int, int, int]:
 
 def _registers(programs: Programs, slots: list[int], kind: str) -> Array:
     """[warps, registers, 32, elements of a register]."""
-    words = [programs.warps(programs.registers[slot])[..., None] for slot in slots]
-    return _numbers(np.stack(words, 1), kind)
+    words = np.stack([programs.warps(slot) for slot in slots], 1)
+    return _numbers(words[..., None], kind)
 
 
 def _left(programs: Programs, slots: list[int], kind: str) -> Array:
@@ -55,18 +56,15 @@ def _right(programs: Programs, slots: list[int], kind: str) -> Array:
 
 @instruction("mma")
 def _warp_product(decoder: Decoder, by: Instruction) -> Action:
-    rows, columns, depth = _sizes(by)
+    rows, columns, _ = _sizes(by)
     kind = by.fields[-3]
-    if (rows, columns) != (16, 8) or by.fields[-4] != "f32" or by.fields[-1] != "f32":
-        raise Unsupported(by.text)
-    if kind not in {"bf16", "f16", "tf32"} or by.guard is not None:
+    if (rows, columns) != (16, 8) or kind not in KINDS or by.fields[-4::3] != ("f32", "f32"):
         raise Unsupported(by.text)
     targets, left, right, before = [decoder.vector(each, "b32") for each in by.operands]
 
     def act(programs: Programs, mask: Mask) -> None:
         programs.require_whole_warps(by, mask)
         product = _left(programs, left, kind) @ _right(programs, right, kind)
-        programs.num_products += programs.count(mask) // 32 * rows * columns * depth
         parts = product.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3)  # [2, 2, warps, 8, 4]
         for i, (slot, old) in enumerate(zip(targets, before, strict=True)):
             part = parts[i // 2, i % 2].reshape(programs.shape)
@@ -97,46 +95,44 @@ def _commit(programs: Programs, by: Instruction, mask: Mask) -> None:
 def _wait(programs: Programs, by: Instruction, mask: Mask, pending: int) -> None:
     shared = programs.shared
     shared.wait_for_products(programs.rows(by, mask), pending, by)
-    for products in (programs.reading, programs.writing):
-        for name, last in list(products.items()):
-            if (last < shared.product_waits[:, 0]).all():
-                del products[name]
+    for name, last in list(programs.writing.items()):
+        if (last < shared.product_waits[:, 0]).all():
+            del programs.writing[name]
 
 
 class _GroupProduct:
-    """D = A Bᵀ, or D + A Bᵀ, by the four warps of a group; A from registers or shared memory.
+    """D = A Bᵀ, or D + A Bᵀ, by the four warps of a group, of matrices in shared memory.
 
-    The result is computed at once. Until it has been waited for, registers that it reads may not be
-    written, registers that it writes may not be used, and shared memory that it reads is pinned.
+    The result is computed at once. Until it has been waited for, registers that it writes may not
+    be used, and shared memory that it reads is pinned.
     """
 
     def __init__(self, decoder: Decoder, by: Instruction) -> None:
         self.by, self.kind = by, by.fields[-1]
         self.rows, self.columns, self.depth = _sizes(by)
         targets, left, right, keep, *flags = by.operands
-        known = self.kind in {"bf16", "f16", "tf32"} and by.has("f32")
-        if not known or flags[:2] != ["1", "1"] or by.guard:
+        if self.kind not in KINDS or not by.has("f32") or flags[:2] != ["1", "1"] or by.guard:
             raise Unsupported(by.text)
-        self.from_registers = left.startswith("{")
+        if len(flags) != (2 if self.kind == "tf32" else 4):  # also if A is in registers
+            raise Unsupported(by.text)
         self.targets = decoder.vector(targets, "b32")
-        self.left = decoder.vector(left, "b32" if self.from_registers else "b64")
-        self.right, self.keep = decoder.source(right, "b64"), decoder.source(keep, "pred")
-        transposed = [flag == "1" for flag in flags[2:]]
-        expected = 0 if self.kind == "tf32" else 1 if self.from_registers else 2
-        if len(transposed) != expected:
-            raise Unsupported(by.text)
-        self.left_transposed = transposed[0] if len(transposed) == 2 else False
-        self.right_transposed = transposed[-1] if transposed else False
-        self.written = re.findall(r"%\w+", targets)
-        self.read = re.findall(r"%\w+", left) if self.from_registers else []
+        self.left, self.right = decoder.sources((left, right), "b64")
+        self.keep = decoder.source(keep, "pred")
+        self.left_transposed, self.right_transposed = flags[2:3] == ["1"], flags[3:] == ["1"]
 
     def __call__(self, programs: Programs, mask: Mask) -> None:
         active = programs.rows(self.by, mask)
         num_groups = programs.shape[1] // 128
-        products = np.zeros((len(active), num_groups, 64, self.columns), np.float32)
+        products = np.zeros((len(active), num_groups, self.rows, self.columns), np.float32)
         for group in range(num_groups):
-            products[:, group] = self._product(programs, active, group)
-        programs.num_products += products.size * self.depth
+            left, right = (
+                self._operand(programs, active, group, *of)
+                for of in (
+                    (self.left, self.rows, self.left_transposed),
+                    (self.right, self.columns, self.right_transposed),
+                )
+            )
+            products[:, group] = left @ right.swapaxes(1, 2)
         parts = products.reshape(len(active), -1, 2, 8, self.columns // 8, 4, 2)
         parts = parts.transpose(4, 2, 6, 0, 1, 3, 5)  # [columns / 8, 2, 2, programs, warps, 8, 4]
         keep = programs.full(programs.registers[self.keep]).reshape(programs.shape)[active]
@@ -144,34 +140,15 @@ class _GroupProduct:
             part = parts[i // 4, i % 4 // 2, i % 2].reshape(len(active), -1)
             held = programs.registers[slot]
             old = np.broadcast_to(np.uint32(0) if held is None else held, programs.shape)
-            total = np.where(keep, old[active].view(np.float32) + part, part)
             new = old.copy()
-            new[active] = total.view(np.uint32)
+            new[active] = np.where(keep, old[active].view(np.float32) + part, part).view(np.uint32)
             programs.registers[slot] = new
-        self._mark(programs, active)
+        for name in self.by.writes:  # the commit to wait for, by program; -1 for none
+            last = programs.writing.get(name, np.full(programs.shape[0], -1, np.int32)).copy()
+            last[active] = programs.shared.product_commits[active, 0]
+            programs.writing[name] = last
 
-    def _mark(self, programs: Programs, active: Array) -> None:
-        """Note the commit that the registers wait for, by program; -1 for none."""
-        commits = programs.shared.product_commits[:, 0]
-        for products, names in ((programs.reading, self.read), (programs.writing, self.written)):
-            for name in names:
-                last = products.get(name, np.full(programs.shape[0], -1, np.int32)).copy()
-                last[active] = commits[active]
-                products[name] = last
-
-    def _product(self, programs: Programs, active: Array, group: int) -> Array:
-        """[programs, 64, columns]."""
-        right = self._shared(
-            programs, active, group, self.right, self.columns, self.right_transposed
-        )
-        if not self.from_registers:
-            (slot,) = self.left
-            left = self._shared(programs, active, group, slot, 64, self.left_transposed)
-            return left @ right.swapaxes(1, 2)
-        warps = _left(programs, self.left, self.kind).reshape(programs.shape[0], -1, 64, self.depth)
-        return np.asarray(warps[active, group] @ right.swapaxes(1, 2))
-
-    def _shared(
+    def _operand(
         self, programs: Programs, active: Array, group: int, slot: int, rows: int, transposed: bool
     ) -> Array:
         """A matrix [programs, rows, depth] in shared memory, where a descriptor says it is."""
@@ -193,23 +170,15 @@ class _GroupProduct:
     def _addresses(self, descriptor: int, rows: int, transposed: bool) -> Array:
         """Addresses of pieces: [rows, depth / core], or [rows / core, depth] if transposed."""
         start, leading, stride = (((descriptor >> shift) & 0x3FFF) << 4 for shift in (0, 16, 32))
-        if (descriptor >> 49) & 7:
-            raise Unsupported(f"base offset of a descriptor in {self.by.text}")
+        if (descriptor >> 49) & 7 or not descriptor >> 62:
+            raise Unsupported(f"a base offset, or no swizzle, in a descriptor of {self.by.text}")
         item, swizzle = 4 if self.kind == "tf32" else 2, SWIZZLES[descriptor >> 62]
         core = PIECE // item  # elements of a row of a core matrix, which has eight
         r = np.arange(0, rows, core if transposed else 1)[:, None]
         k = np.arange(0, self.depth, 1 if transposed else core)[None, :]
-        if transposed and swizzle > 16:
+        place = r // 8 * stride + r % 8 * swizzle + k * item
+        if transposed:
             span = swizzle // item
             place = r // span * leading + k // 8 * stride + k % 8 * swizzle + r % span * item
-        elif transposed:
-            place = r // core * stride + k // 8 * leading + k % 8 * 16 + r % core * item
-        elif swizzle > 16:
-            place = r // 8 * stride + r % 8 * swizzle + k * item
-        else:
-            place = r // 8 * stride + k // core * leading + r % 8 * 16 + k % core * item
         address = start + place
         return np.asarray(address ^ (((address >> 7) & (swizzle // 16 - 1)) << 4))
-
-
-assert BASE % 1024 == 0  # swizzles repeat after 1024 bytes

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -109,22 +109,6 @@ def test_words_are_exchanged_through_shared_memory() -> None:
     assert (memory.loaded, memory.stored) == ({"numbers": 256}, {"results": 256})
 
 
-@pytest.mark.parametrize(
-    ("text", "function"), [("sqrt.approx.ftz.f32", np.sqrt), ("neg.f32", np.negative)]
-)
-def test_functions_of_single_precision(text: str, function: Callable[[Any], Any]) -> None:
-    body = f"add.s32 %r5, %r0, 1; cvt.rn.f32.u32 %r6, %r5; {text} %r7, %r6;"
-    found = results(run(body + "st.global.b32 [%rd4], %r7;", num_programs=1).memory)
-    expected = function(np.arange(1, 65, dtype=np.float32))
-    np.testing.assert_allclose(found.view(np.float32), expected, rtol=1e-6)
-
-
-def test_float_atomics_add() -> None:
-    one = "mov.b32 %r5, 0x3F800000; red.global.gpu.relaxed.add.f32 [%rd0], %r5;"
-    memory = run(one).memory
-    assert memory.data[memory.start[0] :][:4].view(np.float32) == 128
-
-
 @pytest.mark.parametrize(("order", "first"), [("forward", 0), ("backward", 1), ("together", 0)])
 def test_programs_execute_atomics_in_order(order: str, first: int) -> None:
     body = (
@@ -168,55 +152,19 @@ def test_a_row_behind_4_gigabytes_is_read_unless_arithmetic_has_32_bits() -> Non
     assert len(found) >= 4, found
 
 
-REDUCTION = """
-  ld.global.b32 %r5, [%rd3+0]; mov.b32 %r7, 16;
-  $L1: shfl.sync.bfly.b32 %r6, %r5, 1, 31, -1; add.s32 %r5, %r5, %r6;
-  shfl.sync.bfly.b32 %r6, %r5, 4, 31, -1; setp.lt.u32 %p1, %r0, 9; selp.b32 %r5, %r6, %r5, %p1;
-  add.s32 %r7, %r7, 16; setp.lt.s32 %p2, %r7, 48; @%p2 bra $L1;
-  shl.b32 %r8, %r0, 2; add.s32 %r8, %r8, 4; add.s32 %r8, %r8, -4; cvt.u64.u32 %rd5, %r8;
-  add.s64 %rd6, %rd1, %rd5; st.global.b32 [%rd6], %r5;
-"""
-CHANGES = {
-    "loop bound": {"setp.lt.s32 %p2, %r7, 64", "setp.lt.s32 %p2, %r7, 32"},
-    "shuffle": {"shfl.sync.bfly.b32 %r6, %r5, 2, 31, -1", "shfl.sync.bfly.b32 %r6, %r5, 8, 31, -1"},
-    "selection": {"selp.b32 %r5, %r5, %r6, %p1"},
-    "constant": {
-        "ld.global.b32 %r5, [%rd3+4]",
-        "st.global.b32 [%rd6+4], %r5",
-        "shl.b32 %r8, %r0, 3",
-        "add.s32 %r8, %r8, 8",
-        "add.s32 %r8, %r8, 0",
-        "shl.b32 %r2, %r0, 3",
-    },
-}
-
-
-def test_faults_put_into_a_kernel_are_seen() -> None:
-    executed = run(REDUCTION, num_programs=1)
-    judge = Judge([executed])
-    found: dict[str, set[str]] = {}
-    for mutant in judge.mutants():
-        changed = mutant.changed
-        text = f"{'.'.join(changed.fields)} {', '.join(changed.operands)}"
-        found.setdefault(mutant.kind, set()).add(text)
-        if mutant.kind in CHANGES:
-            assert judge.verdict(mutant) in SEEN, mutant
-    assert {kind: found[kind] for kind in CHANGES} == CHANGES
-
-
 @pytest.mark.parametrize(
     "text",
     [
         "tcgen05.mma %r0;",
         "bar.sync 1, 32;",
+        "red.global.gpu.relaxed.add.u32 [%rd0], 1;",
         "add.sat.f32 %r5, %r5, %r5;",
         "add.s32 %r1, %clock, 1;",
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r0}, {%r1}, %rd0, %p1, 1, 1, 0;",
     ],
 )
 def test_unknown_instructions_are_refused_by_name(text: str) -> None:
-    with pytest.raises(
-        Unsupported, match=text.split()[0].rstrip(";") if "clock" not in text else "clock"
-    ):
+    with pytest.raises(Unsupported, match="clock" if "clock" in text else text.split()[0]):
         run(text)
 
 

@@ -1,23 +1,26 @@
-"""Loads, stores, atomics and asynchronous copies."""
+"""Loads, stores, atomics, asynchronous copies, and exchange between the threads of a warp."""
 
 import re
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
-from .access import UNSIGNED, Array
+from .access import UNSIGNED, Access
 from .arithmetic import TYPES
-from .decoder import Decoder, elements, instruction
-from .parser import Instruction, Unsupported
-from .programs import BITS, Action, Mask, Programs
+from .decoder import BITS, Decoder, elements, instruction
+from .programs import Action, Mask, Programs
+from .ptx import Instruction, Unsupported
 from .shared_memory import PIECE
 
-WIDTH = {kind: np.dtype(number).itemsize for kind, number in TYPES.items()} | {"b8": 1}
+WIDTH = {"b8": 1, "b16": 2, "b32": 4, "s32": 4, "u32": 4, "f32": 4, "b64": 8}
 """Bytes by type."""
+LANE = np.arange(32)
+ROW, PAIR = LANE // 4, 2 * (LANE % 4)
+"""Which elements of an 8 x 8 matrix a thread holds: of its row, those at PAIR and PAIR + 1."""
 
 
 def _space(by: Instruction) -> str:
-    """Global or shared; what is volatile, relaxed or from the second-level cache is the same."""
+    """Global, shared or param."""
     names = {field.split("::")[0] for field in by.fields[1:]}
     found = names & {"global", "shared", "param"}
     if len(found) != 1:
@@ -29,77 +32,36 @@ def _vector(by: Instruction) -> int:
     return next((int(each[1:]) for each in by.fields if re.fullmatch(r"v\d", each)), 1)
 
 
-def _extended(part: Array, kind: str, bits: Any) -> Array:
-    """Loaded bits in a register that may be wider; signed types keep their sign."""
-    if part.dtype == bits:
-        return part
-    if kind[0] == "s":
-        part = part.view(f"i{part.dtype.itemsize}").astype(f"i{np.dtype(bits).itemsize}")
-        return np.asarray(part.view(bits))
-    return part.astype(bits)
-
-
 def shared_width(by: Instruction) -> int:
     """Bytes of shared memory that a thread accesses at a time; many if it accesses none."""
     if by.mnemonic == "cp" and len(by.operands) > 2:
         return int(by.operands[2], 0)
     if by.mnemonic in {"ld", "st"} and _space(by) == "shared":
-        return int(WIDTH[by.fields[-1]]) * _vector(by)
+        return WIDTH[by.fields[-1]] * _vector(by)
     return PIECE
 
 
 @instruction("ld")
 def _load(decoder: Decoder, by: Instruction) -> Action:
-    space, kind = _space(by), by.fields[-1]
-    if space == "param":
-        return _load_parameter(decoder, by)
-    names, where = elements(by.operands[0]), decoder.mask(by)
+    space, names, size = _space(by), elements(by.operands[0]), WIDTH[by.fields[-1]]
+    targets = [(decoder.slots[name], BITS[decoder.kernel.registers[name]]) for name in names]
     if len(names) != _vector(by):
         raise Unsupported(by.text)
-    targets = [
-        (i, decoder.target(name), decoder.bits_of(name))
-        for i, name in enumerate(names)
-        if name != "_"
-    ]
-    address = decoder.address(by.operands[1], "b64" if space == "global" else "b32")
-    size = WIDTH[kind]
+    if space == "param":
+        (slot, bits), parameter = targets[0], by.operands[1].strip("[] ")
+        return lambda programs, mask: programs.set(
+            slot, programs.parameters[parameter].astype(bits), mask
+        )
+    address = decoder.address(by.operands[1])
 
     def act(programs: Programs, mask: Mask) -> None:
-        mask = where(programs, mask)
         access = programs.access(by, address(programs), size * len(names), mask)
         if access is None:
             return
         memory = programs.memory if space == "global" else programs.shared
         items = memory.load(access).view(UNSIGNED[size])
-        for i, slot, bits in targets:
-            value = _extended(np.ascontiguousarray(items[:, i]), kind, bits)
-            _set_lanes(programs, slot, value, access.chosen, mask)
-
-    return act
-
-
-def _set_lanes(programs: Programs, slot: int, value: Array, chosen: Any, mask: Mask) -> None:
-    """Write a register of the chosen lanes."""
-    if mask is None:
-        programs.registers[slot] = value.reshape(programs.shape)
-        return
-    old = programs.registers[slot]
-    new = np.zeros(programs.shape, value.dtype) if old is None else programs.full(old).copy()
-    new = new.reshape(-1)
-    new[chosen] = value
-    programs.registers[slot] = new.reshape(programs.shape)
-
-
-def _load_parameter(decoder: Decoder, by: Instruction) -> Action:
-    found = re.fullmatch(r"\[\s*(\w+)\s*\]", by.operands[1])
-    if found is None:
-        raise Unsupported(by.text)
-    slot, name = decoder.target(by.operands[0]), found[1]
-    bits = decoder.bits_of(by.operands[0])
-
-    def act(programs: Programs, mask: Mask) -> None:
-        value = programs.parameters[name]
-        programs.set(slot, _extended(value, by.fields[-1], bits), mask)
+        for i, (slot, bits) in enumerate(targets):
+            programs.set_lanes(slot, items[:, i].astype(bits), access.chosen)
 
     return act
 
@@ -107,14 +69,13 @@ def _load_parameter(decoder: Decoder, by: Instruction) -> Action:
 @instruction("st")
 def _store(decoder: Decoder, by: Instruction) -> Action:
     space, kind = _space(by), by.fields[-1]
-    size, where = WIDTH[kind], decoder.mask(by)
-    address = decoder.address(by.operands[0], "b64" if space == "global" else "b32")
+    size, address = WIDTH[kind], decoder.address(by.operands[0])
     sources = decoder.vector(by.operands[1], kind if kind in BITS else "b32")
     if len(sources) != _vector(by):
         raise Unsupported(by.text)
 
     def act(programs: Programs, mask: Mask) -> None:
-        access = programs.access(by, address(programs), size * len(sources), where(programs, mask))
+        access = programs.access(by, address(programs), size * len(sources), mask)
         if access is None:
             return
         raw = np.empty((len(access.address), len(sources)), UNSIGNED[size])
@@ -126,44 +87,31 @@ def _store(decoder: Decoder, by: Instruction) -> Action:
     return act
 
 
-@instruction("atom", "red")
+@instruction("atom")
 def _atomic(decoder: Decoder, by: Instruction) -> Action:
-    name, kind = by.fields[-2], by.fields[-1]
-    operands = by.operands if by.mnemonic == "atom" else ("_", *by.operands)
-    if _space(by) != "global" or name != "add":
+    order = by.fields[3]
+    if by.fields[:3] != ("atom", "global", "gpu") or by.fields[4:] != ("add", "u32"):
         raise Unsupported(by.text)
-    orders = {"relaxed", "acquire", "release", "acq_rel"}
-    order = next((field for field in by.fields if field in orders), "relaxed")
-    slot = None if operands[0] == "_" else decoder.target(operands[0])
-    address, where = decoder.address(operands[1], "b64"), decoder.mask(by)
-    (source,) = decoder.sources(operands[2:], kind)
-    number, size = TYPES[kind], WIDTH[kind]
+    if order not in {"relaxed", "acq_rel"}:
+        raise Unsupported(by.text)
+    slot, address = decoder.slots[by.operands[0]], decoder.address(by.operands[1])
+    source = decoder.source(by.operands[2], "u32")
 
     def act(programs: Programs, mask: Mask) -> None:
-        mask = where(programs, mask)
-        access = programs.access(by, address(programs), size, mask)
-        if access is None:
-            return
-        added = programs.full(programs.registers[source])[access.chosen].view(number)
-
-        def update(old: Any, i: int) -> Any:
-            return (old.view(number) + added[i]).view(UNSIGNED[size])
-
-        old = programs.memory.atomic(access, update, order)
-        if slot is not None:
-            _set_lanes(programs, slot, old, access.chosen, mask)
+        access = programs.access(by, address(programs), 4, mask)
+        if access is not None:
+            added = programs.full(programs.registers[source])[access.chosen]
+            old = programs.memory.atomic(access, added, ordered=order == "acq_rel")
+            programs.set_lanes(slot, old, access.chosen)
 
     return act
 
 
 @instruction("cp")
 def _copy(decoder: Decoder, by: Instruction) -> Action:
-    if by.fields[:2] != ("cp", "async"):
-        raise Unsupported(by.text)
-    where = decoder.mask(by)
-    if by.fields[2] == "commit_group":
+    if by.fields == ("cp", "async", "commit_group"):
         return lambda programs, mask: programs.shared.commit_copies(programs.chosen(mask))
-    if by.fields[2] == "wait_group":
+    if by.fields == ("cp", "async", "wait_group"):
         pending = int(by.operands[0], 0)
         return lambda programs, mask: programs.shared.wait_for_copies(
             programs.chosen(mask), pending, by
@@ -171,12 +119,11 @@ def _copy(decoder: Decoder, by: Instruction) -> Action:
     spaces = [field.split("::")[0] for field in by.fields[3:5]]
     if by.fields[2] not in {"ca", "cg"} or spaces != ["shared", "global"]:
         raise Unsupported(by.text)
-    target, source = decoder.address(by.operands[0], "b32"), decoder.address(by.operands[1], "b64")
+    target, source = decoder.address(by.operands[0]), decoder.address(by.operands[1])
     size = int(by.operands[2], 0)
     limit = decoder.source(by.operands[3] if len(by.operands) > 3 else str(size), "b32")
 
     def act(programs: Programs, mask: Mask) -> None:
-        mask = where(programs, mask)
         access = programs.access(by, target(programs), size, mask)
         if access is None:
             return
@@ -198,3 +145,109 @@ def _fence(decoder: Decoder, by: Instruction) -> Action:
     if by.fields[1] != "proxy":
         raise Unsupported(by.text)
     return lambda programs, mask: programs.shared.fence_proxies(programs.rows(by, mask), by)
+
+
+@instruction("bar")
+def _warp_barrier(decoder: Decoder, by: Instruction) -> Action:
+    if by.fields != ("bar", "warp", "sync"):
+        raise Unsupported(by.text)
+    return lambda programs, mask: programs.require_whole_warps(by, mask)
+
+
+@instruction("shfl")
+def _shuffle(decoder: Decoder, by: Instruction) -> Action:
+    mode, slot = by.fields[2], decoder.slots[by.operands[0]]
+    if mode not in {"bfly", "idx", "up"}:
+        raise Unsupported(by.text)
+    value, lane, control = decoder.sources(by.operands[1:4], "b32")
+
+    def act(programs: Programs, mask: Mask) -> None:
+        programs.require_whole_warps(by, mask)
+        by_lane, bounds = (programs.warps(each).astype(np.int64) for each in (lane, control))
+        segment, clamp = (bounds >> 8) & 31, bounds & 31
+        first = LANE & segment
+        last = first | (clamp & ~segment & 31)
+        if mode == "bfly":
+            source = LANE ^ by_lane
+        elif mode == "idx":
+            source = first | (by_lane & ~segment & 31)
+        else:
+            source = LANE - by_lane
+        source = np.where(source >= last if mode == "up" else source <= last, source, LANE)
+        found = np.take_along_axis(programs.warps(value), source, 1)
+        programs.set(slot, found.reshape(programs.shape), mask)
+
+    return act
+
+
+@instruction("redux")
+def _reduce(decoder: Decoder, by: Instruction) -> Action:
+    number = TYPES[by.fields[-1]]
+    reduce = {"min": np.minimum, "max": np.maximum, "add": np.add}[by.fields[2]]
+    slot, source = decoder.slots[by.operands[0]], decoder.source(by.operands[1], "b32")
+
+    def act(programs: Programs, mask: Mask) -> None:
+        programs.require_whole_warps(by, mask)
+        value = programs.warps(source).view(number)
+        found = reduce.reduce(value, axis=1, dtype=number).repeat(32)
+        programs.set(slot, found.view(np.uint32).reshape(programs.shape), mask)
+
+    return act
+
+
+def _row_access(
+    decoder: Decoder, by: Instruction, operand: str, count: int
+) -> Callable[[Programs, Mask], Access | None]:
+    """The access of the threads whose addresses are used: of the rows of `count` 8 x 8 matrices."""
+    address = decoder.address(operand)
+    if f".m8n8.x{count}." not in ".".join(by.fields):
+        raise Unsupported(by.text)
+
+    def access(programs: Programs, mask: Mask) -> Access | None:
+        programs.require_whole_warps(by, mask)
+        used = (programs.lanes.thread % 32 < 8 * count).reshape(programs.shape)
+        return programs.access(by, address(programs), 16, used if mask is None else used & mask)
+
+    return access
+
+
+@instruction("ldmatrix")
+def _load_matrices(decoder: Decoder, by: Instruction) -> Action:
+    slots, transposed = decoder.vector(by.operands[0], "b32"), by.has("trans")
+    access_of = _row_access(decoder, by, by.operands[1], len(slots))
+
+    def act(programs: Programs, mask: Mask) -> None:
+        access = access_of(programs, mask)
+        if access is None:
+            return
+        rows = np.zeros((programs.lanes.size, 8), np.uint16)
+        rows[access.chosen] = programs.shared.load(access).view(np.uint16)
+        matrices = rows.reshape(-1, 4, 8, 8)  # [warps, matrix, row, column]
+        matrices = matrices.swapaxes(2, 3) if transposed else matrices
+        low, high = (matrices[:, :, ROW, PAIR + i].astype(np.uint32) for i in (0, 1))
+        for i, slot in enumerate(slots):
+            pair = low[:, i] | (high[:, i] << np.uint32(16))
+            programs.set(slot, pair.reshape(programs.shape), mask)
+
+    return act
+
+
+@instruction("stmatrix")
+def _store_matrices(decoder: Decoder, by: Instruction) -> Action:
+    sources, transposed = decoder.vector(by.operands[1], "b32"), by.has("trans")
+    access_of = _row_access(decoder, by, by.operands[0], len(sources))
+
+    def act(programs: Programs, mask: Mask) -> None:
+        access = access_of(programs, mask)
+        if access is None:
+            return
+        matrices = np.zeros((programs.lanes.size // 32, 4, 8, 8), np.uint16)
+        for i, slot in enumerate(sources):
+            value = programs.warps(slot)
+            matrices[:, i, ROW, PAIR] = value & np.uint32(0xFFFF)
+            matrices[:, i, ROW, PAIR + 1] = value >> np.uint32(16)
+        matrices = matrices.swapaxes(2, 3) if transposed else matrices
+        raw = np.ascontiguousarray(matrices).reshape(-1, 8)[access.chosen].view(np.uint8)
+        programs.shared.store(access, raw)
+
+    return act

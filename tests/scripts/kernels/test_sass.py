@@ -59,7 +59,7 @@ import torch
 import triton
 import triton.language as tl
 from scripts.kernels import sass
-from scripts.kernels.emulator.compiler import compiled
+from scripts.kernels.emulator.execution import compiled
 
 
 @triton.jit

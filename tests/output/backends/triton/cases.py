@@ -20,13 +20,13 @@ from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import SLOT, VARYING, Launch, execute, instrumented
 from lm.output.backends.triton.plan import tiles_for
+from lm.output.backends.visits import route
 from lm.output.rowwise import RowGradient
 from scripts.benchmarks import measure
 from scripts.kernels.compilation import CONSTANTS, values
 from scripts.kernels.emulator import Emulator
 from scripts.kernels.emulator.execution import Run
 from scripts.kernels.emulator.judge import Judge
-from scripts.kernels.work import work
 
 from ...definition import assert_errors_are_small, gradients, two_level, zipf_targets
 
@@ -49,12 +49,6 @@ TREES: dict[str, Callable[[], ClassTree]] = {
 FAR = 1 << 24
 """Elements from row to row: within a tile of 128 rows, offsets have 32 bits."""
 ORDERS = ("forward", "backward", "interleaved")
-LOADED = ("sorted_hidden", "weight", "errors", "exp_logits", "partial_hidden", "partial_rows")
-SECTORS = ("sorted_hidden", "weight", "errors", "exp_logits", "hidden")
-ONCE = (*LOADED, "hidden", "d_hidden", "d_weight", "block_max", "node_of_row")
-"""Tensors whose bytes `scripts.kernels.work` counts: loads, of these in whole sectors, and every
-element once.
-"""
 
 
 class Case(NamedTuple):
@@ -72,6 +66,7 @@ class Case(NamedTuple):
     target: str = "some ignored"
     rows: str = ""  # dtype of weight and bias, by default that of hidden
     switched: bool = False  # one loop over blocks of children and of H
+    chunk: int = 64  # least number of visits whose products a program adds up
 
     def __str__(self) -> str:
         values = self._asdict().items()
@@ -116,7 +111,7 @@ def emulated(
     backend = TritonBackend()
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
     with instrumented(capability=case.capability):
-        tiles = tiles_for(problem)._replace(chunk=64)
+        tiles = tiles_for(problem)._replace(chunk=case.chunk)
     tiles = tiles._replace(forward=tiles.forward._replace(flatten=case.switched))
     hooks: dict[str, Any] = {"run": run, "tiles": tiles}
     with emulator, instrumented(capability=case.capability, **hooks):
@@ -130,20 +125,13 @@ def emulated(
     return found
 
 
-def check(case: Case) -> Counter[str]:
-    """Execute a case and raise unless the results are right, and the same in all orders.
-
-    Returns:
-        Stores to shared memory in which threads of a warp wrote different values to one place.
-    """
+def check(case: Case) -> None:
+    """Execute a case and raise unless the results are right, and the same in all orders."""
     torch.set_num_threads(1)
     tensors, target, tree, upstream = given = inputs(case)
-    first, ambiguous = None, Counter[str]()
-
+    first = None
     for order in case.orders:
-        emulator = Emulator(case.capability, order)
-        found = emulated(case, given, emulator)
-        ambiguous += emulator.ambiguous
+        found = emulated(case, given, Emulator(case.capability, order))
         first = first or found
         same = [torch.equal(a, b) for a, b in zip(found, first, strict=True)]
         assert all(same), f"results in order {order} equal those in {case.orders[0]}: {same}"
@@ -153,7 +141,6 @@ def check(case: Case) -> Counter[str]:
         for kind in (DTYPES[case.dtype], torch.float64)
     )
     assert_errors_are_small([first, baseline, truth], 8 * EPSILON[case.dtype])
-    return ambiguous
 
 
 def check_far(case: Case) -> list[Run]:
@@ -166,7 +153,7 @@ def check_far(case: Case) -> list[Run]:
         The runs of launches with such rows.
     """
     torch.set_num_threads(1)
-    given, emulator = inputs(case), Emulator(case.capability, counting=True, recording=True)
+    given, emulator = inputs(case), Emulator(case.capability, recording=True)
     moved: dict[int, Tensor] = {}  # by address of what it takes the place of
 
     def far(tensor: Tensor) -> Tensor:
@@ -197,26 +184,27 @@ def check_far(case: Case) -> list[Run]:
     return [each for each in emulator.history if len(each.request.tensors) > case.positions]
 
 
-def check_counts(case: Case) -> None:
-    """Execute a case and raise unless the launches do what `scripts.kernels.work` counts.
+def check_bytes(case: Case) -> None:
+    """Execute a case without a bias, and raise if a large tensor is moved more often than needed.
 
-    Of `node_of_row`, the compiler loads what it needs in two layouts twice.
+    Rows are read in the forward and for d_hidden, those of visited nodes alone; hidden vectors are
+    read where they are sorted, and gradients written, once.
     """
-    emulator = Emulator(case.capability, counting=True, recording=True)
+    emulator = Emulator(case.capability, recording=True)
+    given = (hidden, weight), *_ = inputs(case)
+    emulated(case, given, emulator)
+    found: Counter[str] = sum((run.memory.once() for run in emulator.history), Counter())
+    expected = {"weight": 2 * num_visited_rows(given) * weight[0].nbytes, "hidden": hidden.nbytes}
+    expected |= {"d_weight": weight.nbytes, "d_hidden": hidden.nbytes}
+    assert {name: found[name] for name in expected} == expected
 
-    def run(launch: Launch) -> None:
-        execute(launch)
-        found, model, kernel = emulator.history[-1], work(launch), launch.kernel.__name__
-        memory, once = found.memory, found.memory.once()
-        if model.memory:
-            loaded = sum(memory.loaded[name] for name in (*LOADED, "hidden")) + once["node_of_row"]
-            loaded += sum(memory.sectors[name] - memory.loaded[name] for name in SECTORS)
-            assert loaded == model.loaded, f"{kernel}: {loaded} bytes loaded, not {model.loaded}"
-            total = sum(once[name] for name in ONCE)
-            assert total == model.memory, f"{kernel}: {total} bytes once, not {model.memory}"
 
-    emulated(case, inputs(case), emulator, run)
-    assert sum(each.num_products > 0 for each in emulator.history) >= 2
+def num_visited_rows(given: Inputs) -> int:
+    """The children of all nodes that targets visit."""
+    (hidden, weight, *_), target, tree, _ = given
+    problem = Problem.of(hidden.float(), weight.float(), target, tree)
+    node = route(problem.target, problem.tree, problem.depth, problem.ignore_index).node
+    return int(problem.tree.num_children[torch.unique(node[node >= 0])].sum())
 
 
 def num_compilations(num_words: int, sizes: list[int]) -> int:
@@ -256,7 +244,7 @@ def faults(
     """Kind and name of a share of the faults put into the kernels, and how they are seen."""
     history = []
     for case in cases:
-        emulator = Emulator(capability, counting=True, recording=True)
+        emulator = Emulator(capability, recording=True)
         emulated(case._replace(capability=capability), inputs(case), emulator)
         history += emulator.history
     judge = Judge(history)

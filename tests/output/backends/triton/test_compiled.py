@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from scripts.kernels.emulator.judge import CHANGED, NOT_SEEN, SEEN
+from scripts.kernels.emulator.judge import NOT_SEEN, ORDERING, SEEN
 from scripts.kernels.emulator.mutations import KINDS
 
 from .cases import (
@@ -21,7 +21,7 @@ from .cases import (
     TREES,
     Case,
     check,
-    check_counts,
+    check_bytes,
     faults,
     narrowed_products,
     num_compilations,
@@ -30,47 +30,30 @@ from .cases import (
 from .steps import check_step, check_updates
 
 KINDS_OF_CODE = list(product((80, 90), DTYPES))
-SIZES = (136, 33, 136, 136, 33, 264, 136, 33)
 ROWS = {"bf16": "fp32", "fp16": "fp32", "tf32": "", "fp32": ""}
-OTHER_TREES = ("root only", "three levels", "binary", "classes of one word")
-FIRST = [
-    Case(
-        *kind,
-        size=size,
-        further=-size % 8,
-        row_wise=i % 2 == 1,
-        orders=ORDERS if (i + i // 4) % 2 else ("together",),
-        switched=kind == (90, "tf32"),
-    )
-    for i, (kind, size) in enumerate(zip(KINDS_OF_CODE, SIZES, strict=True))
-]
+UNEQUAL = Case(tree="classes of 1 to 300 words", size=136, positions=200)
+LONGER = UNEQUAL._replace(size=160, positions=333, rows="fp32")
 CASES = [
-    *FIRST,
-    *(
-        case._replace(
-            tree=OTHER_TREES[(i + i // 4) % 4], orders=("together",), rows=ROWS[case.dtype]
-        )
-        for i, case in enumerate(FIRST)
-        if (i + i // 4) % 2
-    ),
-    *(
-        Case(
-            capability,
-            dtype,
-            "classes of 1 to 300 words",
-            160,
-            positions=333,
-            rows="fp32",
-            bias=b > 0,
-        )
-        for b, (capability, dtype) in enumerate(((80, "bf16"), (90, "bf16"), (90, "fp16")))
-    ),
-    FIRST[4]._replace(orders=("together",), target="all ignored"),
+    Case(80, "bf16", size=136),
+    Case(80, "fp16", size=33, further=7, row_wise=True, orders=ORDERS),
+    Case(80, "tf32", size=136),
+    Case(80, "fp32", size=136, row_wise=True, orders=ORDERS),
+    Case(90, "bf16", size=33, further=7, orders=ORDERS),
+    Case(90, "fp16", size=264, row_wise=True),
+    Case(90, "tf32", size=136, orders=ORDERS, switched=True),
+    Case(90, "fp32", size=33, further=7, row_wise=True),
+    Case(80, "fp16", "three levels", 33, 7, row_wise=True, rows="fp32"),
+    Case(80, "fp32", "classes of one word", 136, row_wise=True),
+    Case(90, "bf16", "three levels", 33, 7, rows="fp32"),
+    Case(90, "tf32", "classes of one word", 136, switched=True),
+    LONGER._replace(capability=80, bias=False),
+    LONGER,
+    LONGER._replace(dtype="fp16"),
+    Case(90, "bf16", size=33, further=7, target="all ignored"),
 ]
-"""Every dtype and architecture with two levels, half of them in all orders of programs and with
-one other tree; widths and kinds of gradients in turn; two have one loop over children
-and H. Then classes of unequal sizes, whose children take several splits and blocks. In
-half precision, most have fp32 rows. `GRID` has all combinations.
+"""Every dtype and architecture with two levels, half of them in all orders of programs; then other
+trees, and classes of unequal sizes, whose children take several splits and blocks. `GRID` has all
+combinations.
 """
 GRID = [
     Case(*kind, tree, size, -size % 8 * row_wise, 90 if row_wise else 200, row_wise, ORDERS)
@@ -101,16 +84,10 @@ STEPS = [
 that divide their sizes are those of `CASES`, so that most kernels are compiled once for both.
 """
 COUNTED = [
-    Case(tree="two levels", size=128, bias=False),
-    Case(tree="three levels", size=128, positions=150, bias=False),
-    Case(tree="root only", size=128, positions=130, bias=False),
-    Case(tree="wide classes", size=128, positions=200, bias=False),
-    Case(tree="two levels", size=128, bias=False, rows="fp32"),
     Case(tree="classes of 1 to 300 words", size=128, positions=200, bias=False, rows="fp32"),
+    Case(80, tree="three levels", size=128, positions=150, bias=False),
 ]
-"""Rows are sectors of the caches, in the dtypes and on the architecture of the model."""
 THREE_LEVELS = Case(tree="three levels", size=136)
-UNEQUAL = Case(tree="classes of 1 to 300 words", size=136, positions=200)
 WIDE = Case(tree="wide classes", size=136, positions=97)
 MUTATED = [THREE_LEVELS, UNEQUAL]
 ALL_MUTATED = [
@@ -119,20 +96,20 @@ ALL_MUTATED = [
     UNEQUAL._replace(size=264),
     WIDE._replace(target="all ignored"),
     WIDE._replace(size=160, rows="fp32"),
-    UNEQUAL._replace(size=160, positions=333, rows="fp32"),
+    LONGER._replace(chunk=128),
     WIDE._replace(size=160, rows="fp32", target="all ignored"),
 ]
 """Problems that reach most of the kernels; a fault must be seen in one of them. Those with rows of
-one dtype have the same compiled kernels. The smaller ones come first.
+one dtype have the same compiled kernels. The smaller ones come first. With rows in fp32, a step of
+a chunk takes 64 visits: what is copied ahead of the last step of two, and overwrites what follows
+unless it is waited for, exists in chunks of more than 64 alone.
 """
 NUM_MUTANTS, ALL_MUTANTS = 1, 3
 """Mutants of each kind in each kernel of an architecture."""
 SCAN = "(standard.py:"
 """Where a scan is written: in Triton."""
-ORDERING = KINDS.keys() - CHANGED - {"predicate", "barrier", "descriptor"}
-"""Kinds of which every fault that is not idle must be seen."""
 
-Results = dict[Case, "Future[Counter[str]]"]
+Results = dict[Case, "Future[None]"]
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +133,7 @@ def results(request: pytest.FixtureRequest, executor: ProcessPoolExecutor) -> Re
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in GRID)], ids=str
 )
 def test_compiled_kernels_are_right(case: Case, results: Results) -> None:
-    assert not results[case].result(), "threads of a warp wrote different values to one place"
+    results[case].result()
 
 
 @pytest.mark.parametrize(
@@ -178,15 +155,13 @@ def test_steps_from_factors_are_right(
     ("step_of", "name"),
     [
         (Case(90, tree="classes of 1 to 300 words", positions=333, rows="fp32"), "adagrad"),
-        (Case(90, tree="two levels", size=72, further=8), "adagrad, clipped"),
         pytest.param(
             Case(90, tree="three levels", size=72, positions=150), "adam", marks=pytest.mark.long
         ),
-        pytest.param(Case(90, tree="shortlist", size=72), "sgd", marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_counts_of_updates_are_those_of_the_compiled_kernel(
+def test_updates_read_and_write_visited_rows_once(
     step_of: Case, name: str, executor: ProcessPoolExecutor
 ) -> None:
     executor.submit(check_updates, step_of._replace(row_wise=True), name).result()
@@ -204,17 +179,13 @@ def test_batches_of_many_sizes_share_compiled_kernels(
 
 @pytest.mark.parametrize(
     "counted",
-    [
-        COUNTED[0],
-        COUNTED[5],
-        *(pytest.param(case, marks=pytest.mark.long) for case in COUNTED[1:5]),
-    ],
+    [COUNTED[0], *(pytest.param(case, marks=pytest.mark.long) for case in COUNTED[1:])],
     ids=str,
 )
-def test_counts_of_the_model_are_those_of_the_compiled_kernels(
+def test_rows_are_read_twice_and_gradients_written_once(
     counted: Case, executor: ProcessPoolExecutor
 ) -> None:
-    executor.submit(check_counts, counted).result()
+    executor.submit(check_bytes, counted).result()
 
 
 @pytest.mark.parametrize(
@@ -242,10 +213,10 @@ def test_faults_put_into_the_kernels_are_seen(
     missed = Counter(kind for kind, _, verdict in found if verdict == NOT_SEEN)
     seen = Counter(kind for kind, _, verdict in found if verdict in SEEN)
     names = [name for kind, name, verdict in found if verdict == NOT_SEEN and kind != "predicate"]
-    assert not any(missed[kind] for kind in ORDERING), names
-    assert all(seen[kind] for kind in KINDS.keys() - {"narrowed product"}), seen
+    assert not any(missed[kind] for kind in ORDERING - {"barrier"}), names
+    assert all(seen[kind] for kind in KINDS if kind != "narrowed product"), seen
     assert seen["barrier"] >= 0.9 * (seen["barrier"] + missed["barrier"]), names
-    changed = CHANGED | {"descriptor"}
+    changed = {*KINDS} - ORDERING - {"predicate"}
     num_seen, num_missed = (sum(count[kind] for kind in changed) for count in (seen, missed))
     assert num_seen >= 0.95 * (num_seen + num_missed), names
 

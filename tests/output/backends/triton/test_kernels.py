@@ -30,6 +30,7 @@ MIXED = Tiles(
 
 GRID: dict[str, tuple[ClassTree, int, int, Tiles, int]] = {
     # name: tree, positions, H, tiles, splits
+    "no position": (two_level(50, 7), 0, 20, SMALL, 1),
     "one position: everything is light": (two_level(50, 7), 1, 20, SMALL, 1),
     "exactly LIGHT positions: the root is light": (two_level(50, 7), LIGHT, 20, SMALL, 1),
     "one more: the root is heavy": (two_level(50, 7), LIGHT + 1, 20, SMALL, 1),
@@ -115,6 +116,9 @@ def test_a_batch_that_would_save_too_much_is_computed_in_parts(
     monkeypatch.setattr(triton_backend, "MAX_SAVED_BYTES", 20 * 8 * path_slots(whole))
     assert one.part_size(whole) == 20
     assert one.new_saved(whole, needs) == []
+    lse, logit, saved = one.partial(whole, needs)
+    assert saved == []
+    torch.testing.assert_close(torch.where(lse.isfinite(), lse - logit, 0).sum(0), expected)
     results = []
     for name in ("triton", "reference"):
         options = {"reduction": reduction, "row_wise": row_wise, "backend": name}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from lm.output import hierarchical_cross_entropy
 from lm.output.backends import BACKENDS
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton import backend as triton_backend
+from lm.output.backends.triton import plan, tile_shapes
 from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.triton.tile_shapes import tiles
 
@@ -177,6 +179,10 @@ def test_problems_that_the_kernels_cannot_solve_are_named(monkeypatch: pytest.Mo
         loss()
     with pytest.raises(ValueError, match=r"requires a contiguous weight, got strides \(1, 68\)"):
         loss(weight.T.contiguous().T)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_backend, "triton_version", lambda: None)
+        with pytest.raises(ValueError, match="backend triton requires the package triton"):
+            loss()
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="backend triton requires a CUDA device, got cpu"):
         loss()
@@ -201,3 +207,41 @@ def test_versions_of_triton_without_fences_are_refused_unless_for_timing(
     assert (found is not None) == refused
     assert found is None or found.startswith("requires Triton 3.7.1 on devices")
     assert found is None or "`pip install --no-deps triton==3.9.0`" in found
+
+
+def test_plans_are_made_anew_after_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MAX_PLANS", 2)
+    monkeypatch.setattr(plan, "_plans", {})
+    tree = two_level(60, 8)
+    made = [
+        plan.plan_for(Problem.without_values(n, 16, tree, torch.float32)) for n in (1, 2, 1, 3, 1)
+    ]
+    assert made[0] is made[2]
+    assert made[4] is not made[0]
+    assert [each.num_positions for each in made] == [1, 2, 1, 3, 1]
+
+
+@pytest.mark.parametrize("version", [(3, 7, 1), (3, 9, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("capability", "kilobytes"), [(80, 163), (90, 227), (100, 227)])
+def test_what_loops_load_ahead_fits_into_shared_memory(
+    capability: int,
+    kilobytes: int,
+    dtype: torch.dtype,
+    version: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tile_shapes, "triton_version", lambda: version)
+    tiles.cache_clear()
+    powers = (1, 2, 4, 8, 16)
+    for rows, *align, width in product({dtype, torch.float32}, powers, powers, (8, 999, 9999)):
+        found = tiles((dtype, rows), capability, tuple(align), width, tensor_cores=True)
+        forward, heavy, light = found.forward, found.heavy, found.light
+        sizes = {
+            forward: (forward.v + forward.c) * forward.h,
+            heavy: heavy.step * (heavy.c + heavy.h),
+            light: 2 * light.c * light.h,
+        }
+        for tile, size in sizes.items():
+            assert tile.stages * size * dtype.itemsize <= 1024 * kilobytes, (rows, align, width)
+    tiles.cache_clear()

@@ -2,14 +2,17 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 REGISTER = re.compile(r"%[A-Za-z]\w*(?:\.[xyz])?")
-NO_DESTINATION = {
-    "st", "bra", "bar", "barrier", "cp", "stmatrix", "red", "fence",
-}  # fmt: skip
+ENTRY = re.compile(r"\.entry\s+(\w+)\s*\((.*?)\n\).*?\.reqntid\s+(\d+).*?\{(.*?)\n\}", re.S)
+TOKEN = re.compile(r"\s*(?:(\$?\w+):(?!:)|([{}])(?=\s)|([^;]+);)")
+INSTRUCTION = re.compile(r"(?:@(!?)(%\w+) )?(\S+)\s*(.*)")
+OPERAND = re.compile(r"\{[^}]*\}|\[[^]]*\]|[^\s,][^,]*")
+NO_DESTINATION = {"st", "bra", "bar", "cp", "stmatrix", "fence"}
 """Instructions whose first operand is not written."""
-SUSPENDING = {"bar", "barrier", "atom", "red"}
+SUSPENDING = {"bar", "atom"}
 """Instructions at which a program may wait for others."""
 
 
@@ -41,14 +44,14 @@ class Instruction:
         """Whether a field of the name is `field`."""
         return field in self.fields
 
-    @property
+    @cached_property
     def writes(self) -> frozenset[str]:
         """Registers that the instruction writes."""
         if self.mnemonic in NO_DESTINATION or not self.operands:
             return frozenset()
         return frozenset(REGISTER.findall(self.operands[0]))
 
-    @property
+    @cached_property
     def reads(self) -> frozenset[str]:
         """Registers that the instruction reads."""
         keeps = self.mnemonic in NO_DESTINATION or self.mnemonic == "wgmma"
@@ -67,16 +70,28 @@ class Kernel:
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # to the index of an instruction
 
+    @cached_property
     def blocks(self) -> list[range]:
         """Runs of instructions that are entered at the first and left after the last alone."""
         leaders = {0, len(self.instructions), *self.labels.values()}
         for each in self.instructions:
-            if each.mnemonic in {"bra", "ret", "exit", *SUSPENDING}:
+            if each.mnemonic in {"bra", "ret", *SUSPENDING}:
                 leaders.add(each.index + 1)
             if each.mnemonic in SUSPENDING:
                 leaders.add(each.index)
-        ordered = sorted(leaders)
-        return [range(*pair) for pair in pairwise(ordered)]
+        return [range(*pair) for pair in pairwise(sorted(leaders))]
+
+    def block_of(self, index: int) -> range:
+        """The block of an instruction."""
+        return next(block for block in self.blocks if index in block)
+
+    def after(self, by: Instruction) -> set[int]:
+        """Instructions that may follow one."""
+        if by.mnemonic == "ret":
+            return set()
+        if by.mnemonic != "bra":
+            return {by.index + 1}
+        return {self.labels[by.operands[0]]} | ({by.index + 1} if by.guard else set())
 
     def local_registers(self) -> set[str]:
         """Registers that are written before they are read, and read in one block alone.
@@ -85,59 +100,36 @@ class Kernel:
         """
         home: dict[str, range] = {}
         outside = set()
-        for block in self.blocks():
+        for block in self.blocks:
             for each in (self.instructions[i] for i in block):
-                for name in each.reads:
-                    if home.get(name) != block:
-                        outside.add(name)
-                for name in each.writes:
-                    if home.setdefault(name, block) != block:
-                        outside.add(name)
+                outside |= {name for name in each.reads if home.get(name) != block}
+                outside |= {name for name in each.writes if home.setdefault(name, block) != block}
         return set(home) - outside
 
 
 def parse(text: str) -> Kernel:
     """The kernel of a PTX file, which has one."""
     text = re.sub(r"\.loc\b[^\n/]*(?://\s*([^\n;]*))?", r".loc \1;", text)
-    text = re.sub(r"//[^\n]*", "", text)
-    head = text[text.index(".entry") :]
-    opening, closing = head.index("("), head.index("\n)")
-    parameters = {}
-    for part in head[opening + 1 : closing].split(","):
-        found = re.search(r"\.param\s+\.(\w+).*?(\w+)\s*$", part.strip(), re.S)
-        if found is None:
-            raise Unsupported(f"parameter {part.strip()!r}")
-        parameters[found[2]] = found[1]
-    threads = re.search(r"\.reqntid\s+(\d+)", head)
-    name = re.match(r"\.entry\s+(\w+)", head)
-    if threads is None or name is None:
+    found = ENTRY.search(re.sub(r"//[^\n]*", "", text))
+    if found is None:
         raise Unsupported("a kernel without a name or a number of threads")
-    body = head[head.index("{", closing) + 1 :]
-    body = body[: body.index("\n}")]
-    kernel = Kernel(name[1], int(threads[1]), parameters, _registers(body))
-    body = re.sub(r"\.reg[^;]*;|\n\s*\.(?:file|pragma)[^\n]*", "", body)
-    _read_body(kernel, body)
-    return kernel
-
-
-def _registers(body: str) -> dict[str, str]:
-    registers = {}
+    name, parameters, num_threads, body = found.groups()
+    types = re.findall(r"\.param\s+\.(\w+)[^,]*?(\w+)\s*(?:,|$)", parameters)
+    registers: dict[str, str] = {}
     for kind, names in re.findall(r"\.reg\s+\.(\w+)\s+([^;]+);", body):
-        for name in names.split(","):
-            many = re.fullmatch(r"\s*(%\w+?)<(\d+)>\s*", name)
-            if many is None:
-                registers[name.strip()] = kind
-                continue
-            registers |= {f"{many[1]}{i}": kind for i in range(int(many[2]))}
-    return registers
+        for each, count in re.findall(r"(%\w+)(?:<(\d+)>)?", names):
+            numbered = [f"{each}{i}" for i in range(int(count))] if count else [each]
+            registers |= dict.fromkeys(numbered, kind)
+    kernel = Kernel(name, int(num_threads), {n: kind for kind, n in types}, registers)
+    _read_body(kernel, re.sub(r"\.reg[^;]*;|\n\s*\.(?:file|pragma)[^\n]*", "", body))
+    return kernel
 
 
 def _read_body(kernel: Kernel, body: str) -> None:
     """Add the instructions and labels of a body without declarations and comments."""
-    tokens = re.compile(r"\s*(?:(\$?\w+):(?!:)|([{}])(?=\s)|([^;]+);)")
     position, source = 0, ""
     while body[position:].strip():
-        token = tokens.match(body, position)
+        token = TOKEN.match(body, position)
         if token is None:
             raise Unsupported(f"text {body[position:].strip()[:60]!r}")
         position = token.end()
@@ -146,21 +138,9 @@ def _read_body(kernel: Kernel, body: str) -> None:
         text = " ".join((token[3] or "").split())
         if text.startswith(".loc "):
             source = text.removeprefix(".loc ")
-        elif text:
-            kernel.instructions.append(_instruction(len(kernel.instructions), text, source))
-
-
-def _instruction(index: int, text: str, source: str) -> Instruction:
-    guarded = re.match(r"@(!?)(%\w+) (.*)", text)
-    guard, negated = (guarded[2], bool(guarded[1])) if guarded else (None, False)
-    name, _, rest = (guarded[3] if guarded else text).partition(" ")
-    operands, depth, begin = [], 0, 0
-    for i, character in enumerate(rest):
-        depth += (character in "{[") - (character in "}]")
-        if character == "," and depth == 0:
-            operands.append(rest[begin:i].strip())
-            begin = i + 1
-    if rest[begin:].strip():
-        operands.append(rest[begin:].strip())
-    fields = tuple(name.split("."))
-    return Instruction(index, text, fields, tuple(operands), guard, negated, source)
+        elif parts := INSTRUCTION.fullmatch(text):
+            negated, guard, name, rest = parts.groups()
+            operands = tuple(each.strip() for each in OPERAND.findall(rest))
+            index, fields = len(kernel.instructions), tuple(name.split("."))
+            one = Instruction(index, text, fields, operands, guard, bool(negated), source)
+            kernel.instructions.append(one)
