@@ -4,7 +4,6 @@ import gzip
 import io
 import re
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,15 +24,6 @@ TREE_FILES = {
     "latin-1.txt": ": invalid UTF-8: if it is Latin-1 or Windows text, convert it, iconv",
     "tree.txt.gz": " is compressed, .*: decompress it",
 }
-
-
-def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lm", "train", str(tmp_path / "absent.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"lm: {tmp_path}/absent.yaml: cannot read the configuration: No such file or directory\n"
-    )
 
 
 @pytest.mark.parametrize(
@@ -232,6 +222,8 @@ def test_evaluating_a_split_that_was_not_prepared_says_which_there_are(
         f"{tmp_path}/run/data has no valid split: give its files as data.files.valid"
         " (prepared: train)"
     )
+    message = complaint("evaluate", tmp_path / "run", "--split=train", "--arpa=x")
+    assert message == f"{tmp_path}/run has no validation split to tune on: give --mixture"
 
 
 @pytest.mark.parametrize("in_terminal", [True, False])

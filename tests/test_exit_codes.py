@@ -76,6 +76,7 @@ BAD_INPUTS = """\
 3 | score {run} {absent} | absent
 3 | score {run} {binary} | binary.txt
 3 | score {run} {empty} | empty.txt
+3 | score {run} {empty} --stream | empty.txt
 2 | score {run} {text} --level=letter | --level
 2 | score {run} {text} --unit=bytes | --unit
 2 | generate {run} --tokens=0 | --tokens

@@ -1,6 +1,5 @@
 """`lm rescore`: the choice, layouts, tuning, a second model, mistakes."""
 
-import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,22 +18,6 @@ from lm.scoring.ngram import NGramModel
 from tests.scoring.arpa_files import THE_CAT, write
 
 Rescored = Callable[..., tuple[list[str], dict[str, Any]]]
-
-
-def test_the_chosen_hypothesis_has_the_highest_sum(
-    lstm_run: Path, lists: Path, rescored: Rescored
-) -> None:
-    rows, _ = rescored(lstm_run, lists / "test.nbest", "--lm-weight=3", "--insertion-penalty=-1.5")
-    nbest = read_nbest(str(lists / "test.nbest"))
-    run = TrainedRun(lstm_run, "cpu")
-    scorer = Scorer.of(run)
-    best: dict[str, tuple[float, str]] = {}
-    ids = np.repeat(nbest.ids, nbest.num_hypotheses)
-    for key, text, (acoustic,) in zip(ids, nbest.texts, nbest.scores, strict=True):
-        lm_score = sum(next(scorer.sentences([text])).log_prob)
-        total = acoustic + 3 * lm_score + 1.5 * len(text.split())
-        best[key] = max(best.get(key, (-math.inf, "")), (total, text))
-    assert rows == [f"{id}\t{text}" for id, (_, text) in best.items()]
 
 
 def test_both_layouts_and_the_printed_list_give_the_same_choice(
@@ -120,10 +103,6 @@ def test_a_second_run_and_an_arpa_model_take_their_share(
     other, _ = rescored(lstm_run, *mixed, "--mixture=0")
     assert other == rescored(transformer_run, lists / "test.nbest", "--lm-weight=2")[0]
     path = write(tmp_path / "model.arpa", THE_CAT, 2)
-    scores = ArpaScores(NGramModel(path))(["the cat", "", "the  zebra"])
-    ten = [[-0.5, -0.2, -0.7], [-0.7], [-0.5, -1.25, -0.7]]
-    for score, expected in itertools.zip_longest(scores, ten):
-        assert score == pytest.approx(math.log(10) * np.array(expected), rel=1e-6)
     arpa = [lists / "test.nbest", "--lm-weight=2", "--arpa", path]
     assert rescored(lstm_run, *arpa, "--mixture=1")[0] == alone
 
@@ -148,10 +127,13 @@ def test_mistakes_are_single_lines(
     path.write_text("a\t1\tthe cat\n")
     twice, costs = tmp_path / "twice", tmp_path / "costs"
     twice.write_text("a the\n\na cat\n")
+    (tmp_path / "other").write_text("b\tthe\n")
+    (tmp_path / "said").write_text("b the\n")
     costs.write_text("a 1\na 2\n")
     for options, error in (
         ([], "give --tune LIST REFERENCES, or --lm-weight"),
-        (["--lm-weight=-1"], "--lm-weight must be at least 0"),
+        (["--lm-weight=-1"], "--lm-weight must be at least 0, and"),
+        (["--lm-weight=1", "--non-words=("], "--non-words '(': no regular expression"),
         (["--lm-weight=1", "--first-pass-share=2"], "must be within 0 … 1"),
         (["--lm-weight=1", "--first-pass-share=0.5"], f"{path} has no scores of the first pass"),
         (["--lm-weight=1", "--mixture=0.5"], "--mixture requires a second model"),
@@ -165,6 +147,7 @@ def test_mistakes_are_single_lines(
         (["--lm-weight=1", "--acoustic-costs", lists / "costs"], "this one has tabs"),
         (["--lm-weight=1", "--lm-costs", lists / "costs"], "requires --acoustic-costs"),
         (["--tune", dev, reference, "--lm-weight=1"], "--tune finds the weights"),
+        (["--tune", tmp_path / "other", tmp_path / "said"], "has 0 scores per hypothesis and"),
     ):
         assert error in complaint(*start, *options)
     tuning = ["--tune", dev, reference]
@@ -228,6 +211,19 @@ def test_unknown_words_share_p_unk(
             assert value == pytest.approx(expected, rel=1e-5)
         assert values["unknown"][0]["vocabulary_size"] == size - 1 + num_unseen
         assert any(rule in message for message in caplog.messages)
+
+
+def test_unknown_pieces_have_all_of_p_unk(
+    pieces_run: Path, unknown: Path, rescored: Rescored, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows, values = rescored(pieces_run, unknown, "--lm-weight=1", "--all")
+    texts, scores = zip(*lm_column(rows).items(), strict=True)
+    expected = [
+        score.log_prob.sum() for score in Scorer.of(TrainedRun(pieces_run)).sentences(texts)
+    ]
+    assert scores == pytest.approx(expected, rel=1e-5)
+    assert (values["unknown"][0]["vocabulary_size"], values["unknown"][0]["types"]) == (None, None)
+    assert f"{pieces_run}: each unknown piece has P(<unk>)" in caplog.messages
 
 
 def test_unknown_words_of_references_and_of_first_and_chosen_hypotheses_are_counted(

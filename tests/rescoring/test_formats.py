@@ -109,14 +109,18 @@ def test_labels_that_are_no_words_are_left_out_of_every_format(
         ("w1 w2 (u1)\nw3 (u2)\n", 3, [0, 1, 0]),
         (";; of SCTK\n(u2)\nw1  w2\t(u1)\n", 2, [0, 1, 1]),
         ("u1 w1 (w2)\nu2 (w3)\n", 3, [1, 1, 1]),
+        ("u1 w1 w2\nu2\n", 2, [0, 1, 1]),
     ],
 )
 def test_references_are_read_in_the_layouts_of_kaldi_and_sctk(
     references: str, num_words: int, errors: list[int], tmp_path: Path
 ) -> None:
-    found = read(tmp_path, "u1\tw1 w2\nu1\tw1\nu2\tw3\n", references).errors
+    read_list = read(tmp_path, "u1\tw1 w2\nu1\tw1\nu2\tw3\n", references)
+    found = read_list.errors
     assert found is not None
     assert (found.num_words, found.errors.tolist()) == (num_words, errors)
+    rate = found.report(read_list.nbest, read_list.nbest.first)["wer_before"]
+    assert rate == pytest.approx(100 * (errors[0] + errors[2]) / num_words)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +128,7 @@ def test_references_are_read_in_the_layouts_of_kaldi_and_sctk(
     [
         ("w1 (u1)\nw2 (u1)\n", "line 2: u1 has a reference already"),
         ("w1 w2 (u7)\n", "no reference for utterance u1"),
+        ("u1\n", "the references have no words"),
     ],
 )
 def test_references_that_cannot_be_used_are_named(

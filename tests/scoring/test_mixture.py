@@ -126,6 +126,7 @@ def test_mistakes_are_single_lines(
     command = ["evaluate", lstm_run, "--text", text, "--mixture=0.5", "--arpa", path]
     good = write_arpa(path, words_of(TrainedRun(lstm_run, "cpu"))).read_text()
     for content, error in (
+        (good.replace("</s>", "gnu"), f"{path} has no </s>"),
         (good.replace("\t<unk>\t", "\tgnu\t"), f"{path} has no <unk>, and the text has a word"),
         (good.replace("\tcat\t", "\tgnu\t"), f"{path} has no unigram 'cat', a word that the model"),
     ):
