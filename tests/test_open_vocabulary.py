@@ -256,16 +256,6 @@ def test_a_run_without_a_speller_takes_that_of_its_prepared_data(
     assert TrainedRun(copy).speller.log_prob(words).tolist() == expected
     shutil.rmtree(copy / "data")
     assert "is not a prepared folder" in complaint("score", copy, "--open-vocabulary")
-    for verb, options, message in (
-        ("score", ["--vocabulary-size=99"], "not allowed with argument"),
-        ("score", ["--details", "--level=word", "--format=tsv"], "--details excludes --open"),
-        ("evaluate", ["--arpa=x"], "--arpa excludes --open-vocabulary"),
-    ):
-        assert message in complaint(verb, run, "--open-vocabulary", *options)
-    both = "--allow-unk and --spell-unk exclude each other"
-    assert complaint("generate", run, "--allow-unk", "--spell-unk") == both
-    message = "--spell-unk cannot be combined with --beams"
-    assert message in complaint("generate", run, "--beams=2", "--spell-unk")
     with pytest.raises(UserError, match="a vocabulary size and an open vocabulary exclude"):
         lm.load(run, open_vocabulary=True, vocabulary_size=99)
 

@@ -187,35 +187,3 @@ def test_unknown_words_are_drawn_on_request_only(run: Path, printed: Printed) ->
     assert "<unk>" in printed(*options, "--allow-unk")
     assert "<unk>" not in printed(*options)
     assert "<unk>" not in printed(run, "--beams=20", "--samples=20")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--length-penalty=1"], "--length-penalty requires --beams"),
-        (["--beams=2", "--samples=3"], "--samples 3 requires as many --beams"),
-        (["--prompt=a", "--prompts=b"], "not allowed with argument --prompt"),
-        (["--tokens=1.5"], "argument --tokens: must be an integer, got '1.5'"),
-        (["--samples=1000000000"], "the texts need 6,400 GB of memory"),
-        (["--beams=1000000000"], "the beams need "),
-        (["--stop="], "a stop string must not be empty"),
-        *(
-            (["--beams=2", f"{option}=1"], f"{option} cannot be combined with --beams")
-            for option in ["--temperature", "--top-k", "--top-p", "--min-p", "--stop", "--seed"]
-        ),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_one_line(
-    lstm_run: Path, complaint: Callable[..., str], options: list[str], message: str
-) -> None:
-    assert message in complaint("generate", lstm_run, *options)
-
-
-def test_a_file_is_no_run_and_a_file_without_prompts_is_an_error(
-    lstm_run: Path, complaint: Callable[..., str], tmp_path: Path
-) -> None:
-    file = tmp_path / "empty.txt"
-    file.touch()
-    assert complaint("generate", file) == f"{file} is a file, not the folder of a run"
-    assert complaint("generate", lstm_run, "--prompts", file) == f"{file}: no prompts"

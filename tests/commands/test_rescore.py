@@ -107,54 +107,6 @@ def test_a_second_run_and_an_arpa_model_take_their_share(
     assert rescored(lstm_run, *arpa, "--mixture=1")[0] == alone
 
 
-def test_mistakes_are_single_lines(
-    lstm_run: Path, lists: Path, tmp_path: Path, complaint: Callable[..., str]
-) -> None:
-    path, dev, reference = tmp_path / "list", lists / "dev.nbest", lists / "dev.ref"
-    start = ["rescore", lstm_run, path]
-    for content, error in (
-        ("", "the n-best list is empty"),
-        ("a\t1\tthe\nb\tthe\n", "line 2: expected an id, 1 scores and a hypothesis, got 0 scores"),
-        ("a\tx\tthe\n", "line 1: expected a finite score, got 'x'"),
-        ("a\t1\t2\t3\tthe\n", "line 1: expected an id, 2 scores and a hypothesis, got 3 scores"),
-        ("the cat\n", "line 1: expected a tab, or a key utterance-N"),
-        ("u-1 -12.5 the\nu-2 3.25 -1.5 cat\n", "a number comes before the words of each line"),
-        ("u-1 the\nu-1 cat\n", "line 2: u-1 is in the list already"),
-        ("u-1 the\nu-2\tcat\n", "line 2: expected a tab, or a key utterance-N"),
-    ):
-        path.write_text(content)
-        assert error in complaint(*start, "--lm-weight=1")
-    path.write_text("a\t1\tthe cat\n")
-    twice, costs = tmp_path / "twice", tmp_path / "costs"
-    twice.write_text("a the\n\na cat\n")
-    (tmp_path / "other").write_text("b\tthe\n")
-    (tmp_path / "said").write_text("b the\n")
-    costs.write_text("a 1\na 2\n")
-    for options, error in (
-        ([], "give --tune LIST REFERENCES, or --lm-weight"),
-        (["--lm-weight=-1"], "--lm-weight must be at least 0, and"),
-        (["--lm-weight=1", "--non-words=("], "--non-words '(': no regular expression"),
-        (["--lm-weight=1", "--first-pass-share=2"], "must be within 0 … 1"),
-        (["--lm-weight=1", "--first-pass-share=0.5"], f"{path} has no scores of the first pass"),
-        (["--lm-weight=1", "--mixture=0.5"], "--mixture requires a second model"),
-        (["--lm-weight=1", "--vocabulary-size=3"], "vocabulary size 3: expected at least"),
-        (["--lm-weight=1", "--with", tmp_path], f"{tmp_path}: no trained model here"),
-        (["--references=-", "--tune", dev, "-"], r"stdin (-) can be only one of the files"),
-        (["--lm-weight=1e308"], "a weighted sum of scores overflows: choose smaller weights"),
-        (["--lm-weight=1", "--references", reference], "no reference for utterance a of"),
-        (["--lm-weight=1", "--references", twice], f"{twice}, line 3: a has a reference already"),
-        (["--lm-weight=1", "--acoustic-costs", costs], f"{costs}, line 2: a has a cost already"),
-        (["--lm-weight=1", "--acoustic-costs", lists / "costs"], "this one has tabs"),
-        (["--lm-weight=1", "--lm-costs", lists / "costs"], "requires --acoustic-costs"),
-        (["--tune", dev, reference, "--lm-weight=1"], "--tune finds the weights"),
-        (["--tune", tmp_path / "other", tmp_path / "said"], "has 0 scores per hypothesis and"),
-    ):
-        assert error in complaint(*start, *options)
-    tuning = ["--tune", dev, reference]
-    errors = complaint("rescore", lstm_run, dev, "--references", reference, *tuning)
-    assert errors.startswith(f"utterance dev0 is in {dev} and in {dev}: weights must be tuned on")
-
-
 UNKNOWN = """\
 a\t-3\tthe zebra sees a gnu
 a\t-1\tthe cat sees a zebra

@@ -45,8 +45,6 @@ def test_lattices_are_rescored_tuned_and_reported_as_lists(
         assert rows == expected
         for name in ("wer_after", "wer_before", "wer_oracle", "substitutions", "hypotheses"):
             assert values["report"][name] == figures["report"][name], name
-    error = complaint("rescore", lstm_run, lists / "test.nbest", "--lm-weight=1", "--beam=2")
-    assert error.startswith("--beam applies to lattices")
     option = f"--acoustic-costs={lists / 'costs'}"
     error = complaint("rescore", lstm_run, tmp_path / "test", "--lm-weight=1", option)
     assert error.endswith("files of costs belong to n-best lists in Kaldi's layout")

@@ -46,8 +46,6 @@ def test_runs_that_cannot_be_compared(
     lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
 ) -> None:
     compared = ["evaluate", lstm_run, "--compare"]
-    assert "no trained model here" in complaint(*compared, tmp_path / "absent")
-    assert "--compare excludes" in complaint(*compared, lstm_run, "--arpa=model.arpa")
     other = tmp_path / "other"
     shutil.copytree(lstm_run, other)
     description = json.loads((other / "model.json").read_text())

@@ -132,9 +132,3 @@ def test_mistakes_are_single_lines(
     ):
         path.write_text(content)
         assert complaint(*command).startswith(error)
-    path.write_text(good)
-    for options, error in (
-        (["--mixture=0.5"], "--mixture requires --arpa"),
-        (["--mixture=1.5", "--arpa", path], "--mixture must be within 0 … 1"),
-    ):
-        assert complaint("evaluate", lstm_run, *options) == error

@@ -272,16 +272,10 @@ def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path, tmp_p
 
 
 def test_options_that_do_not_fit_are_refused(
-    items_run: Path, lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
+    items_run: Path, tmp_path: Path, complaint: Callable[..., str]
 ) -> None:
     history = tmp_path / "users.txt"
-    assert "requires data.sequences: independent" in complaint("evaluate", lstm_run, "--ranking")
-    assert "requires data.sequences: independent" in complaint("recommend", lstm_run, "--history=-")
-    assert complaint("evaluate", items_run, "--k=5") == "--k and --exclude require --ranking"
     assert "has independent sequences" in complaint("evaluate", items_run, "--by-frequency")
-    both = ("--ranking", "--by-frequency")
-    assert "excludes other figures" in complaint("evaluate", items_run, *both)
-    assert complaint("recommend", items_run) == "lm recommend requires --history or --events"
     assert "has items, but no end of a sequence: use" in complaint("score", items_run, history)
     assert complaint("evaluate", items_run, "--ranking", "--k=21").startswith("--k 21: the cat")
     recommend = ("recommend", items_run, f"--history={history}")
