@@ -56,7 +56,7 @@ def evaluate(
     counts: TextCounts | SplitInfo,
     *,
     eos_id: int,
-    unk_id: int | None,
+    unk_id: int,
     context: int,
     progress: str | None = None,
     sequences: Sequences | None = None,
@@ -68,7 +68,7 @@ def evaluate(
         tokens: [n] word ids, n ≥ 1.
         counts: what the original text contains.
         eos_id: word id from which the first token is predicted.
-        unk_id: word id of tokens out of vocabulary; None if there are none.
+        unk_id: word id of tokens out of vocabulary.
         context: T, the length of the windows of a backbone that carries no state.
         progress: title of a progress bar on stderr, shown in a terminal; None for no bar.
         sequences: if the text is independent sequences: what is predicted of each, instead.
@@ -103,10 +103,9 @@ def evaluate(
             each = by_level.sum(0)
             nll += float(each.sum())
             class_nll += float(by_level[0].sum())
-            if unk_id is not None:
-                is_oov = targets == unk_id
-                oov += int(is_oov.sum())
-                oov_nll += float(each[is_oov].sum())
+            is_oov = targets == unk_id
+            oov += int(is_oov.sum())
+            oov_nll += float(each[is_oov].sum())
             bar.update(targets.numel())
     model.train(was_training)
     if sequences is not None:
@@ -156,7 +155,7 @@ def evaluate_split(
         UserError: if there is no model, its prepared data are absent, or they were prepared again
             with another tokenizer; or as `evaluate_text`.
     """
-    model, description, prepared = run.model, run.description, run.prepared
+    model, prepared = run.model, run.prepared
     if open_vocabulary:
         prepared.tokens(split)  # or there is no such split
         lines = read_lines(run.config.data, split)
@@ -173,9 +172,9 @@ def evaluate_split(
         model,
         prepared.tokens(split),
         prepared.splits[split],
-        eos_id=description.eos_id,
-        unk_id=description.unk_id,
-        context=description.context,
+        eos_id=prepared.eos_id,
+        unk_id=prepared.unk_id,
+        context=run.description.context,
         progress=f"evaluate {split}" if progress else None,
         sequences=prepared.sequences(split) if prepared.is_independent else None,
     )
@@ -214,7 +213,7 @@ def evaluate_text(
         sequences = find_sequences(
             tokens,
             eos_id=run.description.eos_id,
-            unk_id=run.description.unk_id,
+            unk_id=run.tokenizer.unk_id,
             num_known=np.array(num_known),
             predict_eos=run.config.data.predict_eos,
         )
@@ -223,7 +222,7 @@ def evaluate_text(
         tokens,
         counts,
         eos_id=run.description.eos_id,
-        unk_id=run.description.unk_id,
+        unk_id=run.tokenizer.unk_id,
         context=run.description.context,
         progress="evaluate" if progress else None,
         sequences=sequences,

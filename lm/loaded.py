@@ -56,7 +56,7 @@ class LoadedModel:
         tokenizer: converts text to token ids and back.
         vocab_size: N.
         eos_id: token id of the end of a line.
-        unk_id: token id of unknown words; None if the tokenizer has none.
+        unk_id: token id of unknown words.
         num_unseen: number of words that share P(`<unk>`), V - (N - 1); 1 without V.
     """
 
@@ -76,7 +76,7 @@ class LoadedModel:
         self._open_vocabulary, self._warns = open_vocabulary, warn_of_unknown
         self.num_unseen = self._scorer.num_unseen
         self.vocab_size = self.model.vocab_size
-        self.eos_id, self.unk_id = self.description.eos_id, self.description.unk_id
+        self.eos_id, self.unk_id = run.tokenizer.eos_id, run.tokenizer.unk_id
 
     def __repr__(self) -> str:
         backbone = self.description.model.backbone
@@ -348,7 +348,7 @@ class LoadedModel:
         """Token ids of a word, or of an item."""
         if self._catalogue is None:
             return self.encode(word)
-        return self._catalogue.find([word])[0] or [self.tokenizer.unk_id]
+        return self._catalogue.find([word])[0] or [self.unk_id]
 
     def _item_ids(self, words: Sequence[Word]) -> list[int]:
         """Token ids of words or items; items that are not in the catalogue are left out."""
@@ -357,7 +357,7 @@ class LoadedModel:
         return self._ids(self._catalogue.ids(listed("items", words)))
 
     def _excluded(self, allow_unk: bool) -> tuple[int, ...]:
-        return () if allow_unk else (self.tokenizer.unk_id,)
+        return () if allow_unk else (self.unk_id,)
 
     def _state(self, prefix: Prefix) -> State:
         return self._own(prefix) if isinstance(prefix, State) else self.start(prefix)

@@ -1,10 +1,7 @@
-"""The command: results on stdout; a mistake is one line, exit code 2, and changes nothing."""
+"""The command: help, what all verbs share, and that nothing needs a network."""
 
-import gzip
 import io
-import re
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,50 +11,24 @@ import pytest
 import torch
 
 from lm import __version__
-from lm.cli import main
+from lm.cli import _VERBS, main
 from lm.config.reference import USUAL_KEYS, describe_keys
 from tests.conftest import corpus_of
 
 Complaint = Callable[..., str]
-TREE_FILES = {
-    "tree.txt": ":1: 'thé' is not in the vocabulary",
-    "utf-16.txt": " is in UTF-16: convert it, iconv -f UTF-16 -t UTF-8 FOLDER/utf-16.txt >",
-    "latin-1.txt": ": invalid UTF-8: if it is Latin-1 or Windows text, convert it, iconv",
-    "tree.txt.gz": " is compressed, .*: decompress it",
-}
 
 
-def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lm", "train", str(tmp_path / "absent.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"lm: {tmp_path}/absent.yaml: cannot read the configuration: No such file or directory\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("verb", "option"),
-    {
-        "prepare": "CONFIG",
-        "train": "--resume",
-        "evaluate": "--split",
-        "generate": "--top-p",
-        "classes": "--nodes NODES",
-        "info": "CONFIG|RUN",
-        "config": "KEY|SECTION",
-    }.items(),
-)
+@pytest.mark.parametrize("verb", _VERBS)
 def test_every_command_has_help(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str, option: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")  # a narrower page divides words
     with pytest.raises(SystemExit) as end:
         main([verb, "--help"])
     assert end.value.code == 0
-    help_text = capsys.readouterr().out
-    assert option in help_text
-    assert ("--section.key=value" in help_text) == (verb in {"prepare", "train", "classes", "info"})
+    help_text, options = capsys.readouterr().out, _VERBS[verb].OPTIONS
+    assert [option for option in options if option[0] == "-" and option not in help_text] == []
+    assert ("--section.key=value" in help_text) == ("source" in options)
     assert len(help_text.splitlines()) < 60
     assert all(f"  {key}: " in help_text for key in USUAL_KEYS if verb in {"prepare", "train"})
 
@@ -69,110 +40,6 @@ def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
     for arguments in ([], ["word_table"]):
         assert main(["config", *arguments]) == 0
         assert capsys.readouterr().out == describe_keys(*arguments) + "\n"
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--model.hiden=3", r"TINY: unknown key model.hiden; did you mean model.hidden\?"),
-        ("more", "expected an override --section.key=value, got 'more'"),
-        ("--train.max_steps 300", "--train.max_steps: write --train.max_steps=300"),
-        ("--train.max_steps", "--train.max_steps: write --train.max_steps=VALUE"),
-        ("--device cpu", "--device: write --train.accelerator=cpu"),
-        ("--threads=2", "--threads=2: write --train.threads=2"),
-        ("--model.layers=3 --", "expected an override --section.key=value, got '--'"),
-        ("--resume", "argument --resume: expected one argument"),
-        ("--resume=absent.ckpt", "--resume absent.ckpt: no such checkpoint"),
-        (
-            "--train.batch_size=9999",
-            r"the training split has \d+ tokens; train.batch_size = 9999 and train.seq_len = 8"
-            " require at least 9999",
-        ),
-        (
-            "--train.max_epochs=1 --train.accumulate=9999",
-            "train.max_epochs = 1 has fewer batches than train.accumulate = 9999",
-        ),
-        (
-            "--output.tree=oak",
-            r"output.tree: oak is neither a tree \(full, two_level, multi_level, balanced, huffman,"
-            r" adaptive\) nor a file",
-        ),
-        *(
-            (f"--output.tree=FOLDER/{name}", f"output.tree: FOLDER/{name}{problem}.*")
-            for name, problem in TREE_FILES.items()
-        ),
-        (
-            "--output.tree=adaptive --output.cutoffs=[5,5]",
-            r"output.cutoffs: cutoffs must increase within 1 … \d+, got \[5, 5\]",
-        ),
-    ],
-)
-def test_what_cannot_be_trained_is_named_before_the_run_begins(
-    tiny: Path, prepared_dir: Path, tmp_path: Path, untouched: Complaint, option: str, message: str
-) -> None:
-    for name in TREE_FILES:
-        content = "thé 0 0\ncat 0 1\n".encode(name[:-4] if "-" in name else "utf-8")
-        (tmp_path / name).write_bytes(gzip.compress(content) if ".gz" in name else content)
-    folders = [f"--data.prepared_dir={prepared_dir}", f"--run_dir={tmp_path / 'run'}"]
-    options = [part.replace("FOLDER", str(tmp_path)) for part in option.split()]
-    expected = message.replace("FOLDER", str(tmp_path)).replace("TINY", str(tiny))
-    assert re.fullmatch(expected, untouched("train", tiny, *folders, *options))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: COMMAND"),
-        (["fly"], "unknown command fly: the commands are new, prepare, train, evaluate, "),
-        (["evaluate"], "the following arguments are required: RUN"),
-        (["evaluate", "r", "--split", "all"], "argument --split: invalid choice: 'all'"),
-        (["evaluate", "r", "--splitt=test"], "unknown option --splitt=test; did you mean --split?"),
-        (
-            ["train", "r", "--no-progres"],
-            "unknown option --no-progres; did you mean --no-progress?",
-        ),
-        (["evaluate", "r", "--split=test", "--text=t"], "argument --text: not allowed with"),
-        (["generate", "r", "--tokens=0"], "argument --tokens: must be at least 1, got 0"),
-        (["evaluate", "r", "--threads=9999"], "argument --threads: must be at most 1024, got 9999"),
-        (["generate", "r", "--model.hidden=3"], "unknown option --model.hidden=3"),
-        (["config", "model.hiden"], "unknown key model.hiden; did you mean model.hidden?"),
-    ],
-)
-def test_wrong_arguments_are_named_in_one_line(
-    untouched: Complaint, arguments: list[str], message: str
-) -> None:
-    assert untouched(*arguments).startswith(message)
-
-
-@pytest.mark.parametrize("verb", ["evaluate", "generate", "classes", "info"])
-def test_a_folder_without_a_model_or_prepared_data_is_named(
-    tiny: Path, tmp_path: Path, untouched: Complaint, verb: str
-) -> None:
-    (tmp_path / "empty").mkdir()
-    remedies = {"empty": "`lm train CONFIG` trains one", "absent": "there is no such folder"}
-    for name, remedy in remedies.items():
-        folder = tmp_path / name
-        if verb in ("evaluate", "generate"):
-            expected = f"{folder}: no trained model here (model.json is missing); {remedy}"
-            assert untouched(verb, folder) == expected
-            continue
-        expected = f"{folder}/data is not a prepared folder: it has no meta.json"
-        assert untouched(verb, tiny, f"--run_dir={folder}").startswith(expected)
-    if verb in ("classes", "info"):
-        expected = f"{tmp_path}/empty: no run here (config.yaml is missing): lm train CONFIG begins"
-        assert untouched(verb, tmp_path / "empty").startswith(expected)
-
-
-def test_a_folder_with_a_run_is_unchanged(
-    tiny: Path, lstm_run: Path, complaint: Complaint, contents: Callable[[Path], dict[str, str]]
-) -> None:
-    before = contents(lstm_run)
-    message = complaint("train", tiny, f"--run_dir={lstm_run}")
-    assert message == (
-        f"{lstm_run} already contains a run: continue it with --resume auto, or choose another"
-        " --name or --run_dir"
-    )
-    assert contents(lstm_run) == before
 
 
 @pytest.mark.parametrize(
@@ -232,6 +99,8 @@ def test_evaluating_a_split_that_was_not_prepared_says_which_there_are(
         f"{tmp_path}/run/data has no valid split: give its files as data.files.valid"
         " (prepared: train)"
     )
+    message = complaint("evaluate", tmp_path / "run", "--split=train", "--arpa=x")
+    assert message == f"{tmp_path}/run has no validation split to tune on: give --mixture"
 
 
 @pytest.mark.parametrize("in_terminal", [True, False])

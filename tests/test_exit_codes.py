@@ -1,10 +1,11 @@
 """Exit codes: each kind of failure has its own, and a single line that names what failed."""
 
+import gzip
 import resource
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 from typing import Any
 
 import pytest
@@ -34,13 +35,36 @@ WRONG_VALUES = """\
 """
 """Each is a usage error, code 2, whose message names the key."""
 BAD_INPUTS = """\
+2 |  | the following arguments are required: COMMAND
+2 | fly | unknown command fly: the commands are new, prepare, train, evaluate,
+2 | sing {run} | unknown command sing
+2 | new {folder}/new.yaml | --text
+3 | new {folder}/new.yaml --text={absent} | absent
+3 | new {folder}/new.yaml --text={binary} | binary.txt
+2 | config model.hiden | unknown key model.hiden; did you mean model.hidden?
 2 | train {tiny} --frob | --frob
-2 | train {tiny} --model.hiden=12 | model.hidden
-2 | train {tiny} more | more
-2 | train {tiny} --resume | --resume
+2 | train {tiny} --model.hiden=3 | tiny.yaml: unknown key model.hiden; did you mean model.hidden?
+2 | train {tiny} more | expected an override --section.key=value, got 'more'
+2 | train {tiny} --model.layers=3 -- | expected an override --section.key=value, got '--'
+2 | train {tiny} --train.max_steps 300 | --train.max_steps: write --train.max_steps=300
+2 | train {tiny} --train.max_steps | --train.max_steps: write --train.max_steps=VALUE
+2 | train {tiny} --device cpu | --device: write --train.accelerator=cpu
+2 | train {tiny} --threads=2 | --threads=2: write --train.threads=2
+2 | train r --no-progres | unknown option --no-progres; did you mean --no-progress?
+2 | train {tiny} --resume | argument --resume: expected one argument
+4 | train {tiny} {data} --resume=absent.ckpt | --resume absent.ckpt: no such checkpoint
 2 | train {list} | list.txt
-2 | train {folder}/absent.yaml | absent.yaml
+2 | train {absent} | absent.txt: cannot read the configuration: No such file or directory
 2 | train {run} --model.hidden=16 | already contains a run
+2 | train {tiny} --run_dir={run} | contains a run: continue it with --resume auto, or choose another
+2 | train {tiny} {data} --train.batch_size=9999 | train.seq_len = 8 require at least 9999
+2 | train {tiny} {data} --train.max_epochs=1 --train.accumulate=9999 | fewer batches than train.acc
+2 | train {tiny} {data} --output.tree=oak | output.tree: oak is neither a tree (full, two_
+2 | train {tiny} {data} --output.tree={tree} | tree.txt:1: 'thé' is not in the vocabulary
+2 | train {tiny} {data} --output.tree={utf16} | utf16.txt is in UTF-16: convert it, iconv -f UTF-16
+2 | train {tiny} {data} --output.tree={latin1} | latin1.txt: invalid UTF-8: if it is Latin-1 or Win
+2 | train {tiny} {data} --output.tree={gzip} | gzip.txt is compressed,
+2 | train {tiny} {data} --output.tree=adaptive --output.cutoffs=[5,5] | must increase within 1 …
 2 | train {tiny} --output.tree=adaptive --output.cutoffs=[9,3] | output.cutoffs
 2 | train {tiny} --model.backbone=transformer --model.heads=5 | model.heads
 3 | prepare {tiny} --data.files.train=null | data.files.train
@@ -54,56 +78,121 @@ BAD_INPUTS = """\
 2 | prepare {tiny} --classes.method=file | classes.file
 3 | prepare {tiny} --classes.method=file --classes.file={absent} | absent
 3 | prepare {tiny} --classes.method=file --classes.file={binary} | binary.txt
-2 | config model.hiden | model.hiden
-2 | new {folder}/new.yaml | --text
-3 | new {folder}/new.yaml --text={absent} | absent
-3 | new {folder}/new.yaml --text={binary} | binary.txt
-2 | sing {run} | sing
-4 | evaluate {absent} | absent
+2 | classes {run} --words=0 | --words
+3 | classes {tiny} | data is not a prepared folder: it has no meta.json
+2 | classes {folder} | no run here (config.yaml is missing): lm train CONFIG begins
+3 | info {tiny} | data is not a prepared folder: it has no meta.json
+2 | info {folder} | no run here (config.yaml is missing): lm train CONFIG begins
+2 | evaluate | the following arguments are required: RUN
+4 | evaluate {absent} | no trained model here (model.json is missing); there is no such folder
+4 | evaluate {folder} | no trained model here (model.json is missing); `lm train CONFIG` trains one
 4 | evaluate {text} | text.txt
-4 | evaluate {folder} | model.json
-2 | evaluate {run} --split=dev | --split
+2 | evaluate {run} --split=dev | argument --split: invalid choice: 'dev'
+2 | evaluate r --splitt=test | unknown option --splitt=test; did you mean --split?
+2 | evaluate r --split=test --text=t | argument --text: not allowed with
 3 | evaluate {run} --text={absent} | absent
 3 | evaluate {run} --text={binary} | binary.txt
 3 | evaluate {run} --text={empty} | empty.txt
-2 | evaluate {run} --k=3 | --ranking
-2 | evaluate {run} --mixture=0.5 | --arpa
+2 | evaluate {run} --k=3 | --k and --exclude require --ranking
+2 | evaluate {run} --ranking | --ranking requires data.sequences: independent
+2 | evaluate {run} --ranking --by-frequency | --ranking is of a split, and excludes other figures
+2 | evaluate {run} --mixture=0.5 | --mixture requires --arpa
+2 | evaluate {run} --mixture=1.5 --arpa={absent} | --mixture must be within 0 … 1
+2 | evaluate {run} --arpa=x --open-vocabulary | --arpa excludes --open-vocabulary
 3 | evaluate {run} --arpa={absent} | absent
 3 | evaluate {run} --arpa={text} | text.txt
-4 | evaluate {run} --compare={absent} | absent
+4 | evaluate {run} --compare={absent} | no trained model here
+2 | evaluate {run} --compare={run} --arpa=x | --compare excludes --arpa
 2 | evaluate {run} --threads=0 | --threads
+2 | evaluate {run} --threads=9999 | argument --threads: must be at most 1024, got 9999
 2 | evaluate {run} --device=tpu | tpu
+4 | score {folder} {text} | no trained model here
 3 | score {run} {absent} | absent
 3 | score {run} {binary} | binary.txt
 3 | score {run} {empty} | empty.txt
+3 | score {run} {empty} --stream | empty.txt
+2 | score {run} --ids {text} more | unknown option more
+3 | score {run} --ids {ids} --level=summary | ids.txt, line 2: expected an id, a tab or space, and
 2 | score {run} {text} --level=letter | --level
 2 | score {run} {text} --unit=bytes | --unit
-2 | generate {run} --tokens=0 | --tokens
+2 | score {run} {text} --details --format=kenlm | --details requires
+2 | score {run} {text} --details --level=sentence | --details requires
+2 | score {run} {text} --details --level=summary | --details requires
+2 | score {run} {text} --details --open-vocabulary | --details excludes --open-vocabulary
+2 | score {run} {text} --open-vocabulary --vocabulary-size=99 | not allowed with argument
+2 | score {run} {text} --vocabulary-size=3 | vocabulary size 3: expected at least 2
+2 | score {run} {text} --vocabulary-size=2305843009213693952 | and at most 1152921504606846976
+2 | score {pieces} {text} --vocabulary-size=99 | a vocabulary size applies to models of words, not
+2 | recommend {run} | lm recommend requires --history or --events
+2 | recommend {run} --history=- | recommending requires data.sequences: independent
+4 | generate {text} | text.txt is a file, not the folder of a run
+4 | generate {folder} | no trained model here (model.json is missing); `lm train CONFIG` trains one
+2 | generate {run} --model.hidden=3 | unknown option --model.hidden=3
+2 | generate {run} --tokens=0 | argument --tokens: must be at least 1, got 0
+2 | generate {run} --tokens=1.5 | argument --tokens: must be an integer, got '1.5'
 2 | generate {run} --temperature=-1 | temperature
 2 | generate {run} --top-k=0 | --top-k
-2 | generate {run} --top-p=2 | top_p
-2 | generate {run} --beams=2 --top-k=3 | --beams
-2 | generate {run} --allow-unk --spell-unk | --spell-unk
+2 | generate {run} --top-p=2 | generate: top_p must be
+2 | generate {run} --stop= | a stop string must not be empty
+2 | generate {run} --samples=1000000000 | the texts need 6,400 GB of memory
+2 | generate {run} --beams=1000000000 | the beams need
+2 | generate {run} --beams=2 --top-k=3 | --top-k cannot be combined with --beams
+2 | generate {run} --beams=2 --temperature=1 | --temperature cannot be combined with --beams
+2 | generate {run} --beams=2 --top-p=1 | --top-p cannot be combined with --beams
+2 | generate {run} --beams=2 --min-p=1 | --min-p cannot be combined with --beams
+2 | generate {run} --beams=2 --stop=1 | --stop cannot be combined with --beams
+2 | generate {run} --beams=2 --seed=1 | --seed cannot be combined with --beams
+2 | generate {run} --beams=2 --spell-unk | --spell-unk cannot be combined with --beams
+2 | generate {run} --beams=2 --samples=3 | --samples 3 requires as many --beams
+2 | generate {run} --length-penalty=1 | --length-penalty requires --beams
+2 | generate {run} --allow-unk --spell-unk | --allow-unk and --spell-unk exclude each other
+2 | generate {run} --prompt=a --prompts=b | not allowed with argument --prompt
 3 | generate {run} --prompts={absent} | absent
-3 | generate {run} --prompts={empty} | empty.txt
+3 | generate {run} --prompts={empty} | empty.txt: no prompts
 3 | rescore {run} {absent} --lm-weight=1 | absent
 3 | rescore {run} {text} --lm-weight=1 | text.txt
 3 | rescore {run} {binary} --lm-weight=1 | binary.txt
+2 | rescore {run} {nbest} | give --tune LIST REFERENCES, or --lm-weight
 2 | rescore {run} {nbest} --lm-weight=x | --lm-weight
-2 | rescore {run} {nbest} --mixture=0.5 | --lm-weight
-2 | rescore {run} {nbest} --lm-weight=1 --beam=3 | --beam
-2 | rescore {run} {nbest} --tune={nbest} --lm-weight=1 | --tune
+2 | rescore {run} {nbest} --lm-weight=-1 | --lm-weight must be at least 0, and
+2 | rescore {run} {nbest} --lm-weight=1e308 | a weighted sum of scores overflows: choose smaller
+2 | rescore {run} {nbest} --lm-weight=1 --first-pass-share=2 | must be within 0 … 1
+2 | rescore {run} {nbest} --lm-weight=1 --first-pass-share=0.5 | has no scores of the first pass
+2 | rescore {run} {nbest} --lm-weight=1 --mixture=0.5 | --mixture requires a second model
+2 | rescore {run} {nbest} --lm-weight=1 --vocabulary-size=3 | vocabulary size 3: expected at least
+4 | rescore {run} {nbest} --lm-weight=1 --with={folder} | no trained model here
+2 | rescore {run} {nbest} --lm-weight=1 --beam=3 | --beam applies to lattices
+3 | rescore {run} {nbest} --lm-weight=1 '--non-words=(' | --non-words '(': no regular expression
 3 | rescore {run} {nbest} --lm-weight=1 --references={absent} | absent
-4 | rescore {run} {nbest} --lm-weight=1 --with={absent} | absent
-2 | classes {run} --words=0 | --words
+3 | rescore {run} {nbest} --lm-weight=1 --references={twice} | line 3: u1 has a reference already
+2 | rescore {run} {nbest} --lm-weight=1 --references={other_said} | no reference for utterance u1 of
+3 | rescore {run} {nbest} --lm-weight=1 --acoustic-costs={costs} | this one has tabs
+3 | rescore {run} {nbest} --lm-weight=1 --acoustic-costs={twice_costs} | u1 has a cost already
+2 | rescore {run} {nbest} --lm-weight=1 --lm-costs={costs} | requires --acoustic-costs
+2 | rescore {run} {nbest} --tune {nbest} {said} --lm-weight=1 | --tune finds the weights
+2 | rescore {run} {nbest} --tune {nbest} - --references=- | stdin (-) can be only one of the files
+2 | rescore {run} {nbest} --tune {nbest} {said} | u1 is in {nbest} and in {nbest}: weights
+2 | rescore {run} {nbest} --tune {other} {other_said} | other.txt has 0 scores per hypothesis and
 """
-"""The exit code, a command, and what its message names."""
+"""The exit code, a command, and what its message has."""
+TREE = "thé 0 0\ncat 0 1\n"
 FILES = {
     "binary": b"\xff\xfe\0",
     "empty": b"",
     "text": b"the cat\n",
     "list": b"- 1\n",
+    "tree": TREE.encode(),
+    "utf16": TREE.encode("utf-16"),
+    "latin1": TREE.encode("latin-1"),
+    "gzip": gzip.compress(TREE.encode()),
+    "ids": b"a\tthe cat\n\tthe dog\n",
     "nbest": b"u1\t-1\tthe cat\n",
+    "said": b"u1 the cat\n",
+    "twice": b"u1 the\n\nu1 cat\n",
+    "other": b"u2\tthe\n",
+    "other_said": b"u2 the\n",
+    "costs": b"u1 1\n",
+    "twice_costs": b"u1 1\nu1 2\n",
 }
 
 
@@ -127,29 +216,44 @@ def fail(error: Exception) -> Callable[..., Any]:
     return raises
 
 
-def test_bad_inputs_end_with_one_line_that_names_them(
-    tiny: Path, lstm_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_bad_inputs_end_with_one_line_that_names_them_and_change_nothing(
+    tiny: Path,
+    lstm_run: Path,
+    pieces_run: Path,
+    prepared_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    contents: Callable[[Path], dict[str, str]],
 ) -> None:
-    places = {"tiny": tiny, "run": lstm_run, "folder": tmp_path, "absent": tmp_path / "absent"}
+    places = {"tiny": tiny, "run": lstm_run, "pieces": pieces_run, "folder": tmp_path / "empty"}
+    places |= {"absent": tmp_path / "absent.txt"}
+    places["folder"].mkdir()
     for name, content in FILES.items():
         places[name] = tmp_path / f"{name}.txt"
         places[name].write_bytes(content)
+    data = f"--data.prepared_dir={prepared_dir}"
     rows = [(2, f"train {{tiny}} {o}", o[2:].split("=")[0]) for o in WRONG_VALUES.split()]
     for line in BAD_INPUTS.splitlines():
         code, command, named = line.split(" | ")
         rows.append((int(code), command, named))
-    problems = []
+    folder, problems = tmp_path / "new", list[str]()
+    before = [contents(each) for each in (tmp_path, lstm_run)]
     for expected, command, named in rows:
-        arguments = shlex.split(command.format(**places))
-        if "{tiny}" in command:
-            arguments.append(f"--run_dir={tmp_path / 'new'}")
+        arguments = shlex.split(command.format(data=data, **places))
+        if "{tiny}" in command and "--run_dir" not in command:
+            arguments.insert(2, f"--run_dir={folder}")
         found = main(arguments)
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lm: ")]
-        if found != expected or len(lines) != 1 or named not in lines[0]:
-            problems.append(f"{command}: {found}, {lines}")
+        if arguments[:1] == ["prepare"]:  # part of which may be done
+            rmtree(folder, ignore_errors=True)
+        out, err = capsys.readouterr()
+        lines = [line for line in err.splitlines() if line.startswith("lm: ")]
+        message = named.format(**places) if "{nbest}" in named else named
+        if out or found != expected or len(lines) != 1 or message not in lines[0]:
+            problems.append(f"{command}: {found}, {lines}, {out}")
     print(f"{len(set(rows))} bad inputs")
     assert not problems, "\n".join(problems)
     assert len(set(rows)) > 100
+    assert [contents(each) for each in (tmp_path, lstm_run)] == before
 
 
 @pytest.mark.parametrize(

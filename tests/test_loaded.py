@@ -4,8 +4,6 @@ import json
 import math
 import pydoc
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
@@ -53,6 +51,8 @@ def test_topk_is_the_start_of_the_sorted_distribution_without_unknown_words(
     assert list(words) == [loaded.tokenizer.token(word) for word in best.indices.tolist()]
     torch.testing.assert_close(torch.tensor(found).double(), best.values, rtol=0, atol=1e-6)
     assert loaded.topk(loaded.start(SENTENCE), 1) == loaded.topk(SENTENCE, 1)
+    rest = loaded.topk(SENTENCE, 3, exclude=[words[0]])
+    assert [word for word, _ in rest] == list(words[1:])
 
 
 def test_step_by_step_equals_one_pass(loaded: LoadedModel) -> None:
@@ -131,27 +131,14 @@ def test_candidates_equal_the_whole_distribution(loaded: LoadedModel) -> None:
     for prefix in (state, "the old", loaded.encode("the old")):
         actual = loaded.candidate_log_prob(prefix, words)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-    assert loaded.candidate_log_prob("the old", []).shape == (0,)
-    torch.testing.assert_close(
-        loaded.candidate_log_prob("the old", iter(words)),  # type: ignore[arg-type]
-        expected,
-        rtol=0,
-        atol=1e-12,
-    )
-
-
-def test_candidates_of_many_states_are_those_of_each(loaded: LoadedModel) -> None:
     states = [loaded.start(text) for text in ("", "the old", "the old cat\nthe", "the old")]
-    empty = loaded.candidate_log_probs([], ["cat"])
-    assert (empty.shape, loaded.candidate_log_probs(states, []).shape) == ((0, 1), (4, 0))
-    single: list[Word] = ["cat", "zebra", loaded.eos_id]
     several: list[Word] = ["cat sees", "dog"]
-    for words in (single, several):
-        expected = torch.stack([loaded.candidate_log_prob(state, words) for state in states])
-        actual = loaded.candidate_log_probs(states, words)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match="expected a state of this model"):
-        loaded.candidate_log_probs(["the"], ["cat"])  # type: ignore[list-item]
+    lists: list[Any] = [words, several, []]
+    for each in lists:
+        single = torch.stack([loaded.candidate_log_prob(state, iter(each)) for state in states])
+        actual = loaded.candidate_log_probs(states, each)
+        torch.testing.assert_close(actual, single, rtol=0, atol=1e-12)
+    assert loaded.candidate_log_probs([], ["cat"]).shape == (0, 1)
 
 
 def test_unknown_words_are_listed(loaded: LoadedModel) -> None:
@@ -196,8 +183,16 @@ def test_generation_equals_that_of_the_command(run: Path, printed: Callable[...,
         (lambda m: m.generate(None), "expected text, got None"),
         (lambda m: m.step_many(m.start(), ["the"]), "expected a list of states, got State.*"),
         (lambda m: m.candidate_log_probs(m.start(), ["a"]), "expected a list of states, got .*"),
+        (lambda m: m.candidate_log_probs(["the"], ["a"]), "expected a state of this model, got .*"),
         (lambda m: m.generate(num_tokens="5"), "the number of tokens must be an integer, got '5'"),
+        (lambda m: m.topk(exclude="all"), "exclude must be nothing, seen or a list, got 'all'"),
+        (lambda m: m.generate(num_samples=0), "the number of samples must be at least 1, got 0"),
+        (lambda m: m.generate(seed=None), r"seed must be within -2\^63 … 2\^64 - 1, got None"),
+        (lambda m: m.generate(seed=-(1 << 63) - 1), "seed must be within .*, got -922.*"),
+        (lambda m: m.generate(seed=1 << 64), "seed must be within .*, got 18446744073709551616"),
         (lambda m: m.search(num_beams="2"), "the number of beams must be an integer, got '2'"),
+        (lambda m: m.search(length_penalty=math.nan), "length_penalty must be within ±10, got nan"),
+        (lambda m: m.search(num_beams=0), "the number of beams must be at least 1, got 0"),
         (lambda m: m.generate(excluded=None), "excluded must be token ids, got None"),
         (lambda m: m.generate(stop=None), "stop must be a list of strings, got None"),
         (lambda m: m.generate(tokens=10), "generate has no argument tokens; its .*num_tokens.*"),
@@ -216,12 +211,6 @@ def test_a_state_of_another_model_is_refused(lstm_run: Path, transformer_run: Pa
     assert lm.load(lstm_run).step(state, "cat").state.num_tokens == 2
     with pytest.raises(ValueError, match=r"^expected a state of this model, got State\(.*\)$"):
         lm.load(transformer_run).step(state, "cat")
-
-
-def test_a_model_and_a_state_are_printed_without_their_numbers(lstm_run: Path) -> None:
-    model = lm.load(lstm_run)
-    assert repr(model) == f"LoadedModel('{lstm_run}', lstm, {model.vocab_size} words)"
-    assert repr(model.start("the zebra")) == "State(num_tokens=2, num_unknown=1)"
 
 
 def test_all_probabilities_agree_where_unknown_words_share_theirs(run: Path) -> None:
@@ -250,7 +239,6 @@ def test_all_probabilities_agree_where_unknown_words_share_theirs(run: Path) -> 
         (token,) = shared.encode(word) if isinstance(word, str) else [word]
         whole = shared.log_prob(state)
         assert float(whole[token]) == pytest.approx(expected, abs=1e-12)
-        assert shared.unk_id is not None
         total = whole.exp().sum() + (num_unseen - 1) * whole[shared.unk_id].exp()
         assert float(total) == pytest.approx(1, abs=1e-12)
         states.append(after)
@@ -266,14 +254,12 @@ def test_a_vocabulary_size_leaves_texts_and_their_perplexity_unchanged(run: Path
             lm.load(run, vocabulary_size=size)  # type: ignore[arg-type]
 
 
-def test_importing_the_package_imports_no_torch() -> None:
-    code = "import lm, sys; print('torch' in sys.modules, callable(lm.load))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False True\n"
-
-
-def test_the_classes_of_results_belong_to_the_package(lstm_run: Path) -> None:
+def test_results_are_of_classes_of_the_package_and_printed_without_their_numbers(
+    lstm_run: Path,
+) -> None:
     model = lm.load(lstm_run, device=torch.device("cpu"))
+    assert repr(model) == f"LoadedModel('{lstm_run}', lstm, {model.vocab_size} words)"
+    assert repr(model.start("the zebra")) == "State(num_tokens=2, num_unknown=1)"
     step = model.step(model.start(), "the")
     assert isinstance(step, lm.Step)
     assert isinstance(step.state, lm.State)

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,9 @@ import pytest
 
 import lm
 from data_prep.errors import UserError
-from lm.commands.rescore import _models, _with_states
 from lm.evaluation import evaluate_split, evaluate_text
 from lm.loaded import LoadedModel
-from lm.rescoring.models import ArpaScores, RunScores
-from lm.rescoring.utterances import Utterances
+from lm.rescoring.models import ArpaScores
 from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.ngram import NGramModel
@@ -95,7 +92,6 @@ def test_all_ways_to_score_agree(loaded: LoadedModel) -> None:
     assert loaded.candidate_log_prob("b ab", single).tolist() == pytest.approx(expected)
     assert loaded.candidate_log_probs(states[:2], single)[1].tolist() == pytest.approx(expected)
     unk = loaded.unk_id
-    assert unk is not None
     assert loaded.step(states[0], unk).log_prob == plain.step(plain_states[0], unk).log_prob
     for sentence, score in zip(SENTENCES, loaded.score(SENTENCES), strict=True):
         state, each = loaded.start(), []
@@ -199,19 +195,19 @@ def test_commands_spell_on_request(run: Path, printed: Callable[..., str], tmp_p
     scores = lm.load(run, open_vocabulary=True).score(SENTENCES)
     expected_rows = [float(score.log_prob.sum()) for score in scores]
     assert [row["log_prob"] for row in rows] == pytest.approx(expected_rows, rel=1e-6)
-    rescoring = RunScores(opened, SENTENCES, open_vocabulary=True)
-    assert [each.sum() for each in rescoring(SENTENCES)] == pytest.approx(expected_rows)
     (tmp_path / "list").write_text("".join(f"a\t0\t{line}\n" for line in SENTENCES))
-    assert printed("rescore", run, tmp_path / "list", "--lm-weight=1", "--open-vocabulary")
+    options = [run, tmp_path / "list", "--lm-weight=1", "--open-vocabulary", "--all"]
+    options += ["--non-words="]
+    columns = [row.split("\t") for row in printed("rescore", *options).splitlines()]
+    found = {text: float(value) for _, _, value, text in columns}
+    assert [found[line] for line in SENTENCES] == pytest.approx(expected_rows, rel=1e-5)
 
 
-RESCORE = {"second_run": None, "vocabulary_size": None, "device": "cpu", "threads": 1}
-
-
-def test_an_arpa_model_spells_the_words_that_it_lacks(run: Path, tmp_path: Path) -> None:
+def test_an_arpa_model_spells_the_words_that_it_lacks(
+    run: Path, tmp_path: Path, printed: Callable[..., str]
+) -> None:
     known = {"<s>": -99.0, "</s>": -0.7, "<unk>": -1.0, "ab": -0.5, "bbb": -0.9}
     path = write(tmp_path / "model.arpa", {(w,): (value, 0.0) for w, value in known.items()}, 1)
-    (tmp_path / "list.slf").write_text("I=0\nI=1\nJ=0 S=0 E=1 W=ab\n")
     speller, ngram = TrainedRun(run).speller, NGramModel(path)
     scores = ArpaScores(ngram, speller=speller)
     lines, spelled = ["ab b bbb", "日本 <unk>"], ["b", "日本", "<unk>"]
@@ -225,14 +221,11 @@ def test_an_arpa_model_spells_the_words_that_it_lacks(run: Path, tmp_path: Path)
     words: list[str | int] = ["b", "ab", ngram.eos_id, "日本"]
     (row,) = scores.candidate_log_probs([scores.start()], words)
     assert row == pytest.approx([nats["b"], nats["ab"], nats["<eos>"], nats["日本"]])
-    lists = [Utterances.read(str(tmp_path / "list.slf"), None)]
-    options = {"arpa": str(path), "open_vocabulary": True}
-    runs, models = _models(Namespace(**RESCORE | {"run_dir": str(run)} | options), lists)
-    (ours, theirs) = (each(lines)[1][0] for each in models)
-    steps = [
-        model.candidate_log_probs([model.start()], ["日本"]) for model in _with_states(runs, models)
-    ]
-    assert [float(step[0, 0]) for step in steps] == pytest.approx([ours, theirs])
+    (tmp_path / "list").write_text("a\t0\tb 日本\n")
+    options = ["--lm-weight=1", "--open-vocabulary", "--arpa", path, "--mixture=0", "--all"]
+    row = printed("rescore", run, tmp_path / "list", *options).split("\t")
+    expected = nats["b"] + nats["日本"] + nats["<eos>"]
+    assert float(row[2]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_drawn_unknown_words_are_spelled(run: Path) -> None:
@@ -263,16 +256,6 @@ def test_a_run_without_a_speller_takes_that_of_its_prepared_data(
     assert TrainedRun(copy).speller.log_prob(words).tolist() == expected
     shutil.rmtree(copy / "data")
     assert "is not a prepared folder" in complaint("score", copy, "--open-vocabulary")
-    for verb, options, message in (
-        ("score", ["--vocabulary-size=99"], "not allowed with argument"),
-        ("score", ["--details", "--level=word", "--format=tsv"], "--details excludes --open"),
-        ("evaluate", ["--arpa=x"], "--arpa excludes --open-vocabulary"),
-    ):
-        assert message in complaint(verb, run, "--open-vocabulary", *options)
-    both = "--allow-unk and --spell-unk exclude each other"
-    assert complaint("generate", run, "--allow-unk", "--spell-unk") == both
-    message = "--spell-unk cannot be combined with --beams"
-    assert message in complaint("generate", run, "--beams=2", "--spell-unk")
     with pytest.raises(UserError, match="a vocabulary size and an open vocabulary exclude"):
         lm.load(run, open_vocabulary=True, vocabulary_size=99)
 

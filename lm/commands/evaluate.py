@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
     from lm.rescoring.unknown import noted_words
     from lm.scoring.comparison import TextLosses, check_comparable, compare
     from lm.scoring.frequency import frequency_report
-    from lm.scoring.mixture import Mixture, evaluate_mixture
+    from lm.scoring.mixture import evaluate_mixture
 
     is_open = options.open_vocabulary
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
@@ -83,24 +83,23 @@ def run(options: argparse.Namespace) -> None:
     if options.text is not None:
         lines = list(noted_words(run.tokenizer, read_text(options.text), options.text))
     check_comparable(run, others, open_vocabulary=is_open, lines=lines)
+    tables, further = list[str](), dict[str, Any]()
+    tokens: Any = None
+    if options.arpa or options.by_frequency or others:
+        split = options.split
+        tokens = run.prepared.tokens(split) if lines is None else encode_text(run, lines)[0]
+    if options.arpa:
+        path = Path(options.arpa)
+        mixture = evaluate_mixture(run, path, options.mixture, tokens)
+        further["mixture"] = as_json(mixture)
+        tables.append(mixture.table(run.folder, path))
     settings = {"progress": not options.no_progress, "open_vocabulary": is_open}
-    mixture = options.arpa and Mixture.open(run, Path(options.arpa), options.mixture)
     if lines is None:
         result = evaluate_split(run, options.split, **settings)
     else:
         result = evaluate_text(run, lines, name=options.text, **settings)
     values = result.to_dict()
-    tables = [result.table(options.text or options.split)]
-    further: dict[str, Any] = {}
-    if mixture or options.by_frequency or others:
-        if lines is None:
-            tokens = run.prepared.tokens(options.split)
-        else:
-            tokens, _ = encode_text(run, lines)
-    if mixture:
-        figures = evaluate_mixture(run, mixture, tokens)
-        further["mixture"] = as_json(figures)
-        tables.append(figures.table(f"mixture: {mixture.describe(run)}"))
+    tables.insert(0, result.table(options.text or options.split))
     if options.by_frequency or others:
         if is_open and lines is None:
             lines = list(read_lines(run.config.data, options.split))

@@ -15,7 +15,6 @@ from lm.commands.arguments import COMPUTING, COUNT, JSON, NUMBER, RUN, SWITCH, O
 from lm.run import TrainedRun
 
 if TYPE_CHECKING:
-    from data_prep.tokenizer.tokenizer import Tokenizer
     from lm.generation import Sample
 
 HELP = "draw text from a trained model"
@@ -104,7 +103,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     from lm.generation import Sampling, generate_text, search_text
-    from lm.generation.text import checked_text
+    from lm.generation.text import checked_text, unknown_words
 
     prompts = list(map(checked_text, prompts))
     given = {name: getattr(options, name) for name in _SAMPLING}
@@ -120,7 +119,10 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
             stop.append("\n")
         else:  # it has no probability that was learned
             excluded += (tokenizer.eos_id,)
-    _report_unknown_words(tokenizer, prompts)
+    if words := unknown_words(tokenizer, prompts):
+        shown = [word if word.isprintable() else repr(word) for word in words[:MAX_WORDS_NAMED]]
+        rest = f" and {len(words) - len(shown)} more" if len(words) > len(shown) else ""
+        _log.warning("unknown words of the prompt, read as <unk>: %s%s", ", ".join(shown), rest)
     streams = not options.json and options.beams is None and options.samples == len(prompts) == 1
     streams &= not has_items
     results: Iterable[list[Sample]]
@@ -208,15 +210,3 @@ def _on_new_lines() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(end_line)
-
-
-def _report_unknown_words(tokenizer: "Tokenizer", prompts: list[str]) -> None:
-    """Log the words of the prompts that the model does not know, as one line."""
-    from lm.generation.text import unknown_words
-
-    words = unknown_words(tokenizer, prompts)
-    if words:
-        rest = len(words) - MAX_WORDS_NAMED
-        shown = [word if word.isprintable() else repr(word) for word in words[:MAX_WORDS_NAMED]]
-        named = ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")
-        _log.warning("unknown words of the prompt, read as <unk>: %s", named)

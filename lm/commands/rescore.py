@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,12 @@ from lm.rescoring.formats import NON_WORDS
 from lm.run import TrainedRun
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lm.loaded import LoadedModel
     from lm.rescoring.lattice_search import WordModel
-    from lm.rescoring.models import ArpaScores, RunScores
+    from lm.rescoring.models import ArpaScores, WordScores
+    from lm.rescoring.nbest import Floats
     from lm.rescoring.utterances import Utterances
 
 NUM_BEAMS = 16
@@ -86,6 +91,7 @@ def run(options: argparse.Namespace) -> None:
         name: getattr(options, name) for name in _WEIGHTS if getattr(options, name) is not None
     }
     _check(options, given)
+    from lm.rescoring.models import unknown_counts
     from lm.rescoring.weights import ScoredList, Weights, check_separate, tune
 
     second = options.second_run or options.arpa
@@ -98,10 +104,12 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"--first-pass-share: {options.nbest} has no scores of the first pass")
     if tuned is not None:
         check_separate(tuned.nbest, nbest)
-    runs, models = _models(options, [utterances] if tuned is None else [utterances, tuned])
+    runs, arpa, rules = _models(options, [utterances] if tuned is None else [utterances, tuned])
+    models: list[WordModel] = [*runs, *arpa]
+    scores: list[WordScores] = [*(partial(_word_scores, each) for each in runs), *arpa]
     figures: dict[str, Any] = {"development": None, "unused": None}
     if tuned is not None and tuned.errors is not None:
-        scored = ScoredList(tuned.nbest, models)
+        scored = ScoredList(tuned.nbest, scores)
         weights = tune(scored, tuned.errors)
         best = scored.choose(scored.totals(weights))
         figures["development"] = tuned.errors.report(tuned.nbest, best)
@@ -110,14 +118,15 @@ def run(options: argparse.Namespace) -> None:
         )
     assert weights is not None
     if utterances.lattices:
-        utterances = utterances.searched(
-            weights, _with_states(runs, models), options.beam or NUM_BEAMS
-        )
+        utterances = utterances.searched(weights, models, options.beam or NUM_BEAMS)
     nbest, errors = utterances.nbest, utterances.errors
-    scored = ScoredList(nbest, models)
+    scored = ScoredList(nbest, scores)
     chosen = scored.choose(scored.totals(weights))
     figures["weights"] = asdict(weights)
-    figures["unknown"] = [run.unknown(nbest, chosen, errors) for run in runs]
+    pairs = zip(rules, runs, strict=True)
+    figures["unknown"] = [
+        rule | unknown_counts(each.tokenizer, nbest, chosen, errors) for rule, each in pairs
+    ]
     figures["report"] = errors and errors.report(nbest, chosen)
     lines = scored.all_lines(weights) if options.all else scored.best_lines(weights)
     if options.json:
@@ -147,60 +156,60 @@ def _read(options: argparse.Namespace) -> "tuple[Utterances, Utterances | None]"
     return utterances, Utterances.read(name, references, costs, non_words=non_words)
 
 
+def _word_scores(model: "LoadedModel", texts: "Sequence[str]") -> "list[Floats]":
+    """The `WordScores` of a run."""
+    return [score.log_prob for score in model.score(texts)]
+
+
 def _models(
     options: argparse.Namespace, lists: "list[Utterances]"
-) -> "tuple[list[RunScores], list[RunScores | ArpaScores]]":
-    """The runs, and all models; how unknown words are scored and why they are many is logged."""
+) -> "tuple[list[LoadedModel], list[ArpaScores], list[dict[str, Any]]]":
+    """The runs, an ARPA model if there is one, and the rules of the runs for unknown words.
+
+    How unknown words are scored and why they are many is logged.
+    """
     from data_prep.tokenizer.token_file import log_literals
+    from lm.loaded import LoadedModel
     from lm.model.files import read_description
-    from lm.rescoring.models import ArpaScores, RunScores, common_vocabulary_size
+    from lm.rescoring.models import (
+        ArpaScores,
+        common_vocabulary_size,
+        num_unknown_types,
+        unknown_rule,
+    )
     from lm.rescoring.unknown import UnknownWords
     from lm.scoring.ngram import NGramModel
 
     hypotheses = [text for each in lists for text in each.texts]
     references = [text for each in lists if each.errors for text in each.errors.references]
-    runs = [TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)]
+    opened = [TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)]
     if options.second_run is not None:
         read_description(second := Path(options.second_run))  # or there is no model
-        runs.append(TrainedRun(second, options.device))
-    words = {word for run in runs for word in run.tokenizer.literals}
+        opened.append(TrainedRun(second, options.device))
+    words = {word for run in opened for word in run.tokenizer.literals}
     literals = {word: sum(text.count(word) for text in hypotheses) for word in sorted(words)}
     log_literals("hypotheses", literals)
     ngram = None if options.arpa is None else NGramModel(Path(options.arpa))
-    size, is_open, scores = options.vocabulary_size, options.open_vocabulary, []
-    if size is None and not is_open:
-        size = common_vocabulary_size(runs, ngram, hypotheses)
-    for run in runs:
-        has_size = run.tokenizer.kind == "words" or options.vocabulary_size is not None
-        each = RunScores(run, hypotheses, size if has_size else None, open_vocabulary=is_open)
-        scores.append(each)
-        _log.info("%s", each.rule)
+    common, is_open = options.vocabulary_size, options.open_vocabulary
+    unknown = [(run.tokenizer, num_unknown_types(run.tokenizer, hypotheses)) for run in opened]
+    if common is None and not is_open:
+        common = common_vocabulary_size(unknown, ngram, hypotheses)
+    runs, rules = [], []
+    for run, (_, types) in zip(opened, unknown, strict=True):
+        size = common if types is not None or options.vocabulary_size is not None else None
+        settings = {"vocabulary_size": size, "open_vocabulary": is_open}
+        runs.append(LoadedModel(run, **settings, warn_of_unknown=False))  # but of all at once
+        rules.append({"run": str(run.folder), "vocabulary_size": size, "types": types})
+        rule = unknown_rule(run.folder, types, runs[-1].num_unseen, size, spelled=is_open)
+        _log.info("%s", rule)
         for what, texts in (("hypotheses", hypotheses), ("references", references)):
             if warning := UnknownWords(run.tokenizer, texts).warning(what):
-                _log.warning("%s: %s", each.run.folder, warning)
+                _log.warning("%s: %s", run.folder, warning)
     if ngram is None:
-        return scores, list(scores)
-    arpa = ArpaScores(ngram, size, runs[0].speller if is_open else None)
+        return runs, [], rules
+    arpa = ArpaScores(ngram, common, opened[0].speller if is_open else None)
     _log.info("%s", arpa.rule(hypotheses))
-    return scores, [*scores, arpa]
-
-
-def _with_states(
-    runs: "list[RunScores]", models: "list[RunScores | ArpaScores]"
-) -> "list[WordModel]":
-    """The models for a search, which needs their states."""
-    from lm.loaded import LoadedModel
-
-    loaded = [
-        LoadedModel(
-            each.run,
-            vocabulary_size=each.vocabulary_size,
-            open_vocabulary=each.open_vocabulary,
-            warn_of_unknown=False,  # all unknown words of the lists are reported at once
-        )
-        for each in runs
-    ]
-    return [*loaded, *models[len(runs) :]]  # type: ignore[list-item]
+    return runs, [arpa], rules
 
 
 def _log_figures(figures: dict[str, Any]) -> None:

@@ -29,8 +29,7 @@ class Catalogue:
     def __init__(self, run: TrainedRun) -> None:
         self._tokenizer: Tokenizer = run.tokenizer
         self._is_escaped = run.config.data.user_field is not None
-        eos_id, unk_id = run.description.eos_id, run.description.unk_id
-        self.special = (eos_id,) if unk_id is None else (eos_id, unk_id)
+        self.special = (run.tokenizer.eos_id, run.tokenizer.unk_id)
 
     def find(self, items: Sequence[str | int]) -> tuple[list[int], list[str | int]]:
         """The token ids of the items that are in the catalogue, and the items that are not."""

@@ -141,16 +141,11 @@ def search(
     penalty = weights.insertion_penalty
     beams: list[dict[Prefix, tuple[float, float, float]]] = [{} for _ in lattice.leaving]
     beams[0][Prefix()] = (0.0, 0.0, 0.0)  # total, acoustic, first pass
-    for node, arcs in enumerate(lattice.leaving):
+    for node, arcs in enumerate(lattice.leaving[:-1]):
         beam = sorted(beams[node].items(), key=lambda item: -item[1][0])[:num_beams]
         beams[node].clear()
-        is_end = node == lattice.num_nodes - 1
-        leaving: list[str | None] = [None]
-        if not is_end:
-            leaving = list(dict.fromkeys(arc.word for arc in arcs if arc.word is not None))
+        leaving: list[str | None] = list(dict.fromkeys(arc.word for arc in arcs if arc.word))
         added = scores.extend([prefix for prefix, _ in beam], leaving)
-        if is_end:
-            break
         column = {word: k for k, word in enumerate(leaving)}
         steps = [
             (
@@ -169,6 +164,8 @@ def search(
                 if known is None or known[0] < value:
                     new = (value, acoustic + arc.acoustic, first_pass + arc.first_pass)
                     beams[arc.target][after] = new
+    beam = sorted(beams[-1].items(), key=lambda item: -item[1][0])[:num_beams]
+    added = scores.extend([prefix for prefix, _ in beam], [None])
     ends = zip(beam, added[:, 0].tolist(), strict=True)
     totals = [(total + end, prefix, Path(*path)) for (prefix, (total, *path)), end in ends]
     return [(prefix.words, path) for _, prefix, path in sorted(totals, key=lambda each: -each[0])]

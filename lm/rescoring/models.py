@@ -26,12 +26,10 @@ import numpy as np
 from data_prep.errors import UserError
 from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.speller import Speller
-from data_prep.tokenizer.tokenizer import WordTokenizer
+from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.rescoring.nbest import Floats, Ints, NBest
 from lm.rescoring.unknown import UnknownWords
 from lm.rescoring.word_errors import WordErrors
-from lm.run import TrainedRun
-from lm.scoring import Scorer
 from lm.scoring.ngram import NGramModel
 
 WordScores = Callable[[Sequence[str]], list[Floats]]
@@ -41,92 +39,57 @@ NUM_UNSEEN = 1_000_000
 """U, the number of words that share P(`<unk>`), unless the lists have more; 10⁴ … 10⁷ are alike."""
 
 
+def num_unknown_types(tokenizer: Tokenizer, texts: Sequence[str]) -> int | None:
+    """How many distinct words of texts are unknown; None of pieces, which have no such words."""
+    if not isinstance(tokenizer, WordTokenizer):
+        return None
+    return len(set(tokenizer.unknown_occurrences(texts)))
+
+
 def common_vocabulary_size(
-    runs: Sequence[TrainedRun], ngram: NGramModel | None, texts: Sequence[str]
+    unknown: Sequence[tuple[Tokenizer, int | None]], ngram: NGramModel | None, texts: Sequence[str]
 ) -> int | None:
     """The default V of equation (1) for all models of words; None if there is none.
 
-    The texts are the hypotheses of all lists. Runs of pieces of words have no unknown words.
+    The texts are the hypotheses of all lists; `unknown` has `num_unknown_types` of each run's.
     """
-    words = [run.tokenizer for run in runs if isinstance(run.tokenizer, WordTokenizer)]
-    known = [each.vocab_size - 1 for each in words]
-    unknown = [len(set(each.unknown_occurrences(texts))) for each in words]
+    sizes = [(run.vocab_size - 1, types) for run, types in unknown if types is not None]
     if ngram is not None:
-        known.append(ngram.num_known)
-        unknown.append(len(ngram.unknown_types(texts)))
-    return max(known) + max(NUM_UNSEEN, max(unknown) + 1) if known else None
+        sizes.append((ngram.num_known, len(ngram.unknown_types(texts))))
+    if not sizes:
+        return None
+    return max(known for known, _ in sizes) + max(NUM_UNSEEN, *(types + 1 for _, types in sizes))
 
 
-class RunScores:
-    """The `WordScores` of a run.
-
-    Each unknown word of the `texts`, the hypotheses of all lists, shares P(`<unk>`) by V, or with
-    an open vocabulary is spelled by the run's speller; without either it has all of P(`<unk>`).
-
-    Raises:
-        UserError: if V is out of range, or given for a model of pieces.
-    """
-
-    def __init__(
-        self,
-        run: TrainedRun,
-        texts: Sequence[str],
-        vocabulary_size: int | None = None,
-        *,
-        open_vocabulary: bool = False,
-    ) -> None:
-        self.run, self.vocabulary_size = run, vocabulary_size
-        self.open_vocabulary = open_vocabulary
-        self._num_types = None  # of unknown words
-        if isinstance(tokenizer := run.tokenizer, WordTokenizer):
-            self._num_types = len(set(tokenizer.unknown_occurrences(texts)))
-        self._scorer = Scorer.of(
-            run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary
-        )
-
-    def unknown(
-        self, nbest: NBest, chosen: Ints, errors: WordErrors | None
-    ) -> dict[str, str | int | None]:
-        """How many words of a list, with the `chosen` hypotheses [U], are unknown, and V."""
-        texts = {
-            "hypotheses": nbest.texts,
-            "first": [nbest.texts[place] for place in nbest.first],
-            "chosen": [nbest.texts[place] for place in chosen],
-        }
-        if errors is not None:
-            texts["references"] = errors.references
-        unknown = {name: UnknownWords(self.run.tokenizer, each) for name, each in texts.items()}
-        return {
-            "run": str(self.run.folder),
-            "vocabulary_size": self.vocabulary_size,
-            "types": self._num_types,
-            "references": None,
-            **{name: each.num_unknown for name, each in unknown.items()},
-        }
-
-    def __call__(self, texts: Sequence[str]) -> list[Floats]:
-        """Log-probabilities in nats of the words of each text and of its end."""
-        return [score.log_prob for score in self._scorer.sentences(texts)]
-
-    @property
-    def rule(self) -> str:
-        """A sentence: the probability of an unknown word."""
-        if self.vocabulary_size is None and not self.open_vocabulary:
-            return f"{self.run.folder}: each unknown piece has P(<unk>)"
-        size, num_unseen = self.vocabulary_size, self._scorer.num_unseen
-        return _rule(self.run.folder, self._num_types, num_unseen, size)
-
-
-def _rule(name: Path, num_types: int | None, num_unseen: int, size: int | None) -> str:
-    """What probability unknown words have; they are spelled if V is None."""
-    if size is None:
+def unknown_rule(
+    name: Path, num_types: int | None, num_unseen: int, size: int | None, *, spelled: bool
+) -> str:
+    """A sentence: the probability of each unknown word, of which the lists have `num_types`."""
+    if spelled:
         return f"{name}: each unknown word has its spelling's share of P(<unk>)"
+    if size is None:
+        return f"{name}: each unknown piece has P(<unk>)"
     if not num_types:
         return f"{name}: no word of the lists is unknown"
     return (
         f"{name}: each of the {num_types:,} unknown words of the lists has"
         f" 1/{num_unseen:,} of P(<unk>), as by --vocabulary-size={size}"
     )
+
+
+def unknown_counts(
+    tokenizer: Tokenizer, nbest: NBest, chosen: Ints, errors: WordErrors | None
+) -> dict[str, int | None]:
+    """How many words of a list are unknown, with the `chosen` hypotheses [U]."""
+    texts = {
+        "hypotheses": nbest.texts,
+        "first": [nbest.texts[place] for place in nbest.first],
+        "chosen": [nbest.texts[place] for place in chosen],
+    }
+    if errors is not None:
+        texts["references"] = errors.references
+    counts = {name: UnknownWords(tokenizer, each).num_unknown for name, each in texts.items()}
+    return {"references": None, **counts}
 
 
 class NGramStep(NamedTuple):
@@ -162,10 +125,10 @@ class ArpaScores:
                 )
 
     def rule(self, texts: Sequence[str]) -> str:
-        """A sentence: the probability of a word that the file lacks, for some texts."""
-        size = None if self._speller is not None else self._vocabulary_size
-        num_types = len(self._model.unknown_types(texts))
-        return _rule(self._model.path, num_types, self._num_unseen, size)
+        """The `unknown_rule` for some texts."""
+        num_types, size = len(self._model.unknown_types(texts)), self._vocabulary_size
+        spelled = self._speller is not None
+        return unknown_rule(self._model.path, num_types, self._num_unseen, size, spelled=spelled)
 
     def _ids(self, words: Sequence[str]) -> tuple[Ints, Floats]:
         """Ids of words [n], and nats of log P(word | `<unk>`) of those that are `<unk>`, else 0."""

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from data_prep.compiled import compiled
 from data_prep.errors import UserError
-from lm.rescoring.nbest import Floats, Ints, NBest
+from lm.rescoring.nbest import Ints, NBest
 from lm.rescoring.references import References
+from lm.scoring.bootstrap import resampled_rates
 
 NUM_SAMPLES = 1000
 """Samples of utterances for the interval of a word error rate."""
@@ -134,7 +135,9 @@ class WordErrors:
         oracle = int(np.minimum.reduceat(self.errors, nbest.first).sum())
         rate = 100 / self.num_words
         errors = np.stack([self.errors[chosen], self.errors[chosen] - self.errors[nbest.first]])
-        (low, low_change), (high, high_change) = _interval(errors, self._lengths)
+        rates = resampled_rates(errors, self._lengths, NUM_SAMPLES, seed=1)
+        interval = 100 * np.nanpercentile(rates, [2.5, 97.5], axis=0)
+        (low, low_change), (high, high_change) = interval.tolist()
         kinds = dict(zip(ErrorCounts._fields, self.counts[chosen].sum(0).tolist(), strict=True))
         figures = {
             "utterances": len(nbest.ids),
@@ -154,15 +157,3 @@ class WordErrors:
             return figures
         named = {"words": "characters"}
         return {named.get(name, name.replace("wer", "cer")): figures[name] for name in figures}
-
-
-def _interval(errors: Ints, num_words: Ints) -> Floats:
-    """95 % intervals [2, R] in percent of R error rates, from errors [R, U] and words [U]."""
-    rng, size = np.random.default_rng(1), len(num_words)
-    rates = []
-    for _ in range(NUM_SAMPLES):
-        sample = rng.integers(size, size=size)
-        if total := num_words[sample].sum():
-            rates.append(100 * errors[:, sample].sum(1) / total)
-    interval: Floats = np.percentile(rates, [2.5, 97.5], axis=0)
-    return interval

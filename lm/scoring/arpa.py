@@ -8,7 +8,7 @@ Source: Stolcke 2002, SRILM, ngram-format(5).
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,11 +48,11 @@ class NGrams(NamedTuple):
     backoff: Floats  # [M] nats, 0 where there is none
 
 
-def read_arpa(path: Path, id_of: Callable[[str], int | None]) -> list[NGrams]:
+def read_arpa(path: Path, id_of: dict[str, int]) -> list[NGrams]:
     """The n-grams of each order of a file, which may be compressed.
 
-    `id_of` is the id of a word that is a unigram of the file; None: n-grams with it are left out.
-    Probabilities of the unigrams that do not add up to 1 are logged as a warning.
+    Its unigrams are added to `id_of`, the ids of words; n-grams with a word that is none are left
+    out. Probabilities of the unigrams that do not add up to 1 are logged as a warning.
 
     Raises:
         UserError: if the file cannot be read or is no complete ARPA file.
@@ -68,20 +68,19 @@ def read_arpa(path: Path, id_of: Callable[[str], int | None]) -> list[NGrams]:
         if order == 1:
             is_word = compute.not_equal(columns[0], "<s>").to_numpy(zero_copy_only=False)
             total += float(np.exp(log_prob[is_word]).sum())
-            given = map(id_of, columns[0].to_pylist())
             words = pyarrow.concat_arrays([words, columns[0]])
-            ids = np.append(ids, [-1 if id is None else id for id in given])
+            given = [id_of.setdefault(word, len(id_of)) for word in columns[0].to_pylist()]
+            ids = np.append(ids, given)
         table = np.append(ids, -1)  # of words without a unigram
         places = [compute.index_in(each, value_set=words).fill_null(len(ids)) for each in columns]
         rows = table[np.column_stack(places)]
         known = (rows >= 0).all(1)
         parts.setdefault(order, []).append(NGrams(rows[known], log_prob[known], backoff[known]))
-    if parts and abs(total - 1) > TOLERANCE:
+    if abs(total - 1) > TOLERANCE:
         sums = f"the probabilities of its 1-grams add up to {total:.3g}, not to 1"
         _log.warning("%s: %s: estimate the model again, with logarithms of base 10", path, sums)
-    empty = NGrams(np.zeros((0, 0), np.int64), np.zeros(0), np.zeros(0))
-    columns_of = [parts.get(n, [empty]) for n in range(1, max(parts, default=1) + 1)]
-    return [NGrams(*map(np.concatenate, zip(*each, strict=True))) for each in columns_of]
+    by_order = [parts[order] for order in sorted(parts)]
+    return [NGrams(*map(np.concatenate, zip(*each, strict=True))) for each in by_order]
 
 
 def _blocks(path: Path) -> Iterator[tuple[int, int, list[str]]]:
@@ -112,6 +111,9 @@ def _blocks(path: Path) -> Iterator[tuple[int, int, list[str]]]:
         raise DataError(f"{path} is not an ARPA file: it has no line \\data\\")
     if not is_complete:
         raise DataError(f"{path} is not complete: it has no line \\end\\")
+    for n in range(1, max(found, default=1) + 1):
+        if n not in found:
+            raise DataError(f"{path} is damaged: it has no {n}-grams")
     for n in sorted(expected | found):
         if expected.get(n, 0) != found.get(n, 0):
             raise DataError(

@@ -17,12 +17,11 @@ from data_prep.errors import UserError
 from lm.evaluation import determines_bytes, encode_text, spelling_nats
 from lm.figures import perplexity, table_of
 from lm.run import TrainedRun
+from lm.scoring.bootstrap import resampled_rates
 from lm.scoring.frequency import FrequencyBin, frequency_report
 from lm.scoring.mixture import token_log_probs
 
 BLOCK_LINES, LEAST_BLOCKS, NUM_SAMPLES = 50, 20, 10_000
-SAMPLED_NUMBERS = 1 << 22
-"""Numbers of blocks that are drawn at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,12 +200,7 @@ def bootstrap_interval(
         return None
     starts = np.arange(0, len(tokens), min(BLOCK_LINES, len(tokens) // LEAST_BLOCKS))
     difference, sizes = (np.add.reduceat(each, starts) for each in (nats - other, tokens))
-    generator, means = np.random.default_rng(0), np.empty(NUM_SAMPLES)
-    step = max(1, SAMPLED_NUMBERS // len(starts))
-    for first in range(0, NUM_SAMPLES, step):
-        part = means[first : first + step]
-        drawn = generator.integers(len(starts), size=(len(part), len(starts)))
-        part[:] = difference[drawn].sum(1) / sizes[drawn].sum(1)
+    means = resampled_rates(difference, sizes, NUM_SAMPLES)
     num, mean = len(starts), difference.sum() / sizes.sum()
     wider = math.sqrt(num / (num - 1)) * stdtrit(num - 1, 0.975) / ndtri(0.975)
     low, high = mean + wider * (np.quantile(means, [0.025, 0.975]) - mean) + 0.0  # no -0.0

@@ -2,8 +2,9 @@
 
     P = λ P_model + (1 - λ) P_ngram                                                              (1)
 
-Both predict the same tokens. The model reads on over lines in a text, as in `lm evaluate`; the
-n-gram model begins each line at `<s>`.
+Both predict the same tokens: `</s>` is `<eos>`, and a word outside the model's vocabulary `<unk>`.
+The model reads on over lines in a text, as in `lm evaluate`; the n-gram model begins each line at
+`<s>`.
 """
 
 from dataclasses import dataclass
@@ -15,86 +16,76 @@ import torch
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
-from lm.figures import perplexity, table_of
+from data_prep.tokenizer.punctuation import UNK
+from data_prep.tokenizer.tokenizer import Tokenizer
+from lm.figures import perplexity, table_of, token_unit
 from lm.model.reader import read_text
 from lm.run import TrainedRun
 from lm.scoring.arpa import Floats
 from lm.scoring.ngram import NGramModel
-
-CONTEXT = "the n-gram model starts each line at <s>"
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """An n-gram model and its share."""
-
-    ngram: NGramModel
-    weight: float  # λ in [0, 1], the share of the other model
-    valid_perplexity: float | None = None  # of the mixture, if λ was tuned there
-
-    @classmethod
-    def open(cls, run: TrainedRun, path: Path, weight: float | None) -> "Mixture":
-        """Read an ARPA file; λ None: the one of the lowest perplexity on the validation split.
-
-        Raises:
-            UserError: if the file cannot be used, λ is out of range, or there is no such split.
-        """
-        if weight is not None and not 0 <= weight <= 1:
-            raise UserError("--mixture must be within 0 … 1")
-        if weight is None and "valid" not in run.prepared.splits:
-            raise UserError(f"{run.folder} has no validation split to tune on: give --mixture")
-        ngram = NGramModel(path, run.tokenizer)
-        if weight is not None:
-            return cls(ngram, weight)
-        tokens = run.prepared.tokens("valid")
-        each = token_log_probs(run, tokens), ngram.log_prob(tokens)
-        weight = tuned_weight(*each)
-        nll = -float(mixed(*each, weight).sum())
-        return cls(ngram, weight, perplexity(nll, len(tokens)))
-
-    def describe(self, run: TrainedRun) -> str:
-        """The weight and where it is from, in one line."""
-        origin = "as given"
-        if self.valid_perplexity is not None:
-            origin = f"tuned on the validation split, perplexity {self.valid_perplexity:.2f} there"
-        shares = f"{self.weight:.4f} of {run.folder}, {1 - self.weight:.4f} of {self.ngram.path}"
-        return f"{shares}: {origin}; {CONTEXT}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureEvaluation:
     """Perplexities of the two models and of their mixture, on the same tokens."""
 
-    weight: float  # λ
-    valid_perplexity: float | None  # of the mixture, where λ was tuned
+    weight: float  # λ, the share of the model
+    valid_perplexity: float | None  # of the mixture, if λ was tuned there
     tokens: int
     perplexity_model: float
     perplexity_ngram: float
     perplexity: float  # of the mixture
 
-    def table(self, title: str) -> str:
-        """The figures as lines of text below a title."""
+    def table(self, model: Path, ngram: Path) -> str:
+        """The figures as lines of text, for the paths of both models."""
+        origin = "as given"
+        if self.valid_perplexity is not None:
+            perplexity = f"perplexity {self.valid_perplexity:.2f} there"
+            origin = f"tuned on the validation split, {perplexity}"
+        shares = f"{self.weight:.4f} of {model}, {1 - self.weight:.4f} of {ngram}"
         rows = {
             "tokens predicted": f"{self.tokens:,}",
             "perplexity of the model alone": f"{self.perplexity_model:.2f}",
             "perplexity of the n-gram model alone": f"{self.perplexity_ngram:.2f}",
             "perplexity of the mixture": f"{self.perplexity:.2f}",
         }
-        return table_of(title, rows)
+        return table_of(
+            f"mixture: {shares}: {origin}; the n-gram model starts each line at <s>", rows
+        )
 
 
-def evaluate_mixture(run: TrainedRun, mixture: Mixture, tokens: NDArray[Any]) -> MixtureEvaluation:
-    """Perplexities of a text of tokens [n]."""
-    model = token_log_probs(run, tokens)
-    ngram = mixture.ngram.log_prob(tokens)
-    both = mixed(model, ngram, mixture.weight)
+def evaluate_mixture(
+    run: TrainedRun, path: Path, weight: float | None, tokens: NDArray[Any]
+) -> MixtureEvaluation:
+    """Perplexities of a text of tokens [n] by a run and an ARPA file.
+
+    λ None: the one of the lowest perplexity on the validation split.
+
+    Raises:
+        UserError: if the file cannot be used, λ is out of range, or there is no such split.
+    """
+    if weight is not None and not 0 <= weight <= 1:
+        raise UserError("--mixture must be within 0 … 1")
+    if weight is None and "valid" not in run.prepared.splits:
+        raise UserError(f"{run.folder} has no validation split to tune on: give --mixture")
+    ngram, valid_perplexity = NGramModel(path), None
+    if weight is None:
+        valid = run.prepared.tokens("valid")
+        each = token_log_probs(run, valid), ngram_log_probs(ngram, run.tokenizer, valid)
+        weight = tuned_weight(*each)
+        valid_perplexity = perplexity(-float(mixed(*each, weight).sum()), len(valid))
+    each = token_log_probs(run, tokens), ngram_log_probs(ngram, run.tokenizer, tokens)
+    found = [
+        perplexity(-float(log_prob.sum()), len(tokens))
+        for log_prob in (*each, mixed(*each, weight))
+    ]
     return MixtureEvaluation(
-        weight=mixture.weight,
-        valid_perplexity=mixture.valid_perplexity,
+        weight=weight,
+        valid_perplexity=valid_perplexity,
         tokens=len(tokens),
-        perplexity_model=perplexity(-float(model.sum()), len(tokens)),
-        perplexity_ngram=perplexity(-float(ngram.sum()), len(tokens)),
-        perplexity=perplexity(-float(both.sum()), len(tokens)),
+        perplexity_model=found[0],
+        perplexity_ngram=found[1],
+        perplexity=found[2],
     )
 
 
@@ -123,6 +114,28 @@ def tuned_weight(model: Floats, ngram: Floats) -> float:
             return middle
         low, high = (middle, high) if slope > 0 else (low, middle)
     return round((low + high) / 2, 10)
+
+
+def ngram_log_probs(ngram: NGramModel, tokenizer: Tokenizer, tokens: NDArray[Any]) -> Floats:
+    """Log-probabilities [n] in nats of a text of tokens [n] by an n-gram model.
+
+    Raises:
+        UserError: if its file lacks one of them.
+    """
+    eos_id, unk_id, path = tokenizer.eos_id, tokenizer.unk_id, ngram.path
+    distinct, first, place = np.unique(tokens, return_index=True, return_inverse=True)
+    if unk_id in distinct and not ngram.has_unk:
+        raise UserError(f"{path} has no {UNK}, and the text has a word outside the vocabulary")
+    ids = ngram.word_ids(map(tokenizer.token, distinct.tolist()))
+    is_absent = (ids == ngram.unk_id) & (distinct != unk_id) & (distinct != eos_id)
+    if is_absent.any():
+        token, unit = tokenizer.token(int(tokens[first[is_absent].min()])), token_unit(tokenizer)
+        raise UserError(
+            f"{path} has no unigram {token!r}, a {unit} that the model has: estimate the n-gram"
+            f" model on the model's own training text, a token for each {unit}"
+        )
+    ids[distinct == eos_id] = ngram.eos_id
+    return ngram.log_prob(ids[place])
 
 
 @torch.no_grad()

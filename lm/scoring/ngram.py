@@ -1,11 +1,9 @@
-"""An n-gram model of an ARPA file, over its own words or over the tokens of another model.
+"""An n-gram model of an ARPA file.
 
     log P(w | h) = log p(h w)                   if the file has the n-gram h w,
                    log b(h) + log P(w | h')     else, where h' is h without its first word    (1)
 
-and b(h) = 1 if the file has no back-off weight of h. A line begins with `<s>`, and `</s>` is the
-token `<eos>`. A word outside the other model's vocabulary is `<unk>` here too: its own n-grams are
-not read.
+and b(h) = 1 if the file has no back-off weight of h. A line begins with `<s>` and ends with `</s>`.
 
 The n-grams are a tree with a node for each suffix of an n-gram, the last word first. Level k has
 the suffixes of k + 1 words, sorted by the key (node of the last k words) · base + (word before
@@ -13,7 +11,7 @@ them), so that one search in a sorted array finds the next level of many histori
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
@@ -21,9 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.errors import UserError
-from data_prep.tokenizer.punctuation import EOS, UNK
-from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
-from lm.figures import token_unit
+from data_prep.tokenizer.punctuation import UNK
 from lm.scoring.arpa import NATS_PER_LOG10, Floats, Ints, NGrams, read_arpa
 
 _log = logging.getLogger(__name__)
@@ -40,17 +36,14 @@ class _Level(NamedTuple):
 
 
 class NGramModel:
-    """The n-grams of an ARPA file, or those whose words are all tokens of a tokenizer.
-
-    Args:
-        path: the file; it may be compressed.
-        tokenizer: determines ids; None: the words of the file have ids of their own.
+    """The n-grams of an ARPA file, which may be compressed.
 
     Attributes:
         order: the largest n.
         start: [order - 1] ids, the history at the begin of a line.
         eos_id: id of `</s>`.
         unk_id: id of `<unk>`.
+        has_unk: whether the file has `<unk>`; else its words share none of the probability.
 
     Raises:
         UserError: if the file cannot be read or is no complete ARPA file.
@@ -58,25 +51,19 @@ class NGramModel:
     Source: Katz 1987; the tree: Heafield 2011, KenLM.
     """
 
-    def __init__(self, path: Path, tokenizer: Tokenizer | None = None) -> None:
-        self.path, self._tokenizer = path, tokenizer
-        self._words = {"</s>": 0, UNK: 1, "<UNK>": 1, "<s>": 2}
-        if tokenizer is None:
-            self.eos_id, self.unk_id, self._begin = 0, 1, 2
-            id_of: Callable[[str], int | None] = self._own_id
-        else:
-            self.eos_id, self.unk_id = tokenizer.eos_id, tokenizer.unk_id
-            self._begin, id_of = tokenizer.vocab_size, _id_of(tokenizer)
-        ngrams = read_arpa(path, id_of)
-        self.order = len(ngrams)
-        self._none = len(self._words) if tokenizer is None else tokenizer.vocab_size + 1
+    eos_id, unk_id, _begin = 0, 1, 2
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._words = {"</s>": self.eos_id, UNK: self.unk_id, "<UNK>": self.unk_id}
+        self._words["<s>"] = self._begin
+        ngrams = read_arpa(path, self._words)
+        self.order, self._none = len(ngrams), len(self._words)
         self.start = np.array([self._begin, *[self._none] * self.order][: self.order - 1], np.int64)
         self._levels = self._build(ngrams, self._none + 1)
-        if tokenizer is None and np.isnan(self._levels[0].log_prob[self.unk_id]):
+        self.has_unk = not np.isnan(self._levels[0].log_prob[self.unk_id])
+        if not self.has_unk:
             self._levels[0].log_prob[self.unk_id] = NO_UNK
-
-    def _own_id(self, word: str) -> int:
-        return self._words.setdefault(word, len(self._words))
 
     def _build(self, ngrams: list[NGrams], base: int) -> list[_Level]:
         """The levels of the tree, whose ids are less than `base`."""
@@ -119,14 +106,14 @@ class NGramModel:
         return values
 
     def word_ids(self, words: Iterable[str]) -> Ints:
-        """Ids of words, of a model without a tokenizer: `<unk>` for those that it lacks."""
+        """Ids of words: `<unk>` for those that it lacks, and for `<s>` and `</s>`."""
         ids = np.array([self._words.get(word, self.unk_id) for word in words], dtype=np.int64)
         ids[(ids == self._begin) | (ids == self.eos_id)] = self.unk_id
         return ids
 
     @property
     def words(self) -> list[str]:
-        """The words of a model without a tokenizer but `<s>`, `</s>` and `<unk>`."""
+        """The words but `<s>`, `</s>` and `<unk>`."""
         special = self._begin, self.eos_id, self.unk_id
         return [word for word, id in self._words.items() if id not in special]
 
@@ -136,54 +123,22 @@ class NGramModel:
         return len(self.words) + 1
 
     def unknown_types(self, texts: Iterable[str]) -> list[str]:
-        """The distinct words of texts that a model without a tokenizer has not."""
+        """The distinct words of texts that it lacks."""
         words = list(dict.fromkeys(word for text in texts for word in text.split()))
         return list(compress(words, self.word_ids(words) == self.unk_id))
 
-    def log_prob(self, tokens: Iterable[int]) -> Floats:
-        """Equation (1) for each token of a text [n], `<eos>` at the end of each line, in nats.
+    def log_prob(self, ids: Ints) -> Floats:
+        """Equation (1) for each word of a text [n], `</s>` at the end of each line, in nats.
 
         Raises:
-            UserError: if the file has no unigram of a token.
+            UserError: if the file has no `</s>`.
         """
-        ids = np.array(list(tokens), dtype=np.int64)
         place = np.arange(len(ids))
         begins_line = np.concatenate([[True], ids[:-1] == self.eos_id])[: len(ids)]
         first = np.maximum.accumulate(np.where(begins_line, place, 0))[:, None]
         before = place[:, None] - np.arange(1, self.order)
         outside = np.where(before == first - 1, self._begin, self._none)
         values = self.log_probs(np.where(before >= first, ids[np.maximum(before, 0)], outside), ids)
-        for token in ids[np.isnan(values)].tolist():
-            raise UserError(self._absent(token))
+        if np.isnan(values).any():
+            raise UserError(f"{self.path} has no </s>")
         return values
-
-    def _absent(self, token: int) -> str:
-        """Why a token cannot be scored."""
-        if token == self.eos_id:
-            return f"{self.path} has no </s>"
-        assert self._tokenizer is not None
-        if token == self.unk_id:
-            return f"{self.path} has no {UNK}, and the text has a word outside the vocabulary"
-        unit = token_unit(self._tokenizer)
-        return (
-            f"{self.path} has no unigram {self._tokenizer.token(token)!r}, a {unit} that the model"
-            f" has: estimate the n-gram model on the model's own training text, a token for each"
-            f" {unit}"
-        )
-
-
-def _id_of(tokenizer: Tokenizer) -> Callable[[str], int | None]:
-    """The id of a word of an ARPA file; None if the tokenizer lacks it."""
-    unk_id = tokenizer.unk_id
-    special = {"<s>": tokenizer.vocab_size, "</s>": tokenizer.eos_id, UNK: unk_id, "<UNK>": unk_id}
-    if isinstance(tokenizer, WordTokenizer):
-        words = tokenizer.words
-
-        def id_of(word: str) -> int | None:
-            found = -1 if word == EOS else special.get(word, words.id(word))
-            return None if found < 0 else found
-
-        return id_of
-    pieces = {tokenizer.token(id): id for id in range(tokenizer.vocab_size)}
-    pieces.pop(EOS, None)
-    return (pieces | special).get

@@ -30,6 +30,7 @@ from data_prep.sequences import Sequences
 from lm.model.language_model import LanguageModel
 from lm.model.reader import Ints, read_lines
 from lm.run import TrainedRun
+from lm.scoring.bootstrap import resampled_rates
 
 Exclude = Literal["nothing", "seen"]
 Interval = tuple[float, float]
@@ -379,9 +380,5 @@ def _mean(values: NDArray[Any]) -> float:
 def _interval(sums: NDArray[Any], sizes: Ints) -> Interval:
     """The 95 % interval of Σ sums / Σ sizes over users [U] drawn with replacement."""
     sums, sizes = sums[sizes > 0], sizes[sizes > 0]
-    generator, means = np.random.default_rng(0), np.empty(NUM_SAMPLES)
-    for sample in range(NUM_SAMPLES):
-        times = np.bincount(generator.integers(len(sizes), size=len(sizes)), minlength=len(sizes))
-        means[sample] = times @ sums / (times @ sizes)
-    low, high = np.quantile(means, [0.025, 0.975])
+    low, high = np.quantile(resampled_rates(sums, sizes, NUM_SAMPLES), [0.025, 0.975])
     return float(low), float(high)

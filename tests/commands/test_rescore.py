@@ -1,6 +1,5 @@
 """`lm rescore`: the choice, layouts, tuning, a second model, mistakes."""
 
-import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,22 +18,6 @@ from lm.scoring.ngram import NGramModel
 from tests.scoring.arpa_files import THE_CAT, write
 
 Rescored = Callable[..., tuple[list[str], dict[str, Any]]]
-
-
-def test_the_chosen_hypothesis_has_the_highest_sum(
-    lstm_run: Path, lists: Path, rescored: Rescored
-) -> None:
-    rows, _ = rescored(lstm_run, lists / "test.nbest", "--lm-weight=3", "--insertion-penalty=-1.5")
-    nbest = read_nbest(str(lists / "test.nbest"))
-    run = TrainedRun(lstm_run, "cpu")
-    scorer = Scorer.of(run)
-    best: dict[str, tuple[float, str]] = {}
-    ids = np.repeat(nbest.ids, nbest.num_hypotheses)
-    for key, text, (acoustic,) in zip(ids, nbest.texts, nbest.scores, strict=True):
-        lm_score = sum(next(scorer.sentences([text])).log_prob)
-        total = acoustic + 3 * lm_score + 1.5 * len(text.split())
-        best[key] = max(best.get(key, (-math.inf, "")), (total, text))
-    assert rows == [f"{id}\t{text}" for id, (_, text) in best.items()]
 
 
 def test_both_layouts_and_the_printed_list_give_the_same_choice(
@@ -120,56 +103,8 @@ def test_a_second_run_and_an_arpa_model_take_their_share(
     other, _ = rescored(lstm_run, *mixed, "--mixture=0")
     assert other == rescored(transformer_run, lists / "test.nbest", "--lm-weight=2")[0]
     path = write(tmp_path / "model.arpa", THE_CAT, 2)
-    scores = ArpaScores(NGramModel(path))(["the cat", "", "the  zebra"])
-    ten = [[-0.5, -0.2, -0.7], [-0.7], [-0.5, -1.25, -0.7]]
-    for score, expected in itertools.zip_longest(scores, ten):
-        assert score == pytest.approx(math.log(10) * np.array(expected), rel=1e-6)
     arpa = [lists / "test.nbest", "--lm-weight=2", "--arpa", path]
     assert rescored(lstm_run, *arpa, "--mixture=1")[0] == alone
-
-
-def test_mistakes_are_single_lines(
-    lstm_run: Path, lists: Path, tmp_path: Path, complaint: Callable[..., str]
-) -> None:
-    path, dev, reference = tmp_path / "list", lists / "dev.nbest", lists / "dev.ref"
-    start = ["rescore", lstm_run, path]
-    for content, error in (
-        ("", "the n-best list is empty"),
-        ("a\t1\tthe\nb\tthe\n", "line 2: expected an id, 1 scores and a hypothesis, got 0 scores"),
-        ("a\tx\tthe\n", "line 1: expected a finite score, got 'x'"),
-        ("a\t1\t2\t3\tthe\n", "line 1: expected an id, 2 scores and a hypothesis, got 3 scores"),
-        ("the cat\n", "line 1: expected a tab, or a key utterance-N"),
-        ("u-1 -12.5 the\nu-2 3.25 -1.5 cat\n", "a number comes before the words of each line"),
-        ("u-1 the\nu-1 cat\n", "line 2: u-1 is in the list already"),
-        ("u-1 the\nu-2\tcat\n", "line 2: expected a tab, or a key utterance-N"),
-    ):
-        path.write_text(content)
-        assert error in complaint(*start, "--lm-weight=1")
-    path.write_text("a\t1\tthe cat\n")
-    twice, costs = tmp_path / "twice", tmp_path / "costs"
-    twice.write_text("a the\n\na cat\n")
-    costs.write_text("a 1\na 2\n")
-    for options, error in (
-        ([], "give --tune LIST REFERENCES, or --lm-weight"),
-        (["--lm-weight=-1"], "--lm-weight must be at least 0"),
-        (["--lm-weight=1", "--first-pass-share=2"], "must be within 0 … 1"),
-        (["--lm-weight=1", "--first-pass-share=0.5"], f"{path} has no scores of the first pass"),
-        (["--lm-weight=1", "--mixture=0.5"], "--mixture requires a second model"),
-        (["--lm-weight=1", "--vocabulary-size=3"], "vocabulary size 3: expected at least"),
-        (["--lm-weight=1", "--with", tmp_path], f"{tmp_path}: no trained model here"),
-        (["--references=-", "--tune", dev, "-"], r"stdin (-) can be only one of the files"),
-        (["--lm-weight=1e308"], "a weighted sum of scores overflows: choose smaller weights"),
-        (["--lm-weight=1", "--references", reference], "no reference for utterance a of"),
-        (["--lm-weight=1", "--references", twice], f"{twice}, line 3: a has a reference already"),
-        (["--lm-weight=1", "--acoustic-costs", costs], f"{costs}, line 2: a has a cost already"),
-        (["--lm-weight=1", "--acoustic-costs", lists / "costs"], "this one has tabs"),
-        (["--lm-weight=1", "--lm-costs", lists / "costs"], "requires --acoustic-costs"),
-        (["--tune", dev, reference, "--lm-weight=1"], "--tune finds the weights"),
-    ):
-        assert error in complaint(*start, *options)
-    tuning = ["--tune", dev, reference]
-    errors = complaint("rescore", lstm_run, dev, "--references", reference, *tuning)
-    assert errors.startswith(f"utterance dev0 is in {dev} and in {dev}: weights must be tuned on")
 
 
 UNKNOWN = """\
@@ -228,6 +163,19 @@ def test_unknown_words_share_p_unk(
             assert value == pytest.approx(expected, rel=1e-5)
         assert values["unknown"][0]["vocabulary_size"] == size - 1 + num_unseen
         assert any(rule in message for message in caplog.messages)
+
+
+def test_unknown_pieces_have_all_of_p_unk(
+    pieces_run: Path, unknown: Path, rescored: Rescored, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows, values = rescored(pieces_run, unknown, "--lm-weight=1", "--all")
+    texts, scores = zip(*lm_column(rows).items(), strict=True)
+    expected = [
+        score.log_prob.sum() for score in Scorer.of(TrainedRun(pieces_run)).sentences(texts)
+    ]
+    assert scores == pytest.approx(expected, rel=1e-5)
+    assert (values["unknown"][0]["vocabulary_size"], values["unknown"][0]["types"]) == (None, None)
+    assert f"{pieces_run}: each unknown piece has P(<unk>)" in caplog.messages
 
 
 def test_unknown_words_of_references_and_of_first_and_chosen_hypotheses_are_counted(

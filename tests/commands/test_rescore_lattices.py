@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from lm.rescoring.nbest import read_nbest
 
@@ -46,22 +45,9 @@ def test_lattices_are_rescored_tuned_and_reported_as_lists(
         assert rows == expected
         for name in ("wer_after", "wer_before", "wer_oracle", "substitutions", "hypotheses"):
             assert values["report"][name] == figures["report"][name], name
-    error = complaint("rescore", lstm_run, lists / "test.nbest", "--lm-weight=1", "--beam=2")
-    assert error.startswith("--beam applies to lattices")
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (["--lm-weight=-1"], "--lm-weight must be at least 0, and"),
-        (["--lm-weight=1", "--non-words=("], r"--non-words '\(': no regular expression"),
-    ],
-)
-def test_mistakes_are_single_lines(
-    options: list[str], error: str, lstm_run: Path, lists: Path, complaint: Callable[..., str]
-) -> None:
-    with pytest.raises(ValueError, match=error):
-        raise ValueError(complaint("rescore", lstm_run, lists / "test.nbest", *options))
+    option = f"--acoustic-costs={lists / 'costs'}"
+    error = complaint("rescore", lstm_run, tmp_path / "test", "--lm-weight=1", option)
+    assert error.endswith("files of costs belong to n-best lists in Kaldi's layout")
 
 
 def test_labels_that_are_no_words_are_left_out_unless_they_are_words(

@@ -154,17 +154,3 @@ def test_a_summary_is_printed_in_every_layout(lstm_run: Path, printed: Printed) 
     assert list(map(float, values.split("\t"))) == list(summary.values())
     including, *_ = printed(lstm_run, LINES, *options)
     assert including == f"Perplexity including OOVs:\t{summary['perplexity']}"
-
-
-def test_mistakes_are_single_lines(
-    lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("a\tthe cat\n\tthe dog\n")
-    for given in ("--format=kenlm", "--level=sentence", "--level=summary"):
-        assert "--details requires" in complaint("score", lstm_run, text, "--details", given)
-    assert complaint("score", lstm_run, "--ids", text, "more") == "unknown option more"
-    for size in (3, 1 << 61):
-        message = complaint("score", lstm_run, text, f"--vocabulary-size={size}")
-        assert message.startswith(f"vocabulary size {size}: expected at least 2")
-    assert complaint("score", tmp_path, text).startswith(f"{tmp_path}: no trained model here")

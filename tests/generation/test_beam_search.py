@@ -65,6 +65,9 @@ def test_excluded_tokens_are_conditioned_on(tree: str) -> None:
     assert len(found) == 1 + 2 + 4 * 3
     assert all(2 not in each.tokens for each in found)
     assert sum(math.exp(each.log_prob) for each in found) == pytest.approx(1, abs=1e-10)
+    (only,) = beam_search(model, PROMPT, num_tokens=3, num_beams=99, eos_id=EOS, excluded=[1, 2, 3])
+    assert only.tokens == [EOS]
+    assert only.log_prob == pytest.approx(0, abs=1e-10)
 
 
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0])
@@ -87,16 +90,3 @@ def test_a_narrow_beam_has_the_results_of_a_search_that_does_not_stop_early(
         found = beam_search(model, PROMPT, eos_id=eos, **options)  # type: ignore[arg-type]
         best = sorted(results, reverse=True)[:num_beams]
         assert [each.tokens for each in found] == [tokens for _, tokens in best]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_beams": 0}, "the number of beams must be at least 1, got 0"),
-        ({"length_penalty": float("nan")}, "length_penalty must be within ±10, got nan"),
-    ],
-)
-def test_wrong_arguments_raise(options: dict[str, object], message: str) -> None:
-    arguments = {"num_tokens": 3, "num_beams": 2} | options
-    with pytest.raises(ValueError, match=message):
-        beam_search(small_model(TREES["full"]), PROMPT, **arguments)  # type: ignore[arg-type]

@@ -124,26 +124,3 @@ def test_prompt_ids_and_unknown_words() -> None:
     assert encode_prompt(TOKENIZER, "") == [0]
     assert encode_prompt(TOKENIZER, "a b\n\na") == [0, 2, 3, 0, 0, 2]
     assert unknown_words(TOKENIZER, ["a dog", "<unk> dog\nb bird"]) == ["dog", "bird"]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "message"),
-    [
-        (
-            "a",
-            {"seed": 1 << 64},
-            r"seed must be within -2\^63 … 2\^64 - 1, got 18446744073709551616",
-        ),
-        ("a", {"seed": -(1 << 63) - 1}, "seed must be within .*, got -9223372036854775809"),
-        ("a", {"seed": None}, "seed must be within .*, got None"),
-        ("a", {"num_tokens": 0}, "the number of tokens must be at least 1, got 0"),
-        ("a", {"num_samples": 0}, "the number of samples must be at least 1, got 0"),
-        ("a", {"stop": "a b"}, "stop must be a list of strings, got 'a b'"),
-        (None, {}, "expected text, got None"),
-        ("a \udcff", {}, r"the text 'a \\udcff' is not valid Unicode"),
-    ],
-)
-def test_wrong_arguments_raise(prompt: Any, options: dict[str, Any], message: str) -> None:
-    options = {"num_tokens": 3} | options
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        list(generate_text(small_model(ClassTree.full(4)), TOKENIZER, [prompt], **options))

@@ -61,6 +61,14 @@ def test_words_are_those_that_the_format_says(
         ("0 1 w1 0.5\n1 2 w3 1.25\n2\n", "a key utterance-N .*of other formats.*, got '0'"),
         ("-1200.5 -30.2 2 w1 w2\n-1300 -31 1 w1\n", "a key utterance-N .*, got '-1200.5'"),
         ("u 1 0.00 0.30 w1 0.9\nu 1 0.30 0.30 w2\n", "a key utterance-N .*, got 'u'"),
+        ("\n", "the n-best list is empty"),
+        ("a\t1\tthe\nb\tthe\n", "line 2: expected an id, 1 scores and a hypothesis, got 0 scores"),
+        ("a\tx\tthe\n", "line 1: expected a finite score, got 'x'"),
+        ("a\t1\t2\t3\tw\n", "line 1: expected an id, 2 scores and a hypothesis, got 3 scores"),
+        ("w1 w2\n", "line 1: expected a tab, or a key utterance-N"),
+        ("u-1 -12.5 w1\nu-2 3.25 -1.5 w2\n", "a number comes before the words of each line"),
+        ("u-1 w1\nu-1 w2\n", "line 2: u-1 is in the list already"),
+        ("u-1 w1\nu-2\tw2\n", "line 2: expected a tab, or a key utterance-N"),
         ("u \0B1234", "a NUL character: Kaldi's binary lattices as text: lattice-copy"),
     ],
 )
@@ -109,14 +117,18 @@ def test_labels_that_are_no_words_are_left_out_of_every_format(
         ("w1 w2 (u1)\nw3 (u2)\n", 3, [0, 1, 0]),
         (";; of SCTK\n(u2)\nw1  w2\t(u1)\n", 2, [0, 1, 1]),
         ("u1 w1 (w2)\nu2 (w3)\n", 3, [1, 1, 1]),
+        ("u1 w1 w2\nu2\n", 2, [0, 1, 1]),
     ],
 )
 def test_references_are_read_in_the_layouts_of_kaldi_and_sctk(
     references: str, num_words: int, errors: list[int], tmp_path: Path
 ) -> None:
-    found = read(tmp_path, "u1\tw1 w2\nu1\tw1\nu2\tw3\n", references).errors
+    read_list = read(tmp_path, "u1\tw1 w2\nu1\tw1\nu2\tw3\n", references)
+    found = read_list.errors
     assert found is not None
     assert (found.num_words, found.errors.tolist()) == (num_words, errors)
+    rate = found.report(read_list.nbest, read_list.nbest.first)["wer_before"]
+    assert rate == pytest.approx(100 * (errors[0] + errors[2]) / num_words)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +136,7 @@ def test_references_are_read_in_the_layouts_of_kaldi_and_sctk(
     [
         ("w1 (u1)\nw2 (u1)\n", "line 2: u1 has a reference already"),
         ("w1 w2 (u7)\n", "no reference for utterance u1"),
+        ("u1\n", "the references have no words"),
     ],
 )
 def test_references_that_cannot_be_used_are_named(

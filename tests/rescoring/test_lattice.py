@@ -1,7 +1,9 @@
 """Lattices: both formats, mistakes, and a search that finds the best of all paths."""
 
+import gzip
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -183,6 +185,30 @@ def test_a_large_beam_finds_the_best_of_all_paths(
     assert len(found) == len(totals)
     narrow = search(lattice, weights, 2, models)
     assert totals[narrow[0][0]] <= totals[found[0][0]]
+
+
+def test_a_folder_of_slf_files_is_a_list_of_lattices(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no lattice here \(expected \*.slf, "):
+        read_lattices(str(tmp_path))
+    (tmp_path / "b.lat").write_text(SLF)
+    (tmp_path / "a.slf.gz").write_bytes(gzip.compress(SLF_OF_LINKS.encode()))
+    (tmp_path / "notes").write_text("no lattice")
+    first, second = read_lattices(str(tmp_path))
+    assert (first.id, second.id) == ("a", "b")
+    assert {words for words, *_ in paths(first)} == {words for words, *_ in paths(second)}
+    (tmp_path / "c.htk").write_text(re.sub(" l=.*", "", SLF))
+    with pytest.raises(UserError, match="some lattices have scores of a language model, others"):
+        read_lattices(str(tmp_path))
+
+
+def test_scores_in_base_0_are_probabilities() -> None:
+    text = "base=0\nI=0\nI=1 W=the\nI=2\nJ=0 S=0 E=1 a=0.1 l=0.2\nJ=1 S=1 E=2 a={}\n"
+    (lattice,) = read_lattices("x.slf", text.format(0.5).splitlines())
+    ((words, *scores),) = paths(lattice)
+    assert words == ("the",)
+    assert scores == pytest.approx([math.log(0.05), math.log(0.2)])
+    with pytest.raises(UserError, match="line 6: expected a probability, as base=0 says, got '-1'"):
+        read_lattices("x.slf", text.format(-1).splitlines())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from lm.rescoring.nbest import Floats, NBest
 from lm.rescoring.utterances import Utterances
 from lm.rescoring.weights import ScoredList, Weights, tune
-from lm.rescoring.word_errors import WordErrors, word_errors
+from lm.rescoring.word_errors import WordErrors, _distance, word_errors
 
 
 def nbest_of(texts: list[str], scores: Floats) -> NBest:
@@ -119,7 +119,13 @@ def definition(reference: Sequence[str], hypothesis: Sequence[str]) -> tuple[int
     return least(len(reference), len(hypothesis))
 
 
-def test_word_errors_are_the_edit_distance_with_the_most_equal_words() -> None:
+@pytest.mark.parametrize(
+    "distance", [_distance, vars(_distance)["py_func"]], ids=["compiled", "python"]
+)
+def test_word_errors_are_the_edit_distance_with_the_most_equal_words(
+    distance: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm.rescoring.word_errors._distance", distance)
     rng = random.Random(1)
     for _ in range(300):
         first, second = (rng.choices("abcd", k=rng.randrange(8)) for _ in range(2))

@@ -87,6 +87,17 @@ def test_files_that_are_not_arpa_files_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
+    ("ngrams", "missing"), [({}, 1), ({("a",): (-1.0, 0.0), ("a", "a", "a"): (-1.0, 0.0)}, 2)]
+)
+def test_files_without_some_ngrams_are_refused(
+    ngrams: NGrams, missing: int, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "model.arpa", ngrams, 3)
+    with pytest.raises(UserError, match=f"is damaged: it has no {missing}-grams"):
+        NGramModel(path)
+
+
+@pytest.mark.parametrize(
     "edits",
     [
         [("ngram 1=", "ngram  1=\t"), ("ngram 2=", "ngram\t2 = ")],

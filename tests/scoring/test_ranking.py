@@ -15,16 +15,14 @@ from data_prep.corpus.lines import read_lines
 from data_prep.errors import UserError
 from data_prep.sequences import Sequences, find_sequences
 from lm.cli import main
-from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.evaluation import evaluate, evaluate_split, evaluate_text
-from lm.figures import as_json
+from lm.figures import TextCounts
 from lm.model import reader
-from lm.model.build import build_model
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 from lm.run import TrainedRun
 from lm.scoring import ranking
-from lm.scoring.ranking import RankingReport, evaluate_ranking
+from tests.models import log_probs, small_model
 
 N, EOS, UNK = 23, 0, 1
 KS = (1, 3, 10)
@@ -40,9 +38,7 @@ train: {{max_steps: 30, batch_size: 4, seq_len: 8, threads: 1}}
 
 
 def make(backbone: str) -> LanguageModel:
-    config = ModelConfig(backbone=backbone, hidden=8, heads=2, layers=1)  # type: ignore[arg-type]
-    tree = ClassTree.two_level(torch.arange(N) % 4)
-    return build_model(config, OutputConfig(), WordTable(), tree, 6).double().eval()
+    return small_model(ClassTree.two_level(torch.arange(N) % 4), backbone)
 
 
 def some_sequences(order: np.ndarray | None = None) -> Sequences:
@@ -54,11 +50,9 @@ def some_sequences(order: np.ndarray | None = None) -> Sequences:
     return find_sequences(tokens, eos_id=EOS, unk_id=UNK, num_known=known[order])
 
 
-@torch.no_grad()
 def distributions(model: LanguageModel, line: list[int]) -> np.ndarray:
     """P of the next word after each item of a sequence, and before the first."""
-    hidden, _ = model(torch.tensor([EOS, *line])[:, None], model.init_state(1))
-    return model.output.log_prob(hidden[:, 0]).exp().numpy()
+    return log_probs(model, [EOS, *line]).exp().numpy()
 
 
 def by_hand(model: LanguageModel, sequences: Sequences, exclude: str) -> dict[str, Any]:
@@ -89,16 +83,11 @@ def by_hand(model: LanguageModel, sequences: Sequences, exclude: str) -> dict[st
     }
 
 
-def measured(model: LanguageModel, sequences: Sequences, exclude: str) -> ranking.Ranked:
-    (found,) = ranking._predict(
-        model,
-        sequences,
-        [lambda hidden, _: model.output.log_prob(hidden)],
-        special=[EOS, UNK],
-        ks=KS,
-        exclude=exclude,  # type: ignore[arg-type]
-    )
-    return ranking._figures(found, sequences, KS, np.zeros(N, np.int64), N - 2)
+def predicted(model: LanguageModel, sequences: Sequences, exclude: Any) -> ranking._Predictions:
+    ways = [lambda hidden, _: model.output.log_prob(hidden)]
+    settings = {"special": [EOS, UNK], "ks": KS, "exclude": exclude}
+    (found,) = ranking._predict(model, sequences, ways, **settings)
+    return found
 
 
 @BACKBONES
@@ -111,7 +100,8 @@ def test_figures_equal_those_by_the_definitions(
     for block, at_once in ((1, 4), (100 * N, 2048)):  # a sequence is read in one or more chunks
         monkeypatch.setattr(ranking, "BLOCK_ELEMENTS", block)
         monkeypatch.setattr(reader, "BATCH_TOKENS", at_once)
-        found = measured(model, sequences, exclude)
+        every = predicted(model, sequences, exclude)
+        found = ranking._figures(every, sequences, KS, np.zeros(N, np.int64), N - 2)
         assert found.mrr == pytest.approx(truth["mrr"])
         for name in truth.keys() - {"mrr"}:
             values = [getattr(each, name) for each in found.at]
@@ -125,14 +115,7 @@ def test_users_do_not_affect_each_other(backbone: str) -> None:
     sequences, permuted = some_sequences(), some_sequences(order)
     figures = []
     for each in (sequences, permuted):
-        (found,) = ranking._predict(
-            model,
-            each,
-            [lambda hidden, _: model.output.log_prob(hidden)],
-            special=[EOS, UNK],
-            ks=KS,
-            exclude="seen",
-        )
+        found = predicted(model, each, "seen")
         ranks: list[list[float]] = [[] for _ in each.begin]
         for user, rank in zip(found.sequence, found.rank, strict=True):
             ranks[user].append(rank)
@@ -143,7 +126,7 @@ def test_users_do_not_affect_each_other(backbone: str) -> None:
 @BACKBONES
 def test_perplexity_is_that_of_the_items_to_predict(backbone: str) -> None:
     model, sequences = make(backbone), some_sequences()
-    counts: Any = type("Counts", (), {"words": 1, "lines": 1, "utf8_bytes": 1})
+    counts = TextCounts(words=1, lines=1, utf8_bytes=1)
     found = evaluate(
         model, sequences.tokens, counts, eos_id=EOS, unk_id=UNK, context=6, sequences=sequences
     )
@@ -156,15 +139,6 @@ def test_perplexity_is_that_of_the_items_to_predict(backbone: str) -> None:
     assert found.oov == sequences.num_left_out.sum() > 0
     assert found.perplexity == pytest.approx(math.exp(np.mean(nll)))
     assert found.unit == "item"
-
-
-def test_intervals_are_those_of_means_over_users() -> None:
-    rng = np.random.default_rng(3)
-    sums, sizes = rng.random(2_000), np.ones(2_000, np.int64)
-    low, high = ranking._interval(np.append(sums, 0), np.append(sizes, 0))  # one without a target
-    error = 1.96 * sums.std() / math.sqrt(len(sums))
-    assert low == pytest.approx(sums.mean() - error, abs=0.15 * error)
-    assert high == pytest.approx(sums.mean() + error, abs=0.15 * error)
 
 
 def test_groups_of_popularity_have_equal_shares_of_the_events() -> None:
@@ -190,18 +164,11 @@ def items_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_report_of_a_run(items_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["evaluate", str(items_run), "--ranking", "--k", "5", "1", "--exclude=seen"]
-    capsys.readouterr()
-    assert main([*command, "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
+def test_report_of_a_run(items_run: Path, printed: Callable[..., str]) -> None:
+    command = ["evaluate", items_run, "--ranking", "--k", "5", "1", "--exclude=seen"]
+    values, table = json.loads(printed(*command, "--json")), printed(*command)
     assert json.loads((items_run / "evaluate-test-ranking.json").read_text()) == values
-    assert main(command) == 0
-    table = capsys.readouterr().out
     run = TrainedRun(items_run, "cpu")
-    report = evaluate_ranking(run, "test", [1, 5], "seen", progress=False)
-    assert isinstance(report, RankingReport)
-    assert as_json(report) == values
     assert (values["items"], values["unknown_targets"]) == (20, 1)
     sequences = run.prepared.sequences("test")
     assert values["predictions"] == values["users"] == len(sequences.begin)
@@ -220,17 +187,14 @@ def test_report_of_a_run(items_run: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("exclude", ["nothing", "seen"])
 def test_recommended_items_are_the_most_probable_ones(
-    exclude: str, items_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exclude: Any, items_run: Path, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     users = [["item 3", "item 4", "unheard of"], [], ["item 19"] * 3, ["item 7"]]
     path = tmp_path / "users.txt"
     path.write_text("\n".join([*map(json.dumps, users), "unheard of"]) + "\n")
-    command = ["recommend", str(items_run), f"--history={path}", "--k=4", f"--exclude={exclude}"]
-    capsys.readouterr()
-    assert main([*command, "--json"]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert main(command) == 0
-    lines = capsys.readouterr().out.splitlines()
+    command = ["recommend", items_run, f"--history={path}", "--k=4", f"--exclude={exclude}"]
+    found = list(map(json.loads, printed(*command, "--json").splitlines()))
+    lines = printed(*command).splitlines()
     assert found.pop() == found[1] | {"unknown": ["unheard", "of"]}
     assert lines.pop() == lines[1]
     model = lm.load(items_run, device="cpu")
@@ -259,8 +223,8 @@ def test_recommended_items_are_the_most_probable_ones(
     assert len(without) == 3
     assert names[0] not in dict(without)
     path.with_name("retired.txt").write_text(f"{names[0]}\nunheard of\n")
-    assert main([*command, f"--retired={path.with_name('retired.txt')}", "--json"]) == 0
-    last = json.loads(capsys.readouterr().out.splitlines()[-2])["items"]
+    rows = printed(*command, f"--retired={path.with_name('retired.txt')}", "--json").splitlines()
+    last = json.loads(rows[-2])["items"]
     assert last[:3] == names[1:]
     with pytest.raises(ValueError, match="a state does not have the tokens"):
         model.topk(model.start(), exclude="seen")
@@ -271,11 +235,9 @@ def test_recommended_items_are_the_most_probable_ones(
 
 
 def test_classes_show_items_as_their_table_has_them(
-    items_run: Path, capsys: pytest.CaptureFixture[str]
+    items_run: Path, printed: Callable[..., str]
 ) -> None:
-    capsys.readouterr()
-    assert main(["classes", str(items_run), "--words=9"]) == 0
-    shown = capsys.readouterr().out
+    shown = printed("classes", items_run, "--words=9")
     assert '"item 3"' in shown
     assert "%20" not in shown
 
@@ -310,12 +272,9 @@ def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path, tmp_p
 
 
 def test_options_that_do_not_fit_are_refused(
-    items_run: Path, lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
+    items_run: Path, tmp_path: Path, complaint: Callable[..., str]
 ) -> None:
     history = tmp_path / "users.txt"
-    assert "requires data.sequences: independent" in complaint("evaluate", lstm_run, "--ranking")
-    assert "requires data.sequences: independent" in complaint("recommend", lstm_run, "--history=-")
-    assert complaint("evaluate", items_run, "--k=5") == "--k and --exclude require --ranking"
     assert "has independent sequences" in complaint("evaluate", items_run, "--by-frequency")
     assert "has items, but no end of a sequence: use" in complaint("score", items_run, history)
     assert complaint("evaluate", items_run, "--ranking", "--k=21").startswith("--k 21: the cat")

@@ -65,7 +65,7 @@ def measure(folder: Path) -> dict[str, float]:
     model, description = load_model(folder)
     tokens = np.arange(0, VOCAB_SIZE, VOCAB_SIZE // 16)
     counts = TextCounts(words=16, lines=1, utf8_bytes=16)
-    evaluate(model, tokens, counts, eos_id=description.eos_id, unk_id=None, context=8)
+    evaluate(model, tokens, counts, eos_id=description.eos_id, unk_id=1, context=8)
     figures = {"evaluate": (resident("VmHWM") - start) / TABLE_BYTES}
     before = resident("VmRSS")
     continue_run(folder / "run")

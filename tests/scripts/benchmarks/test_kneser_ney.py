@@ -12,6 +12,7 @@ import pytest
 from data_prep.prepare import prepare
 from data_prep.settings import DataConfig, SplitFiles, TokenizerConfig
 from data_prep.tokenizer.tokenizer import WordTokenizer
+from lm.scoring.mixture import ngram_log_probs
 from lm.scoring.ngram import NGramModel
 from scripts.benchmarks.kneser_ney import KneserNey
 from tests.scripts.conftest import Run
@@ -68,7 +69,7 @@ def test_the_arpa_file_has_the_probabilities_of_the_definition(tmp_path: Path) -
     names = ["<eos>", "<unk>", *(f"w{word}" for word in range(2, NUM_WORDS))]
     model = KneserNey(tokens, NUM_WORDS, EOS, 3)
     model.write_arpa(tmp_path / "arpa", ["</s>", *names[1:], "<s>"])
-    ngram = NGramModel(tmp_path / "arpa", WordTokenizer(names))
+    ngram, tokenizer = NGramModel(tmp_path / "arpa"), WordTokenizer(names)
     definition, words = Definition(text, 3), range(NUM_WORDS)
     for before in ([], text[1][:1], text[2][:3], [150, 2]):
         history: NGram = (BEGIN, *before)[-2:]
@@ -76,7 +77,8 @@ def test_the_arpa_file_has_the_probabilities_of_the_definition(tmp_path: Path) -
             gram[:-1] == history for gram in definition.adjusted[len(history)]
         ):
             history = history[1:]
-        probs = [math.exp(ngram.log_prob([*before, word])[-1]) for word in words]
+        texts = [np.array([*before, word]) for word in words]
+        probs = [math.exp(ngram_log_probs(ngram, tokenizer, text)[-1]) for text in texts]
         assert sum(probs) == pytest.approx(1, abs=1e-5)
         assert probs == pytest.approx([definition.prob(history, word) for word in words], rel=1e-5)
 
@@ -88,8 +90,9 @@ def test_log_probs_without_a_file_are_those_of_the_arpa_file(tmp_path: Path) -> 
     for order in (2, 4):
         model = KneserNey(train, NUM_WORDS, EOS, order)
         model.write_arpa(tmp_path / "arpa", ["</s>", *names[1:], "<s>"])
-        ngram = NGramModel(tmp_path / "arpa", WordTokenizer(names))
-        assert model.log_prob(text) == pytest.approx(ngram.log_prob(text.tolist()), rel=1e-5)
+        ngram = NGramModel(tmp_path / "arpa")
+        expected = ngram_log_probs(ngram, WordTokenizer(names), text)
+        assert model.log_prob(text) == pytest.approx(expected, rel=1e-5)
         assert np.isin(text, train).mean() < 1  # words that training lacks are among them
 
 
