@@ -34,6 +34,7 @@ from data_prep.corpus.lines import read_lines as read_corpus
 from data_prep.errors import UserError
 from data_prep.prepare import prepare_with
 from data_prep.storage import new_folder, write_hashed
+from data_prep.tokenizer.serialization import MODEL_FILE
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from data_prep.tokenizer.vocabulary import count_words
 from data_prep.tokenizer.word_index import WordIndex
@@ -87,10 +88,14 @@ def extend(trained: TrainedRun, config: Config, *, progress: bool = True) -> Non
         if old.words.id(word) < 0 and count >= config.tokenizer.min_count
     ]
     if not new:
-        raise UserError(f"{trained.folder} has all items of the training split of the data")
+        moved = "; those from data.valid_from on are not in it" * (config.data.split == "time")
+        raise UserError(f"{trained.folder} has all items of the training split of the data{moved}")
     tokenizer = WordTokenizer(WordIndex.of([*old.words, *new]))
     counts = np.array([count_of.get(word, 0) for word in tokenizer.words])
     counts[tokenizer.eos_id] = 0  # it is not predicted
+    if counts.sum() < (before := _num_events(trained)):
+        text = "the training split has %d events, that of %s had %d: all so far should be in it"
+        _log.warning(text, counts.sum(), trained.folder, before)
     data = _Data(tokenizer, config, progress)
     node = choose_nodes(trained.model, data)
     state, grown = extended_state(trained.model, node, torch.from_numpy(counts))
@@ -107,6 +112,13 @@ def extend(trained: TrainedRun, config: Config, *, progress: bool = True) -> Non
         description = replace(trained.description, tokenizer_sha256=sha256, valid_perplexity=None)
         save_model(folder, state, description)
     _log.info("%d new items, %d in all", len(new), tokenizer.vocab_size - 2)
+
+
+def _num_events(trained: TrainedRun) -> int:
+    """The number of items in the training split of a run."""
+    lines = (trained.folder / MODEL_FILE["words"]).read_text("utf-8").splitlines()
+    counts = [int(line.rpartition("\t")[2]) for line in lines]
+    return sum(counts) - counts[trained.tokenizer.eos_id]
 
 
 def _check(trained: TrainedRun, config: Config) -> None:

@@ -86,8 +86,8 @@ class LoadedModel:
         """Token ids of a text, `<eos>` between its lines (after the last one if it ends in LF)."""
         return encode_prompt(self.tokenizer, text)[1:]
 
-    def id(self, word: str) -> int:
-        """The token id of a word, `<unk>`'s if it is unknown; see `encode` for one of several."""
+    def id(self, word: Word) -> int:
+        """The token id of a word or item, `<unk>`'s if unknown; see `encode` for one of several."""
         ids = self._encode(word)
         if len(ids) != 1:
             raise ValueError(f"{word!r} has {len(ids)} tokens, not one")
@@ -105,9 +105,15 @@ class LoadedModel:
         return unknown_words(self.tokenizer, [text])
 
     def start(self, prefix: str | Sequence[Word] = "") -> State:
-        """The state after a text, token ids or items; by default that before the first word."""
+        """The state after a text, token ids or items; by default that before the first word.
+
+        A model of independent sequences has items in place of token ids, integers too.
+        """
         of_ids = self._ids if self._catalogue is None else self._item_ids
-        ids = self.encode(prefix) if isinstance(prefix, str) else of_ids(prefix)
+        return self._start(self.encode(prefix) if isinstance(prefix, str) else of_ids(prefix))
+
+    def _start(self, ids: list[int]) -> State:
+        """The state after token ids."""
         tokens = torch.tensor([self.eos_id, *ids], device=self.model.device)[:, None]
         hidden, backbone = read_prefix(self.model, tokens, self.model.init_state(1))
         return State(
@@ -176,7 +182,7 @@ class LoadedModel:
     @torch.no_grad()
     def topk(
         self,
-        prefix: Prefix | Sequence[str] = "",
+        prefix: Prefix = "",
         k: int = 10,
         *,
         exclude: Literal["nothing", "seen"] | Sequence[Word] = "nothing",
@@ -186,9 +192,9 @@ class LoadedModel:
         They are exact; a tree computes only the classes that may hold one of them. `id` has the
         token id of each.
 
-        A model of independent sequences has items as tokens. A list of text is then the items of a
-        user, of which those that are not in the catalogue are left out with a warning, and `<eos>`
-        is no item. Text is not divided into items.
+        A model of independent sequences has items as tokens. A list of text or integers is then the
+        items of a user, of which those that are not in the catalogue are left out with a warning,
+        and `<eos>` is no item. Text is not divided into items.
 
         Args:
             prefix: what comes before.
@@ -205,18 +211,20 @@ class LoadedModel:
             special = self._catalogue.special
             if isinstance(prefix, str) and prefix:
                 raise ValueError(f"expected a list of items, got {prefix!r}")
-        if not isinstance(prefix, str | bytes | State):
-            prefix = self._item_ids(listed("tokens or items", prefix))
+        if isinstance(prefix, State):
+            state, ids = self._own(prefix), None
+        else:
+            ids = self.encode(prefix) if isinstance(prefix, str) else self._item_ids(prefix)
+            state = self._start(ids)
         if exclude == "seen":
-            if isinstance(prefix, State):
+            if ids is None:
                 raise ValueError("exclude: a state does not have the tokens that it has read")
-            excluded = self.encode(prefix) if isinstance(prefix, str) else list(prefix)
+            excluded = ids
         elif not isinstance(exclude, str):
-            excluded = self._item_ids(listed("tokens or items", exclude))
+            excluded = self._item_ids(exclude)
         elif exclude != "nothing":
             raise ValueError(f"exclude must be nothing, seen or a list, got {exclude!r}")
-        hidden = self._state(prefix).hidden
-        log_prob, word = self.model.output.topk(hidden, k, excluded=[*special, *excluded])
+        log_prob, word = self.model.output.topk(state.hidden, k, excluded=[*special, *excluded])
         names = self.tokenizer.token if self._catalogue is None else self._catalogue.item
         return list(zip(map(names, word.tolist()), log_prob.tolist(), strict=True))
 
@@ -344,17 +352,18 @@ class LoadedModel:
         """The items of a model of independent sequences."""
         return Catalogue(self._run) if self._run.is_independent else None
 
-    def _encode(self, word: str) -> list[int]:
-        """Token ids of a word, or of an item."""
-        if self._catalogue is None:
-            return self.encode(word)
-        return self._catalogue.find([word])[0] or [self.unk_id]
+    def _encode(self, word: Word) -> list[int]:
+        """Token ids of a word, which may be one itself, or that of an item."""
+        if self._catalogue is not None:
+            return self._catalogue.find([word])[0] or [self.unk_id]
+        return self.encode(word) if isinstance(word, str) else self._ids([word])
 
     def _item_ids(self, words: Sequence[Word]) -> list[int]:
         """Token ids of words or items; items that are not in the catalogue are left out."""
+        words = listed("tokens or items", words)
         if self._catalogue is None:
             return self._ids(self.id(word) if isinstance(word, str) else word for word in words)
-        return self._ids(self._catalogue.ids(listed("items", words)))
+        return self._catalogue.ids(words)
 
     def _excluded(self, allow_unk: bool) -> tuple[int, ...]:
         return () if allow_unk else (self.unk_id,)
@@ -375,7 +384,7 @@ class LoadedModel:
     def _tokens_of_all(self, words: Sequence[Word]) -> tuple[list[list[int]], list[float]]:
         """The token ids of each word, at least one, and Σ log P(word | `<unk>`) of unknown ones."""
         words = listed("words", words)
-        tokens = [self._ids(self._encode(w) if isinstance(w, str) else [w]) for w in words]
+        tokens = [self._encode(word) for word in words]
         for word, word_tokens in zip(words, tokens, strict=True):
             if not word_tokens:
                 raise ValueError(f"{word!r} has no token")

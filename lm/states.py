@@ -27,8 +27,9 @@ class State:
     model_sha256: str = field(repr=False)  # other models do not accept the state
 
 
-Prefix = str | Sequence[int] | State
-"""What comes before a word: text, whose lines are separated by `<eos>`; token ids; or a state."""
+Prefix = str | Sequence[str | int] | State
+"""What comes before a word: text, whose lines are separated by `<eos>`; token ids, or items in
+a model of independent sequences; or a state."""
 
 
 class Step(NamedTuple):

@@ -140,8 +140,7 @@ def test_new_items_have_the_likeliest_class_and_rows_and_old_ones_keep_their_rat
         prior = torch.cat([mean.expand(len(rows), -1), found[:, 8:]], dim=1)
         sizes = [gradient(after, chosen, training, mean, each).norm() for each in (found, prior)]
         assert sizes[0] < 0.01 * sizes[1]
-    tokens = [before.id(item) for item in OLD[:3]]
-    was, now = (model.log_prob(tokens) for model in (before, after))
+    was, now = (model.log_prob(OLD[:3]) for model in (before, after))
     assert now.exp().sum().item() == pytest.approx(1, abs=1e-5)
     among = class_of(before, OLD)
     for chosen in set(among):  # old items of a class keep their ratios
@@ -155,6 +154,7 @@ def test_an_extended_run_is_a_run(
     complaint: Callable[..., str],
     contents: Callable[[Path], dict[str, str]],
     sequences: list[list[str]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     Path("shop.yaml").write_text(RECIPE)
     assert main(["train", "shop.yaml", "--no-progress"]) == 0
@@ -163,6 +163,11 @@ def test_an_extended_run_is_a_run(
         printed("extend", "runs/shop", "--name=next", "--data.files.train=new.csv") == "runs/next\n"
     )
     assert contents(Path("runs/shop")) == before
+    assert "all so far should be in it" not in caplog.text
+    header, *rows = Path("new.csv").read_text().splitlines(keepends=True)
+    Path("newest.csv").write_text("".join([header, *rows[len(rows) // 2 :]]))
+    assert main(["extend", "runs/shop", "--name=half", "--data.files.train=newest.csv"]) == 0
+    assert "events, that of runs/shop had" in caplog.text
     histories = [json.dumps(line) for line in sequences]
     Path("histories").write_text("\n".join(histories))
     assert "no checkpoint that" in complaint("train", "runs/next", "--resume=auto")

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+import lm
 from lm.cli import main
 from lm.config import load_config
 from lm.recipe import ITEMS, fit
@@ -57,6 +59,12 @@ def test_a_table_becomes_a_ranking_in_three_commands(
     found = json.loads(printed(*evaluate[1:], "--json"))
     assert (found["predictions"], found["items"], found["excluded"]) == (10, 12, "seen")
     assert (found["unknown_targets"], found["excluded_targets"]) == (0, 10)  # all had item 2
+    model = lm.load("runs/my", device="cpu")
+    assert model.topk([3, 11], 5) == model.topk(["3", "11"], 5)  # as the table has them
+    assert (model.id(11), model.word(model.id(11))) == (model.id("11"), "11")
+    torch.testing.assert_close(
+        model.candidate_log_prob([3], [0, 7]), model.candidate_log_prob(["3"], ["0", "7"])
+    )
     assert main(["prepare", "runs/my"]) == 0
     assert "runs/my/data is up to date" in caplog.text
 

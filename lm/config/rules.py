@@ -144,7 +144,8 @@ def _sequences(config: Config) -> str | None:
     if data.split == "time" and data.time_field is None:
         return "data.split: time requires data.time_field, got None"
     if data.split != "time" and (data.valid_from is not None or data.test_from is not None):
-        return f"data.valid_from and data.test_from require data.split: time, got {data.split}"
+        keys = "data.valid_from and data.test_from"
+        return f"{keys} require data.split: time, and else null, got {data.split}"
     if data.predict_eos and data.split != "files":
         return f"data.predict_eos requires data.split: files, got {data.split}"
     return None

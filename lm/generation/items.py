@@ -40,11 +40,11 @@ class Catalogue:
         return ids, [item for item, is_known in zip(items, known, strict=True) if not is_known]
 
     def ids(self, items: Sequence[str | int]) -> list[int]:
-        """The token ids of items, given as text or as these; warns of those it leaves out."""
-        found = {item: self.find([item])[0] for item in items if isinstance(item, str)}
-        if unknown := [item for item, ids in found.items() if not ids]:
-            warn_caller(f"not in the catalogue and left out: {unknown}")
-        return [id for item in items for id in (found[item] if isinstance(item, str) else [item])]
+        """The token ids of items; warns of those it leaves out."""
+        ids, unknown = self.find(items)
+        if unknown:
+            warn_caller(f"not in the catalogue and left out: {list(dict.fromkeys(unknown))}")
+        return ids
 
     def item(self, id: int) -> str:
         """The item with a token id, as text."""

@@ -201,7 +201,7 @@ def test_recommended_items_are_the_most_probable_ones(
     for items, values, line in zip(users, found, lines, strict=True):
         known = [item for item in items if item != "unheard of"]
         ids = list(map(model.id, known))
-        log_prob = model.log_prob(ids)
+        log_prob = model.log_prob(known)
         probs = log_prob.exp()
         probs[[model.eos_id, model.unk_id, *(ids if exclude == "seen" else ())]] = 0
         best = probs.sort(descending=True, stable=True)
@@ -212,7 +212,7 @@ def test_recommended_items_are_the_most_probable_ones(
         assert values["probabilities"] == pytest.approx(best.values[:4].tolist(), rel=1e-4)
         assert line.startswith(f"{names[0]} ({best.values[0]:.4f})\t{names[1]} (")
         assert values["unknown"] == [item for item in items if item == "unheard of"]
-        same = model.topk(ids, 4, exclude=exclude)
+        same = model.topk(known, 4, exclude=exclude)
         assert [item for item, _ in same] == names
         assert [log_prob for _, log_prob in same] == pytest.approx(
             best.values[:4].log().tolist(), rel=1e-4
@@ -230,7 +230,7 @@ def test_recommended_items_are_the_most_probable_ones(
         model.topk(model.start(), exclude="seen")
     with pytest.raises(ValueError, match="expected a list of items, got 'item 19'"):
         model.topk("item 19", 2)
-    with pytest.raises(ValueError, match="expected a list of items, got b'a'"):
+    with pytest.raises(ValueError, match="expected a list of tokens or items, got b'a'"):
         model.start(b"a")
 
 

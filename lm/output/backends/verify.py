@@ -85,10 +85,13 @@ def verified(backend: Backend, device: torch.device, kind: Kind, failures: Failu
 
 @contextmanager
 def compiling(what: str) -> Iterator[None]:
-    """Log a line if the block takes longer than it does with code that is in a compiler's cache."""
+    """Log a line if the block takes longer than it does with code that is in a compiler's cache.
+
+    It may also be that this computer is busy.
+    """
     text = (
-        "compiling %s, which takes 10 to 30 seconds: once on this computer for each precision and"
-        " size, unless the folder of the compiler's cache cannot be written"
+        "loading the compiled code of %s, or compiling it: 10 to 30 seconds, once on this computer"
+        " for each precision and size, unless the folder of the compiler's cache cannot be written"
     )
     timer = threading.Timer(PATIENCE, _log.info, (text, what))
     timer.daemon = True
