@@ -28,11 +28,10 @@ import os
 import re
 import subprocess
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pyarrow
 from pyarrow import parquet
@@ -63,13 +62,6 @@ SMALLEST = 1e-6
 """The smallest share of a split."""
 
 
-class SourceFile(NamedTuple):
-    """A file of source code."""
-
-    path: bytes  # in its source
-    content: bytes
-
-
 def code_text(content: bytes) -> bytes:
     r"""The lines of a file, with spaces between words, and a newline after each line.
 
@@ -79,6 +71,15 @@ def code_text(content: bytes) -> bytes:
     words = WORD.findall(content.removeprefix(BYTE_ORDER_MARK))
     text = LINE_ENDS.sub(b"\n", b" ".join(words)).strip(b" \n")
     return text and text + b"\n"
+
+
+def is_utf8(content: bytes) -> bool:
+    """Whether bytes are text."""
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def split_of(path: bytes, held_out: float) -> str:
@@ -91,11 +92,10 @@ def split_of(path: bytes, held_out: float) -> str:
     return "test" if share < held_out else "valid" if share < 2 * held_out else "train"
 
 
-def source_files(source: Path, suffixes: frozenset[str]) -> Iterator[SourceFile]:
-    """Yield the files of a folder or of a tar archive that have one of the suffixes.
+def source_files(source: Path, suffixes: frozenset[str]) -> Iterator[tuple[bytes, bytes]]:
+    """Yield path and content of the files of a folder or tar archive with one of the suffixes.
 
-    Raises:
-        UserError: the source or a file cannot be read, or the source is neither.
+    UserError if the source or a file cannot be read, or the source is neither.
     """
 
     def is_code(path: str) -> bool:
@@ -109,36 +109,19 @@ def source_files(source: Path, suffixes: frozenset[str]) -> Iterator[SourceFile]
                 for path in paths:
                     if os.path.isfile(path) and not os.path.islink(path):
                         inner = os.fsencode(os.path.relpath(path, source))
-                        yield SourceFile(inner, Path(path).read_bytes())
+                        yield inner, Path(path).read_bytes()
             return
         with tarfile.open(source, "r|*") as archive:
             for member in archive:
                 if member.isreg() and is_code(member.name):
                     file = archive.extractfile(member)
                     assert file is not None
-                    yield SourceFile(os.fsencode(member.name), file.read())
+                    yield os.fsencode(member.name), file.read()
     except OSError as error:
         raise DataError(f"{error.filename or source}: {error.strerror or error}") from error
     except (tarfile.TarError, EOFError) as error:
         expected = "expected a folder or a tar archive that is complete"
         raise DataError(f"{source}: {expected}: {error}") from error
-
-
-def texts(files: Iterable[SourceFile], seen: set[bytes], bar: "tqdm[Any]") -> Iterator[SourceFile]:
-    """Yield the text of each file that has one and is not in `seen`, which grows."""
-    for path, content in files:
-        bar.update(len(content))
-        digest = blake2b(content, digest_size=16).digest()
-        if digest in seen or b"\0" in content:
-            continue
-        seen.add(digest)
-        if not content.isascii():
-            try:
-                content.decode()
-            except UnicodeDecodeError:
-                continue
-        if text := code_text(content):
-            yield SourceFile(path, text)
 
 
 def write_code(options: argparse.Namespace) -> str:
@@ -154,7 +137,14 @@ def write_code(options: argparse.Namespace) -> str:
         bar = stack.enter_context(tqdm(unit="B", unit_scale=True, disable=hidden))
         for source in options.sources:
             bar.set_description(source.name)
-            for path, text in texts(source_files(source, suffixes), seen, bar):
+            for path, content in source_files(source, suffixes):
+                bar.update(len(content))
+                digest = blake2b(content, digest_size=16).digest()
+                if digest in seen or b"\0" in content or not is_utf8(content):
+                    continue
+                seen.add(digest)
+                if not (text := code_text(content)):
+                    continue
                 split = split_of(path, options.held_out)
                 outputs[split].write(text)
                 num_files[split] += 1
@@ -170,8 +160,7 @@ def write_code(options: argparse.Namespace) -> str:
 def git_events(clone: Path, max_files: int) -> Iterator[tuple[str, str, int]]:
     """Yield user, item and time of each change of a file, the oldest commit first.
 
-    Raises:
-        UserError: git is missing, or does not find a repository or a commit.
+    UserError if git is missing, or does not find a repository or a commit.
     """
     # A commit is "//\0address\0time\0", then, after "\n", a path and "\0" for each file.
     command = ["git", "-C", str(clone), "log", "--reverse", "--no-merges", "--name-only"]

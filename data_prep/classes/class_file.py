@@ -15,6 +15,8 @@ from data_prep.errors import DataError
 _log = logging.getLogger(__name__)
 
 FileFormat = Literal["mkcls", "brown", "srilm", "taxonomy"]
+ClassPath = tuple[str, ...]
+"""The names of classes that contain each other, from the root down."""
 
 _WORD2VEC = re.compile(r"\d+ \d+ *")
 """First line of a file of word2vec: the numbers of words and of dimensions."""
@@ -47,30 +49,30 @@ def read_class_levels(
     [[3, 1, 0, 0, 2]]
     """
     id_of_word = {word: index for index, word in enumerate(words)}
-    name_of_id: dict[int, str] = {}
-    for place, name, word in _read_pairs(path, file_format):
+    path_of_id: dict[int, ClassPath] = {}
+    for place, class_path, word in _read_pairs(path, file_format):
         index = id_of_word.get(word)
-        if index is not None and name_of_id.setdefault(index, name) != name:
+        if index is not None and path_of_id.setdefault(index, class_path) != class_path:
             raise DataError(f"{place}: {word!r} already has another class")
-    unknown = [w for i, w in enumerate(words) if i not in name_of_id and w not in SENTENCE_WORDS]
+    unknown = [w for i, w in enumerate(words) if i not in path_of_id and w not in SENTENCE_WORDS]
     if unknown:
         raise DataError(
             f"{path}: {len(unknown)} of the vocabulary's {len(words)} words have no class, "
             f"the first is {unknown[0]!r}"
         )
-    deepest = max((len(_parts(name, file_format)) for name in name_of_id.values()), default=0)
+    deepest = max(map(len, path_of_id.values()), default=0)
     if depth is not None and deepest >= depth:
         _log.warning(
             "%s: %d of %d levels of classes are used (classes.depth)", path, depth - 1, deepest
         )
     num_levels = min(deepest, depth - 1) if depth else 1
-    number: list[dict[tuple[str, ...], int]] = [{} for _ in range(max(1, num_levels))]
+    number: list[dict[ClassPath, int]] = [{} for _ in range(max(1, num_levels))]
     levels = np.full((len(number), len(words)), -1, dtype=np.int32)
-    for index, name in name_of_id.items():
-        parts = _parts(name, file_format)[:num_levels] if depth else (name,)
-        for level, known in enumerate(number[: len(parts)]):
-            levels[level, index] = known.setdefault(parts[: level + 1], len(known))
-    has_none = [index for index in range(len(words)) if index not in name_of_id]
+    for index, class_path in path_of_id.items():
+        for level, known in enumerate(number[: len(class_path)]):
+            name = class_path[: level + 1] if depth else class_path
+            levels[level, index] = known.setdefault(name, len(known))
+    has_none = [index for index in range(len(words)) if index not in path_of_id]
     levels[0, has_none] = len(number[0])
     return levels
 
@@ -124,18 +126,8 @@ def read_vectors(path: Path, words: Sequence[str]) -> NDArray[np.float32]:
     return vectors
 
 
-def _parts(name: str, file_format: FileFormat) -> tuple[str, ...]:
-    """The names of the classes that contain each other, from the root down."""
-    match file_format:
-        case "brown":
-            return tuple(name)
-        case "taxonomy":
-            return tuple(name.split("/"))
-    return (name,)
-
-
-def _read_pairs(path: Path, file_format: FileFormat) -> Iterator[tuple[str, str, str]]:
-    """Yield place in the file, name of the class and word of every line that is not blank."""
+def _read_pairs(path: Path, file_format: FileFormat) -> Iterator[tuple[str, ClassPath, str]]:
+    """Yield place in the file, classes and word of every line that is not blank."""
     expected = {
         "mkcls": "word TAB class",
         "brown": "bit string TAB word TAB count",
@@ -148,15 +140,15 @@ def _read_pairs(path: Path, file_format: FileFormat) -> Iterator[tuple[str, str,
         place = f"{path}, line {number}"
         match file_format, line.split() if file_format == "srilm" else line.split("\t"):
             case "mkcls", [word, name]:
-                yield place, name.strip(), word
+                yield place, (name.strip(),), word
             case "brown", [name, word, num] if re.fullmatch(r"[01]+ \s*\d+\s*", f"{name} {num}"):
-                yield place, name, word
-            case "taxonomy", [word, name] if all(name.strip().split("/")):
-                yield place, name.strip(), word
+                yield place, tuple(name), word
+            case "taxonomy", [word, name] if all(names := name.strip().split("/")):
+                yield place, tuple(names), word
             case "srilm", [name, word]:
-                yield place, name, word
+                yield place, (name,), word
             case "srilm", [name, probability, word] if _is_probability(probability):
-                yield place, name, word
+                yield place, (name,), word
             case _:
                 problem = f"expected {expected} ({file_format}), got {line[:80]!r}"
                 raise DataError(f"{place}: {problem}")

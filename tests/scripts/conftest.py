@@ -1,5 +1,6 @@
 """Benchmarks as `python -m` runs them, from the top folder, in the process of the tests."""
 
+import argparse
 import io
 import runpy
 import subprocess
@@ -7,11 +8,13 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 TOP = Path(__file__).resolve().parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
+Parse = Callable[..., argparse.Namespace]
 
 
 @pytest.fixture
@@ -35,3 +38,15 @@ def run_benchmark(monkeypatch: pytest.MonkeyPatch) -> Run:
         return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
     return run
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
+    """`parse(benchmark, *arguments)`: its options, which its `main` has from now on, too."""
+
+    def options_of(benchmark: Any, *arguments: str) -> argparse.Namespace:
+        monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
+        options: argparse.Namespace = benchmark.parse_options()
+        return options
+
+    return options_of

@@ -1,10 +1,6 @@
 """The benchmark of the output layer: losses, gradients, floors, ratios, refusals."""
 
-import argparse
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,30 +16,18 @@ from scripts.benchmarks.measure import (
     proc_bytes,
 )
 from scripts.benchmarks.methods import Method, Problem
+from tests.scripts.conftest import Parse, Run
 
 GPU_ONLY = ["cce", "liger"]
 SAME_TREE = {"random": ["grouped"], "tree_full": ["full"]}
-Parse = Callable[..., argparse.Namespace]
-Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
-    """`parse(*arguments)`: the options of a tiny problem on the CPU."""
-
-    def options_of(*arguments: str) -> argparse.Namespace:
-        tiny = ["--positions", "32", "--rounds", "1", "--backends", "reference"]
-        monkeypatch.setattr(sys, "argv", ["output_layer", *tiny, *arguments])
-        return output_layer.parse_options()
-
-    return options_of
+TINY = ["--positions", "32", "--rounds", "1", "--backends", "reference"]
 
 
 @pytest.fixture
 def stepped(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> list[Method]:
     """All methods that run on a CPU, each after one step; `grouped` makes three products."""
     monkeypatch.setattr(peers, "GROUPS", 4)
-    options = parse()
+    options = parse(output_layer, *TINY)
     methods = output_layer.make_methods(output_layer.make_problem(97, 8, options), options)
     methods = [method for method in methods if not method.refused]
     for method in methods:
@@ -146,7 +130,9 @@ def test_a_method_that_does_not_fit_is_left_out_and_the_others_run(
 ) -> None:
     limit = proc_bytes(PROCESS / "status", "VmData") + 300e6  # less than the logits, 400 MB
     monkeypatch.setattr(output_layer, "available_bytes", lambda device: limit)
-    options = parse("--positions", "1000", "--methods", "random", "full", "grouped")
+    options = parse(
+        output_layer, *TINY, "--positions", "1000", "--methods", "random", "full", "grouped"
+    )
     ours, full, grouped = output_layer.measured((100_000, 4), Work(1e10, 1e11), options)
     assert (full["refused"], full["seconds_median"]) == ("does not fit into memory", None)
     assert ours["rounds"] == grouped["rounds"] == 1

@@ -1,9 +1,6 @@
 """The benchmark of growing vocabularies: figures follow from their definitions."""
 
-import argparse
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,26 +9,15 @@ import torch
 from lm.output import HierarchicalSoftmax
 from scripts.benchmarks import scale
 from scripts.benchmarks.scale import METHODS, Task, measure, timed, visited_rows
+from tests.scripts.conftest import Parse
 
-Parse = Callable[..., argparse.Namespace]
-
-
-@pytest.fixture
-def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
-    """`parse(*arguments)`: the options of a tiny problem, also for `main`."""
-
-    def options_of(*arguments: str) -> argparse.Namespace:
-        tiny = ["--positions=64", "--hidden=6", "--steps=2"]
-        monkeypatch.setattr(sys, "argv", ["scale", *tiny, *arguments])
-        return scale.parse_options()
-
-    return options_of
+TINY = ["--positions=64", "--hidden=6", "--steps=2"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("vocab_size", [97, 131])
 def test_every_row_has_its_figures(parse: Parse, vocab_size: int, dtype: str) -> None:
-    options = parse()
+    options = parse(scale, *TINY)
     rows = {name: measure(name, vocab_size, dtype, options) for name in METHODS}
     for row in rows.values():
         seconds = row["seconds"]
@@ -46,7 +32,7 @@ def test_every_row_has_its_figures(parse: Parse, vocab_size: int, dtype: str) ->
 def test_the_whole_step_has_the_loss_of_its_model_and_changes_visited_rows_alone(
     parse: Parse,
 ) -> None:
-    task = Task(997, torch.float32, parse())
+    task = Task(997, torch.float32, parse(scale, *TINY))
     model = scale.step_model(task)
     assert isinstance(model.output, HierarchicalSoftmax)
     method = scale.step(task, model)
@@ -64,7 +50,7 @@ def test_each_measurement_is_a_process_and_its_row_a_json_line(
     parse: Parse, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "rows"
-    parse("--sizes", "131", "97", "--methods", "layer", "--json", str(file))
+    parse(scale, *TINY, "--sizes", "131", "97", "--methods", "layer", "--json", str(file))
     scale.main()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     names = ("vocab_size", "method", "dtype", "outcome", "threads", "torch")
@@ -79,6 +65,17 @@ def test_each_measurement_is_a_process_and_its_row_a_json_line(
 def test_a_method_that_does_not_fit_into_the_limit_of_memory_ends_the_benchmark(
     parse: Parse,
 ) -> None:
-    parse("--sizes", "10000", "--methods", "layer", "--memory-limit-gb", "2", "--hidden", "50000")
+    parse(
+        scale,
+        *TINY,
+        "--sizes",
+        "10000",
+        "--methods",
+        "layer",
+        "--memory-limit-gb",
+        "2",
+        "--hidden",
+        "50000",
+    )
     with pytest.raises(SystemExit, match="layer at 10,000 words ended with exit code 1"):
         scale.main()  # a table of 2.02 GB

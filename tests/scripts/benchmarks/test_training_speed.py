@@ -1,8 +1,6 @@
 """The benchmark of training steps: its rows, its steps and its peers."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +8,7 @@ import torch
 
 from lm.output import HierarchicalSoftmax
 from scripts.benchmarks.training_speed import start_training, torch_loss
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
+from tests.scripts.conftest import Run
 
 
 def test_training_steps_are_timed_side_by_side(
