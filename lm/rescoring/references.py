@@ -9,8 +9,7 @@ counted as the words that they are written with; a warning says so.
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 
 from data_prep.corpus.hints import UNSPACED
 from data_prep.corpus.lines import read_text
@@ -45,50 +44,41 @@ def first_columns(name: str) -> Iterator[tuple[str, str, str]]:
         yield f"{name}, line {number}", key, "".join(rest)
 
 
-@dataclass(frozen=True, kw_only=True)
-class References:
-    """The words that were said in each utterance."""
+def read_references(
+    name: str, ids: Collection[str] = (), non_words: NonWords | None = None
+) -> dict[str, list[str]]:
+    """Read the words of each utterance from a file in one of the layouts, in any order.
 
-    name: str  # of the file
-    words: Mapping[str, list[str]]
+    Lines that begin with one of the `ids`, those of the utterances, are not TRN. `non_words` are
+    left out.
 
-    @classmethod
-    def read(
-        cls, name: str, ids: Collection[str] = (), non_words: NonWords | None = None
-    ) -> "References":
-        """Read a file in one of the layouts, its utterances in any order.
+    Raises:
+        UserError: if an utterance has two references.
+    """
+    non_words = NonWords() if non_words is None else non_words
+    rows = [row for row in first_columns(name) if row[1]]
+    texts = [(place, f"{key} {text}") for place, key, text in rows]
+    commented = [(place, text) for place, text in texts if not text.startswith(";;")]
+    known = set(ids)
+    if not all(key in known for _, key, _ in rows):
+        matches = [(place, _TRN.fullmatch(text)) for place, text in commented]
+        if all(match for _, match in matches):
+            rows = [(place, match[2], match[1]) for place, match in matches if match]
+    if noted := sum(_SCTK.search(text) is not None for *_, text in rows):
+        what = "optional words (uh) or alternatives { w1 / w2 }"
+        _log.warning("%s: %s lines have %s, counted as words: expand them", name, noted, what)
+    rows = [(place, key, non_words.without(text)) for place, key, text in rows]
+    non_words.log(name)
+    return {id: words for _, id, words in keyed_lines(iter(rows), "reference")}
 
-        Lines that begin with one of the `ids`, those of the utterances, are not TRN. `non_words`
-        are left out.
 
-        Raises:
-            UserError: if an utterance has two references.
-        """
-        non_words = NonWords() if non_words is None else non_words
-        rows = [row for row in first_columns(name) if row[1]]
-        texts = [(place, f"{key} {text}") for place, key, text in rows]
-        commented = [(place, text) for place, text in texts if not text.startswith(";;")]
-        known = set(ids)
-        if not all(key in known for _, key, _ in rows):
-            matches = [(place, _TRN.fullmatch(text)) for place, text in commented]
-            if all(match for _, match in matches):
-                rows = [(place, match[2], match[1]) for place, match in matches if match]
-        if noted := sum(_SCTK.search(text) is not None for *_, text in rows):
-            what = "optional words (uh) or alternatives { w1 / w2 }"
-            _log.warning("%s: %s lines have %s, counted as words: expand them", name, noted, what)
-        rows = [(place, key, non_words.without(text)) for place, key, text in rows]
-        non_words.log(name)
-        return cls(
-            name=name, words={id: words for _, id, words in keyed_lines(iter(rows), "reference")}
-        )
+def have_no_spaces(references: Collection[Sequence[str]]) -> bool:
+    """Whether the words of utterances are whole lines or clauses, as in Chinese or Japanese.
 
-    def has_no_spaces(self, ids: Collection[str]) -> bool:
-        """Whether the words of utterances are whole lines or clauses, as in Chinese or Japanese.
-
-        Spaces around words of other scripts do not separate these.
-        """
-        other = rf"(?<!{UNSPACED.pattern}) | (?!{UNSPACED.pattern})"
-        words = [word for id in ids for word in re.sub(other, "", " ".join(self.words[id])).split()]
-        characters = "".join(words)
-        are_long = len(words) < 2 * len(ids) or len(characters) > 6 * len(words)
-        return are_long and 2 * len(UNSPACED.findall(characters)) > len(characters)
+    Spaces around words of other scripts do not separate these.
+    """
+    other = rf"(?<!{UNSPACED.pattern}) | (?!{UNSPACED.pattern})"
+    words = [word for each in references for word in re.sub(other, "", " ".join(each)).split()]
+    characters = "".join(words)
+    are_long = len(words) < 2 * len(references) or len(characters) > 6 * len(words)
+    return are_long and 2 * len(UNSPACED.findall(characters)) > len(characters)

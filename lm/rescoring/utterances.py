@@ -11,7 +11,7 @@ from lm.rescoring.formats import NonWords, format_of
 from lm.rescoring.lattice import Lattice, read_lattices
 from lm.rescoring.lattice_search import WordModel, to_nbest
 from lm.rescoring.nbest import NBest, read_nbest
-from lm.rescoring.references import References
+from lm.rescoring.references import read_references
 from lm.rescoring.weights import Weights
 from lm.rescoring.word_errors import WordErrors
 
@@ -24,7 +24,6 @@ class Utterances:
 
     nbest: NBest
     lattices: list[Lattice]  # none of an n-best list
-    references: References | None
     errors: WordErrors | None  # with references
 
     @classmethod
@@ -39,6 +38,9 @@ class Utterances:
         """Read an n-best list, a file or folder of lattices, and a file of references.
 
         `costs` are those of `read_nbest`; `non_words` are left out of all files.
+
+        Raises:
+            UserError: if an utterance has no reference, or all references are empty.
         """
         lattices: list[Lattice] = []
         non_words = NonWords() if non_words is None else non_words
@@ -50,14 +52,18 @@ class Utterances:
             nbest = to_nbest(name, lattices)
         else:
             nbest = read_nbest(name, costs, lines=lines, non_words=non_words)
-        said = References.read(references, nbest.ids, non_words) if references else None
-        errors = WordErrors.compare(said, nbest) if said else None
-        if said and (num_unused := len(said.words) - len(nbest.ids)):
-            others = (
-                f"{num_unused:,} of {len(said.words):,} references have no hypotheses in {name}"
-            )
-            _log.warning("%s: %s; they do not count as errors", references, others)
-        return cls(nbest=nbest, lattices=lattices, references=said, errors=errors)
+        errors = None
+        if references is not None:
+            said = read_references(references, nbest.ids, non_words)
+            if missing := [id for id in nbest.ids if id not in said]:
+                raise UserError(f"{references}: no reference for utterance {missing[0]} of {name}")
+            if not any(said[id] for id in nbest.ids):
+                raise UserError(f"{references}: the references have no words")
+            errors = WordErrors.of([said[id] for id in nbest.ids], nbest)
+            if num_unused := len(said) - len(nbest.ids):
+                others = f"{num_unused:,} of {len(said):,} references have no hypotheses in {name}"
+                _log.warning("%s: %s; they do not count as errors", references, others)
+        return cls(nbest=nbest, lattices=lattices, errors=errors)
 
     @property
     def texts(self) -> list[str]:
@@ -70,7 +76,9 @@ class Utterances:
     ) -> "Utterances":
         """The hypotheses of a search in the lattices in addition to those of the first pass."""
         nbest = to_nbest(self.nbest.name, self.lattices, weights, models, num_beams)
-        errors = WordErrors.compare(self.references, nbest) if self.references else None
+        errors = self.errors
+        if errors is not None:
+            errors = WordErrors.of([each.split() for each in errors.references], nbest)
         return replace(self, nbest=nbest, errors=errors)
 
 

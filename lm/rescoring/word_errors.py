@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.compiled import compiled
-from data_prep.errors import UserError
 from lm.rescoring.nbest import Ints, NBest
-from lm.rescoring.references import References
+from lm.rescoring.references import have_no_spaces
 from lm.scoring.bootstrap import resampled_rates
 
 NUM_SAMPLES = 1000
@@ -94,26 +93,20 @@ class WordErrors:
         return np.array([len("".join(each) if self.characters else each) for each in texts])
 
     @classmethod
-    def compare(cls, references: References, nbest: NBest) -> "WordErrors":
-        """Compare each hypothesis with its reference, by characters if these have no spaces.
+    def of(cls, references: Sequence[Sequence[str]], nbest: NBest) -> "WordErrors":
+        """Compare each hypothesis with the words of its utterance, of which [U] are given.
 
-        Raises:
-            UserError: if an utterance has no reference, or all references are empty.
+        Characters are compared if the references have no spaces.
         """
-        words, name = references.words, references.name
-        if missing := [id for id in nbest.ids if id not in words]:
-            raise UserError(f"{name}: no reference for utterance {missing[0]} of {nbest.name}")
-        if not any(words[id] for id in nbest.ids):
-            raise UserError(f"{name}: the references have no words")
-        characters = references.has_no_spaces(nbest.ids)
-        ids = np.repeat(nbest.ids, nbest.num_hypotheses).tolist()
+        characters = have_no_spaces(references)
+        utterance = np.repeat(np.arange(len(references)), nbest.num_hypotheses).tolist()
         counts = []
-        for id, text in zip(ids, nbest.texts, strict=True):
-            pair = words[id], text.split()
+        for place, text in zip(utterance, nbest.texts, strict=True):
+            pair = references[place], text.split()
             counts.append(word_errors(*(map("".join, pair) if characters else pair)))
         return cls(
             counts=np.array(counts),
-            references=[" ".join(words[id]) for id in nbest.ids],
+            references=list(map(" ".join, references)),
             characters=characters,
         )
 

@@ -30,7 +30,7 @@ class MixtureEvaluation:
     """Perplexities of the two models and of their mixture, on the same tokens."""
 
     weight: float  # λ, the share of the model
-    valid_perplexity: float | None  # of the mixture, if λ was tuned there
+    valid_perplexity: float | None  # of the mixture on the validation split, if λ was tuned there
     tokens: int
     perplexity_model: float
     perplexity_ngram: float

@@ -10,7 +10,6 @@ the suffixes of k + 1 words, sorted by the key (node of the last k words) · bas
 them), so that one search in a sorted array finds the next level of many histories at once.
 """
 
-import logging
 from collections.abc import Iterable, Iterator
 from itertools import compress
 from pathlib import Path
@@ -22,7 +21,6 @@ from data_prep.errors import UserError
 from data_prep.tokenizer.punctuation import UNK
 from lm.scoring.arpa import NATS_PER_LOG10, Floats, Ints, NGrams, read_arpa
 
-_log = logging.getLogger(__name__)
 NO_UNK = -100 * NATS_PER_LOG10
 """Log-probability of a word that a file without `<unk>` lacks, as in KenLM."""
 
@@ -43,7 +41,7 @@ class NGramModel:
         start: [order - 1] ids, the history at the begin of a line.
         eos_id: id of `</s>`.
         unk_id: id of `<unk>`.
-        has_unk: whether the file has `<unk>`; else its words share none of the probability.
+        has_unk: whether the file has `<unk>`.
 
     Raises:
         UserError: if the file cannot be read or is no complete ARPA file.

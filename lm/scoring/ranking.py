@@ -323,24 +323,22 @@ def _figures(
     per_user = sequences.num_predicted + sequences.num_left_out
     discount = 1 / np.log2(1 + found.rank)  # 0 of a missed target
 
-    def mean(values: NDArray[Any]) -> tuple[float, Interval]:
+    def mean(name: str, values: NDArray[Any]) -> dict[str, Any]:
         sums = np.bincount(found.sequence, values, len(per_user))
-        return float(sums.sum() / per_user.sum()), _interval(sums, per_user)
+        value = float(sums.sum() / per_user.sum())
+        return {name: value, f"{name}_interval": _interval(sums, per_user)}
 
     at = []
     is_ranked = np.isfinite(found.rank)
     for number, k in enumerate(ks):
         hit = found.rank <= k
-        hit_rate, ndcg = mean(hit), mean(discount * hit)
         expected, observed = found.expected[is_ranked, number], hit[is_ranked]
         bins = np.array_split(np.argsort(expected, kind="stable"), NUM_BINS)
         at.append(
             AtK(
                 k=k,
-                hit_rate=hit_rate[0],
-                hit_rate_interval=hit_rate[1],
-                ndcg=ndcg[0],
-                ndcg_interval=ndcg[1],
+                **mean("hit_rate", hit),
+                **mean("ndcg", discount * hit),
                 coverage=float(found.is_recommended[number].sum() / num_items),
                 expected_hit_rate=_mean(expected),
                 observed_hit_rate=_mean(observed),
@@ -368,8 +366,7 @@ def _figures(
                 ndcg=_mean(discount[among] * hit),
             )
         )
-    mrr = mean(1 / found.rank)
-    return Ranked(mrr=mrr[0], mrr_interval=mrr[1], at=at, by_popularity=by_popularity)
+    return Ranked(**mean("mrr", 1 / found.rank), at=at, by_popularity=by_popularity)
 
 
 def _mean(values: NDArray[Any]) -> float:
