@@ -84,6 +84,7 @@ train: {max_epochs: $epochs, batch_size: $batch, seq_len: $length, threads: $thr
 """
 """For texts of all sizes, with the optimizer of configs/wikitext2_transformer.yaml."""
 FEW_TOKENS, MANY_TOKENS = 20_000, 5_000_000
+"""Sizes of texts from which there are other settings."""
 HIDDEN_SIZES = {
     "lstm": {FEW_TOKENS: (64,), 200_000: (200, 128, 64), math.inf: (300, 200, 128, 64)},
     "transformer": {FEW_TOKENS: (64,), MANY_TOKENS: (256, 128, 64), math.inf: (320, 256, 128, 64)},

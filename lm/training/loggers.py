@@ -182,13 +182,12 @@ def _short(perplexity: float, num_decimals: int) -> str:
 def open_loggers(state: TrainingState, *, progress: bool) -> Iterator[list[Logger]]:
     """The loggers of a run that starts or continues, of its first process; closed at the end."""
     config, loggers = state.config, list[Logger]()
-    is_main = state.fabric.is_global_zero
-    if is_main:
+    if state.fabric.is_global_zero:
         loggers.append(MetricsFile(config.run_path / "metrics.csv", state.step))
-    if is_main and progress:
-        loggers.append(ProgressBar(state.step, state.clock))
-    if is_main and wandb_mode(config) != "disabled":
-        loggers.append(WandbLogger(config))
+        if progress:
+            loggers.append(ProgressBar(state.step, state.clock))
+        if wandb_mode(config) != "disabled":
+            loggers.append(WandbLogger(config))
     try:
         yield loggers
     finally:

@@ -26,6 +26,8 @@ model.input_tree: two_level requires model.input_embedding: path_sum
 train: {max_steps: 5, strategy: shard_output}}
 model.input_tree: two_level with output.tree: full cannot be combined with train.strategy: \
 shard_output
+{output: {tree: adaptive}, train: {max_steps: 5, strategy: shard_output}}
+train.strategy: shard_output cannot be combined with output.tree: adaptive
 {train: {max_minutes: 0.5}, optim: {schedule: plateau}}
 train.max_minutes requires a schedule that ends with the time: set optim.schedule: cosine, got \
 plateau
