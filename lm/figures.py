@@ -49,28 +49,45 @@ class TextCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How well a model predicts a text."""
+    """How well a model predicts a text.
 
-    tokens: int  # predicted, including an `<eos>` for each line
-    words: int  # of the original text, without `<eos>`
-    lines: int  # of the original text, each with one `<eos>`
-    utf8_bytes: int  # of the original text, line ends included
-    oov: int  # tokens that are `<unk>`
-    nll_nats: float  # negative log-likelihood of all tokens
-    perplexity: float  # exp(nll / tokens)
-    perplexity_excluding_oov: float  # over the tokens that are not `<unk>`, which remain context
-    word_perplexity: float  # exp(nll / (words + lines)): comparable between tokenizers
+    Attributes:
+        tokens: predicted, including an `<eos>` for each line.
+        words: of the original text, without `<eos>`.
+        lines: of the original text, each with one `<eos>`.
+        utf8_bytes: of the original text, line ends included.
+        oov: tokens that are `<unk>`.
+        nll_nats: negative log-likelihood of all tokens.
+        perplexity: exp(nll / tokens).
+        perplexity_excluding_oov: over the tokens that are not `<unk>`, which remain context.
+        word_perplexity: exp(nll / (words + lines)): comparable between tokenizers.
+        bits_per_byte: nll / ln 2 / utf8_bytes; None if tokens do not spell the text, in which words
+            are separated by single spaces (which other spaces there are, is not counted).
+        class_perplexity: of the choice at the root of the tree.
+        within_class_perplexity: of the choices below: `perplexity` / `class_perplexity`.
+        context: how many tokens each token is predicted from, as a sentence.
+        eos_rule: what is counted at line ends.
+        unit: what a token is: `word`, `piece`, …
+        spelling_nats: of unknown words given `<unk>`, a part of `nll_nats` and of what is derived
+            from it, but not of the two class figures; None: they are one word `<unk>`.
+    """
+
+    tokens: int
+    words: int
+    lines: int
+    utf8_bytes: int
+    oov: int
+    nll_nats: float
+    perplexity: float
+    perplexity_excluding_oov: float
+    word_perplexity: float
     bits_per_byte: float | None
-    """nll / ln 2 / utf8_bytes; None if tokens do not spell the text, in which words are separated
-    by single spaces (which other spaces there are, is not counted)."""
-    class_perplexity: float  # of the choice at the root of the tree
-    within_class_perplexity: float  # of the choices below: `perplexity` / `class_perplexity`
-    context: str  # how many tokens each token is predicted from, as a sentence
-    eos_rule: str = EOS_RULE  # what is counted at line ends
-    unit: str = "token"  # what a token is: `word`, `piece`, …
+    class_perplexity: float
+    within_class_perplexity: float
+    context: str
+    eos_rule: str = EOS_RULE
+    unit: str = "token"
     spelling_nats: float | None = None
-    """Of unknown words given `<unk>`, a part of `nll_nats` and of what is derived from it, but not
-    of the two class figures; None: they are one word `<unk>`."""
 
     def to_dict(self) -> dict[str, Any]:
         """The figures for JSON, see `as_json`."""
