@@ -115,13 +115,13 @@ def test_by_word_rows_are_dealt_evenly(tree: ClassTree, world_size: int) -> None
     """Every node and the whole weight to within one row, each row once."""
     plan = Plan.by_word(tree, world_size)
     places = [place(tree, plan, plan.dealt(tree, rank)).held for rank in range(world_size)]
-    local = torch.stack([each.shard.local_row for each in places])
+    local = torch.stack([each.local_row for each in places])
     assert ((local >= 0).sum(0) == 1).all()
-    sizes = torch.stack([each.tree.num_children for each in places])
+    sizes = torch.stack([each.num_children for each in places])
     expected = torch.where(tree.num_children > 1, tree.num_children, 0)
     assert torch.equal(sizes.sum(0), expected)
     assert (sizes.amax(0) - sizes.amin(0)).max() <= 1
-    held = [len(each.tree.node_of_row) for each in places]
+    held = [len(each.node_of_row) for each in places]
     assert sum(held) == tree.num_rows
     assert max(held) - min(held) <= 1
 
