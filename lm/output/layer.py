@@ -213,8 +213,8 @@ class HierarchicalSoftmax(nn.Module):
         Args:
             word: [..., K] int64, words 0 … N - 1; K may be 0 and words may repeat.
         """
-        hidden = self._checked(hidden)
-        return distribution.candidate_log_prob(hidden, self.weight, word, self.tree, self.bias)
+        hidden, weight, tree, bias = self._decoded(hidden)
+        return distribution.candidate_log_prob(hidden, weight, word, tree, bias)
 
     def predict(self, hidden: Tensor) -> Tensor:
         """The most probable word of each position, [...] int64; ties go to the lowest word.

@@ -12,6 +12,9 @@ import pytest
 from lm.output.backends import compiled as package
 from lm.output.backends.compiled.codegen import compilation
 
+LOOPS = ("columns", "factors", "rows", "sorting", "tiles")
+"""Modules with compiled loops, besides those that are named so."""
+
 
 @cache
 def as_python(*names: str) -> dict[str, ModuleType]:
@@ -29,7 +32,7 @@ def as_python(*names: str) -> dict[str, ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         for name in [each for each in sys.modules if each.startswith(f"{package.__name__}.")]:
             parent, _, child = name.rpartition(".")
-            if child.endswith("loops") or child in ("columns", "rows", "sorting", "tiles"):
+            if child.endswith("loops") or child in LOOPS:
                 patch.setattr(sys.modules[parent], child, sys.modules[name])  # and back
                 patch.delitem(sys.modules, name)
         patch.setattr(numba, "njit", lambda **_: lambda function: function)

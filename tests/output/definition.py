@@ -25,7 +25,7 @@ TREES = {
     "a class of one word": ClassTree.two_level((torch.arange(N) + 1) // N),
     "shortlist": ClassTree.two_level((torch.arange(N) * 7) % 5, 4),
     "balanced": ClassTree.balanced(N, 3),
-    "huffman": ClassTree.huffman(torch.arange(N) + 1),
+    "huffman": ClassTree.huffman(2 ** torch.arange(N)),  # a word and a node below each node
     "paths": ClassTree.from_paths([[w % 2, w % 3, 3 + w // 6] for w in range(N - 1)] + [[2]]),
 }
 """Trees of all shapes over 23 words."""
@@ -113,7 +113,12 @@ def definition(
 
 
 def definition_by_level(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, tree: ClassTree
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    tree: ClassTree,
+    term: Callable[[Tensor, int], Tensor] = lambda logits, child: -F.log_softmax(logits, 0)[child],
 ) -> Tensor:
     """Each term of the definition, [D, ...], one position and node at a time."""
     columns = []
@@ -123,6 +128,6 @@ def definition_by_level(
             first = int(tree.first_row[node])
             rows = slice(first, first + int(tree.num_children[node]))
             logits = weight[rows] @ h + (0 if bias is None else bias[rows])
-            nlls[level] = -F.log_softmax(logits, 0)[row - first]
+            nlls[level] = term(logits, row - first)
         columns.append(torch.stack(nlls))
     return torch.stack(columns, 1).view(tree.depth, *target.shape)

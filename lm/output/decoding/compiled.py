@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lm.output.backends.compiled.arrays import Array, as_array, own
 from lm.output.backends.compiled.backend import DTYPES, has_numba
+from lm.output.backends.compiled.memory import Array, as_array, own
 from lm.output.backends.verify import compiling
 from lm.output.decoding import rejection, search
 from lm.output.decoding.expansion import LOWEST, Expander, word_log_prob

@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 class Rule(NamedTuple):
     """How an optimizer changes the rows with a gradient."""
 
-    numbers: tuple[float | Tensor, ...]  # SGD: lr; Adagrad: lr, eps; Adam: those of `RowAdam`
+    numbers: tuple[Any, ...]  # floats or tensors. SGD: lr; Adagrad: lr, eps; Adam: see `RowAdam`
     state: dict[str, Tensor]  # {}; "total"; "mean" and "square"
 
 

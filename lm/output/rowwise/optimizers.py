@@ -67,11 +67,10 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         table = param.view(param.shape[0], -1)
-        wide = torch.promote_types(table.dtype, torch.float32)
-        self._begin(param, table, wide)
+        rule = self._rule(param, table, group)
         if isinstance(grad, RowGradient) and table.is_contiguous():
-            part, rule = grad.factored(), self._rule(param, group)
-            if part is not None and rule is not None and part.batch.can_update(table):
+            part = grad.factored()
+            if part is not None and part.batch.can_update(table):
                 part.batch.update(table, rule, part.factor)
                 return
         is_rounded, noise = table.dtype == torch.bfloat16, None
@@ -81,11 +80,11 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         if isinstance(grad, RowGradient):
             blocks = grad.blocks()
         else:
-            blocks = iter([Block(slice(0, len(grad)), grad.view(table.shape).to(wide))])
+            blocks = iter([Block(slice(0, len(grad)), grad.view(table.shape).to(_wide(table)))])
         for block in blocks:
             stored = table[block.rows]  # a view, if the rows are a slice
-            rows = stored.to(wide)
-            self._change(rows, block, param, group)
+            rows = stored.to(_wide(table))
+            self._change(rows, block, rule)
             if is_rounded:
                 _round_into(stored, rows, noise)
             elif rows is not stored:
@@ -93,15 +92,12 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             if not isinstance(block.rows, slice):
                 table[block.rows] = stored if block.source is None else stored[block.source]
 
-    def _begin(self, param: Tensor, table: Tensor, dtype: torch.dtype) -> None:
-        """Prepare the state, of a dtype, before the first block of a step."""
-
-    def _rule(self, param: Tensor, group: dict[str, Any]) -> Rule | None:
-        """What kernels do in place of `_change`, if they can."""
-        return None
+    @abstractmethod
+    def _rule(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> Rule:
+        """What `_change`, or a kernel in its place, needs for `param` as a table of rows."""
 
     @abstractmethod
-    def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
+    def _change(self, rows: Tensor, block: Block, rule: Rule) -> None:
         """Update the rows [K, H] of a block, given in at least fp32."""
 
 
@@ -111,11 +107,11 @@ class RowSGD(RowOptimizer):
     def __init__(self, params: Iterable[Tensor], lr: float | Tensor) -> None:
         super().__init__(params, {"lr": lr})
 
-    def _rule(self, param: Tensor, group: dict[str, Any]) -> Rule:
+    def _rule(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> Rule:
         return Rule((group["lr"],), {})
 
-    def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
-        block.add_into(rows, -group["lr"])
+    def _change(self, rows: Tensor, block: Block, rule: Rule) -> None:
+        block.add_into(rows, -rule.numbers[0])
 
 
 class RowAdagrad(RowOptimizer):
@@ -134,18 +130,17 @@ class RowAdagrad(RowOptimizer):
     def __init__(self, params: Iterable[Tensor], lr: float | Tensor, eps: float = 1e-8) -> None:
         super().__init__(params, {"lr": lr, "eps": eps})
 
-    def _begin(self, param: Tensor, table: Tensor, dtype: torch.dtype) -> None:
-        if not self.state[param]:
-            self.state[param]["sum"] = table.new_zeros(len(table), dtype=dtype)
+    def _rule(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> Rule:
+        state = self.state[param]
+        if not state:
+            state["sum"] = table.new_zeros(len(table), dtype=_wide(table))
+        return Rule((group["lr"], group["eps"]), {"total": state["sum"]})
 
-    def _rule(self, param: Tensor, group: dict[str, Any]) -> Rule:
-        return Rule((group["lr"], group["eps"]), {"total": self.state[param]["sum"]})
-
-    def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
-        total = self.state[param]["sum"]
+    def _change(self, rows: Tensor, block: Block, rule: Rule) -> None:
+        (lr, eps), total = rule.numbers, rule.state["total"]
         new = total[block.rows] + block.square_norms() / rows.shape[1]
         total[block.rows] = new
-        block.add_into(rows, -group["lr"] / (new.sqrt() + group["eps"]))
+        block.add_into(rows, -lr / (new.sqrt() + eps))
 
 
 class RowAdam(RowOptimizer):
@@ -166,39 +161,40 @@ class RowAdam(RowOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
-    def _begin(self, param: Tensor, table: Tensor, dtype: torch.dtype) -> None:
+    def _rule(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> Rule:
+        """1 - β1, β2, 1 - β2, lr / (1 - β1^t), √(1 - β2^t) and eps, after t steps."""
         state = self.state[param]
         if not state:
             state["step"] = 0
-            state["mean"] = table.new_zeros(table.shape, dtype=dtype)
-            state["square"] = table.new_zeros(table.shape, dtype=dtype)
+            state["mean"] = table.new_zeros(table.shape, dtype=_wide(table))
+            state["square"] = torch.zeros_like(state["mean"])
         step, counts_here = state["step"], on_host(table)
         if counts_here == isinstance(step, Tensor):  # a new or loaded state
             double = torch.float64
             state["step"] = int(step) if counts_here else table.new_full((), step, dtype=double)
         state["step"] += 1
-
-    def _rule(self, param: Tensor, group: dict[str, Any]) -> Rule:
-        """1 - β1, β2, 1 - β2, lr / (1 - β1^t), √(1 - β2^t) and eps, after t steps."""
-        state, (beta1, beta2) = self.state[param], group["betas"]
+        beta1, beta2 = group["betas"]
         correction1, correction2 = (1 - beta ** state["step"] for beta in (beta1, beta2))
         decay = (1 - beta1, beta2, 1 - beta2)
         numbers = (*decay, group["lr"] / correction1, correction2**0.5, group["eps"])
         return Rule(numbers, {name: state[name] for name in ("mean", "square")})
 
-    def _change(self, rows: Tensor, block: Block, param: Tensor, group: dict[str, Any]) -> None:
-        state, (beta1, beta2) = self.state[param], group["betas"]
-        grad = block.values()
-        mean = state["mean"][block.rows].lerp(grad, 1 - beta1)
-        square = (state["square"][block.rows] * beta2).addcmul_(grad, grad, value=1 - beta2)
-        state["mean"][block.rows], state["square"][block.rows] = mean, square
-        correction1, correction2 = (1 - beta ** state["step"] for beta in (beta1, beta2))
-        root = square.sqrt_().div_(correction2**0.5).add_(group["eps"])
-        step_size = group["lr"] / correction1
+    def _change(self, rows: Tensor, block: Block, rule: Rule) -> None:
+        one_less_beta1, beta2, one_less_beta2, step_size, root_correction, eps = rule.numbers
+        means, squares, grad = rule.state["mean"], rule.state["square"], block.values()
+        mean = means[block.rows].lerp(grad, one_less_beta1)
+        square = (squares[block.rows] * beta2).addcmul_(grad, grad, value=one_less_beta2)
+        means[block.rows], squares[block.rows] = mean, square
+        root = square.sqrt_().div_(root_correction).add_(eps)
         if isinstance(step_size, Tensor):
             rows.sub_(mean.mul_(step_size).div_(root))
         else:
             rows.addcdiv_(mean, root, value=-step_size)
+
+
+def _wide(table: Tensor) -> torch.dtype:
+    """The dtype of steps and state: at least fp32."""
+    return torch.promote_types(table.dtype, torch.float32)
 
 
 def _round_into(out: Tensor, rows: Tensor, noise: Tensor | None) -> None:

@@ -23,9 +23,9 @@ from lm.output.backends import BACKENDS, choose_backend
 from lm.output.backends.base import Backend, Gradients, Needs, Problem
 from lm.output.rowwise.blocks import Rows
 from lm.output.rowwise.row_gradient import RowGradient
-from lm.output.sharded.placement import Part
 from lm.output.sharded.rows import gathered, sum_of_shares
 from lm.output.tracing import differentiable_once, not_compiled
+from lm.output.tree.arrays import Shard, TreeArrays
 
 
 class Route(NamedTuple):
@@ -64,12 +64,14 @@ class Route(NamedTuple):
 class Gathered(NamedTuple):
     """The rows that all processes gather, U of them."""
 
-    part: Part
+    tree: TreeArrays
+    shard: Shard
+    max_path_columns: int
     num_held: int  # of them, the first rows of this process
 
     def whole(self, held: Tensor, group: Any) -> Tensor:
         """The rows of all processes, [U, ...]."""
-        num_rows, world_size = len(self.part.tree.node_of_row), dist.get_world_size(group)
+        num_rows, world_size = len(self.tree.node_of_row), dist.get_world_size(group)
         size = -(-num_rows // world_size)
         dealt = gathered(held[: self.num_held], size, 0, group)
         dealt = dealt.view(world_size, size, *held.shape[1:])
@@ -111,9 +113,9 @@ def forward(
         own = problem._replace(
             weight=gathered.whole(problem.weight, group),
             bias=None if problem.bias is None else gathered.whole(problem.bias, group),
-            tree=gathered.part.tree,
-            shard=gathered.part.shard,
-            max_path_columns=gathered.part.max_path_columns,
+            tree=gathered.tree,
+            shard=gathered.shard,
+            max_path_columns=gathered.max_path_columns,
         )
         problems.append((own, needs._replace(row_wise=False)))
     solved, found = [], []

@@ -6,18 +6,16 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lm.output.backends.base import Needs, Problem, autocast
 from lm.output.backends.visits import check_words
 from lm.output.functional import BackendName, Reduction, reduced
 from lm.output.layer import HierarchicalSoftmax
 from lm.output.sharded.exchange import Gathered, forward, sharded_nll
-from lm.output.sharded.placement import Part, PlacementName, Plan, place, recipients_of
+from lm.output.sharded.placement import Placement, PlacementName, Plan, place, recipients_of
 from lm.output.sharded.rows import gathered
-from lm.output.tree.arrays import Shard
 from lm.output.tree.class_tree import ClassTree
-
-_OF_PART = ("num_children", "first_row", "node_of_row", "column")
 
 
 class ShardedSoftmax(HierarchicalSoftmax):
@@ -85,10 +83,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
             row_wise=row_wise,
             dtype=dtype,
         )
-        held, of_gathered, self._num_gathered = place(tree, plan, self.dealt)
-        self._held = _Arrays(held)
-        self._gathered = None if of_gathered is None else _Arrays(of_gathered)
-        self._owner = _Constants(plan.owner)
+        self._placement = place(tree, plan, self.dealt)
 
     def _num_held_rows(self, tree: ClassTree) -> int:
         return self.dealt.num_held
@@ -133,28 +128,33 @@ class ShardedSoftmax(HierarchicalSoftmax):
                 f" {list(hidden.shape)} and {target.dtype} {list(target.shape)}"
             )
         hidden = autocast(self._checked(hidden), self.weight, self.bias)
-        part = self._held.part(self.tree)
         return Problem(
-            hidden.reshape(-1, self.hidden_size),
-            self.weight,
-            target.reshape(-1),
-            part.tree,
-            self.bias,
-            self.tree.depth,
-            part.max_path_columns,
-            self.ignore_index,
-            shard=part.shard,
+            hidden=hidden.reshape(-1, self.hidden_size),
+            weight=self.weight,
+            target=target.reshape(-1),
+            bias=self.bias,
+            depth=self.tree.depth,
+            ignore_index=self.ignore_index,
+            **self._placed().held.of(self.tree),
         )
+
+    def _placed(self) -> Placement:
+        """What this process computes, on the device of the tree."""
+        device = self.tree.arrays.row_of_word.device
+        if self._placement.owner.device != device:
+            moved: Placement = tree_map_only(Tensor, lambda each: each.to(device), self._placement)
+            self._placement = moved
+        return self._placement
 
     def _exchanged(self, problem: Problem) -> tuple[Gathered | None, Tensor]:
         """What is gathered for a problem, and which process gets which position, [W, P]."""
         target, sizes = problem.target, (self.dealt.world_size, self.ignore_index)
         check_words("target", target, self.vocab_size, self.ignore_index)
-        (owner,) = self._owner.on(target.device)
-        recipients = recipients_of(target, self.tree, owner, *sizes)
-        if self._gathered is None:
+        placed = self._placed()
+        recipients = recipients_of(target, self.tree, placed.owner, *sizes)
+        if placed.gathered is None:
             return None, recipients
-        return Gathered(self._gathered.part(self.tree), self._num_gathered), recipients
+        return Gathered(**placed.gathered.of(self.tree), num_held=placed.num_gathered), recipients
 
     def lookup(self, row: Tensor, *, row_wise: bool) -> Tensor:
         """Rows of the whole weight, see `DealtRows.lookup`."""
@@ -162,18 +162,15 @@ class ShardedSoftmax(HierarchicalSoftmax):
 
     def _find(self, row: Tensor) -> Tensor:
         """Where rows of the whole weight are in `weight`, -1 if in another process."""
-        local = self._held.part(self.tree).shard.local_row[row]
-        if self._gathered is None:
+        placed = self._placed()
+        local = placed.held.local_row[row]
+        if placed.gathered is None:
             return local
-        number = self._gathered.part(self.tree).shard.local_row[row]
+        number = placed.gathered.local_row[row]
         mine = (number >= 0) & (number % self.dealt.world_size == self.dealt.rank)
         return torch.where(mine, number // self.dealt.world_size, local)
 
     def lse_by_level(self, hidden: Tensor, target: Tensor) -> NoReturn:
-        """Not available for a part of the rows."""
-        self._decoded(hidden)
-
-    def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> NoReturn:
         """Not available for a part of the rows."""
         self._decoded(hidden)
 
@@ -182,33 +179,3 @@ class ShardedSoftmax(HierarchicalSoftmax):
             "a ShardedSoftmax holds a part of the rows: decode with a HierarchicalSoftmax that has"
             " those of dealt.whole()"
         )
-
-
-class _Constants:
-    """Arrays that follow from the layer's arguments. No loader of weights replaces them."""
-
-    def __init__(self, *arrays: Tensor) -> None:
-        self._arrays = arrays
-
-    def on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The arrays, moved to a device."""
-        if self._arrays[0].device != device:
-            self._arrays = tuple(array.to(device) for array in self._arrays)
-        return self._arrays
-
-
-class _Arrays:
-    """The arrays of a `Part` that are not those of the whole tree."""
-
-    def __init__(self, part: Part) -> None:
-        of_tree = (getattr(part.tree, name) for name in _OF_PART)
-        self._own = _Constants(part.shard.local_row, *of_tree)
-        self.max_path_columns = part.max_path_columns
-
-    def part(self, tree: ClassTree) -> Part:
-        """The part of the tree that it is of."""
-        arrays = tree.arrays
-        local_row, *own = self._own.on(arrays.row_of_word.device)
-        shard = Shard(arrays.node_of_row, local_row)
-        own_arrays = dict(zip(_OF_PART, own, strict=True))
-        return Part(arrays._replace(**own_arrays), shard, self.max_path_columns)

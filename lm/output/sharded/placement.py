@@ -14,7 +14,7 @@ all of them for each batch, about √N rows, for its own positions.
 """
 
 import heapq
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
         size = tree.num_children.cpu()
         cost = visits_of_nodes(tree, counts) * size
         owner = torch.full((tree.num_nodes,), SPLIT)
-        owner[_parents(tree)] = GATHERED
+        owner[tree.node_of_row.cpu()[tree.row_of_node.cpu()[1:]]] = GATHERED  # parents of nodes
         mean = cost[owner != GATHERED].sum() / world_size
         single = ((owner != GATHERED) & (cost <= LARGEST_SHARE * mean)).nonzero().squeeze(1)
         single = single[cost[single].argsort(descending=True, stable=True)]
@@ -77,10 +77,6 @@ class Plan(NamedTuple):
                 heapq.heappush(processes, each)
         return cls(owner, world_size)
 
-    def is_by_word(self) -> bool:
-        """Whether all nodes are split."""
-        return bool((self.owner == SPLIT).all())
-
     def process_of_row(self, tree: ClassTree) -> Tensor:
         """[R] int64."""
         owner = self.owner[tree.node_of_row.cpu()]
@@ -91,7 +87,7 @@ class Plan(NamedTuple):
 
     def dealt(self, tree: ClassTree, rank: int, group: object = None) -> DealtRows:
         """The rows of a process: gathered ones first, in the order of the whole weight."""
-        if self.is_by_word():
+        if bool((self.owner == SPLIT).all()):
             return DealtRows(tree.num_rows, rank, self.world_size, group)
         process = self.process_of_row(tree)
         last = self.owner[tree.node_of_row.cpu()] != GATHERED
@@ -106,19 +102,33 @@ class Plan(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some rows of the weight, as backends take them."""
+    """Some rows of the weight: what differs from the whole tree, see `Shard`."""
 
-    tree: TreeArrays  # see `Shard`
-    shard: Shard
-    max_path_columns: int  # of these rows
+    num_children: Tensor
+    first_row: Tensor
+    node_of_row: Tensor
+    column: Tensor
+    local_row: Tensor
+    max_path_columns: int
+
+    def of(self, tree: ClassTree) -> dict[str, Any]:
+        """The fields of a `Problem` of these rows."""
+        arrays = tree.arrays
+        names = ("num_children", "first_row", "node_of_row", "column")
+        return {
+            "tree": arrays._replace(**{name: getattr(self, name) for name in names}),
+            "shard": Shard(arrays.node_of_row, self.local_row),
+            "max_path_columns": self.max_path_columns,
+        }
 
 
 class Placement(NamedTuple):
     """What one process computes."""
 
+    owner: Tensor  # see `Plan`
     held: Part  # for the positions that it receives
-    gathered: Part | None  # for its own positions; its rows are those of all processes
-    num_gathered: int  # of the rows that it holds, the first ones
+    gathered: Part | None = None  # for its own positions; its rows are those of all processes
+    num_gathered: int = 0  # of the rows that it holds, the first ones
 
 
 def place(tree: ClassTree, plan: Plan, dealt: DealtRows) -> Placement:
@@ -127,7 +137,7 @@ def place(tree: ClassTree, plan: Plan, dealt: DealtRows) -> Placement:
     Example:
         >>> tree = ClassTree.two_level([0, 0, 1, 1, 1])  # rows: 2 classes, then 2 and 3 words
         >>> plan = Plan.by_word(tree, 2)
-        >>> place(tree, plan, plan.dealt(tree, rank=1)).held.tree.num_children.tolist()
+        >>> place(tree, plan, plan.dealt(tree, rank=1)).held.num_children.tolist()
         [1, 1, 1]
     """
     with torch.device("cpu"):
@@ -135,11 +145,11 @@ def place(tree: ClassTree, plan: Plan, dealt: DealtRows) -> Placement:
         local_row = torch.where(slot % dealt.world_size == dealt.rank, slot // dealt.world_size, -1)
         is_gathered = (plan.owner == GATHERED)[tree.node_of_row.cpu()]
         if not is_gathered.any():
-            return Placement(_part(tree, local_row), None, 0)
+            return Placement(plan.owner, _part(tree, local_row))
         all_gathered = torch.where(is_gathered, is_gathered.cumsum(0) - 1, -1)
         num_gathered = int((is_gathered & (local_row >= 0)).sum())
         held = _part(tree, torch.where(is_gathered, -1, local_row), first=num_gathered)
-        return Placement(held, _part(tree, all_gathered), num_gathered)
+        return Placement(plan.owner, held, _part(tree, all_gathered), num_gathered)
 
 
 def _part(tree: ClassTree, local_row: Tensor, first: int = 0) -> Part:
@@ -154,11 +164,8 @@ def _part(tree: ClassTree, local_row: Tensor, first: int = 0) -> Part:
     num_children = torch.where(arrays.num_children > 1, held, 0)
     parent = torch.cat([torch.tensor([0]), arrays.node_of_row[arrays.row_of_node[1:]]])
     column = shapes.sum_over_ancestors(parent, num_children[parent] * (arrays.row_of_node >= 0))
-    local = arrays._replace(
-        num_children=num_children, first_row=first_row, node_of_row=node_of_row, column=column
-    )
-    shard = Shard(arrays.node_of_row, local_row)
-    return Part(local, shard, int((column + num_children).max()))
+    most = int((column + num_children).max())
+    return Part(num_children, first_row, node_of_row, column, local_row, most)
 
 
 def recipients_of(
@@ -181,9 +188,3 @@ def visits_of_nodes(tree: ClassTree, counts: Tensor | None = None) -> Tensor:
     if counts is None:
         return tree.num_words_below.cpu().double()
     return tree.sum_below(counts.to(tree.row_of_word.device, torch.float64)).cpu()
-
-
-def _parents(tree: ClassTree) -> Tensor:
-    """The nodes that have a node as a child."""
-    parent: Tensor = torch.unique(tree.node_of_row.cpu()[tree.row_of_node.cpu()[1:]])
-    return parent

@@ -9,7 +9,6 @@ from torch import Tensor
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from lm.output.backends import OPS
 from lm.output.backends.base import Needs
-from lm.output.functional import BackendName
 
 from ..definition import TREES, TWO_LEVEL, H, both_backends, nll, on, problem
 
@@ -79,23 +78,22 @@ def test_compiled_with_fullgraph_equals_eager() -> None:
         torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize(("backend", "error"), [("reference", 2.0**-19), ("auto", 2.0**-7)])
-def test_autocast_takes_half_precision_hidden_with_full_precision_weights(
-    backend: BackendName, error: float
-) -> None:
-    """A fused backend may round rows and errors to bf16, whose sums are in fp32."""
+def test_autocast_takes_half_precision_hidden_with_full_precision_weights() -> None:
+    """A fused backend may round rows and errors to bf16, as tests of its own show."""
     hidden, weight, bias, target = problem(TWO_LEVEL, 30, dtype=torch.float32)
     half = hidden.detach().bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = hierarchical_cross_entropy(half, weight, target, TWO_LEVEL, bias, backend=backend)
+        loss = hierarchical_cross_entropy(
+            half, weight, target, TWO_LEVEL, bias, backend="reference"
+        )
     grads = torch.autograd.grad(loss, (half, weight, bias))
     exact = half.detach().float().requires_grad_()
     truth = hierarchical_cross_entropy(exact, weight, target, TWO_LEVEL, bias)
     true_grads = torch.autograd.grad(truth, (exact, weight, bias))
-    torch.testing.assert_close(loss, truth, rtol=error, atol=0)
+    torch.testing.assert_close(loss, truth, rtol=2.0**-19, atol=0)
     assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32, torch.float32]
     for grad, true, rounding in zip(grads, true_grads, (2.0**-8, 0, 0), strict=True):
-        assert (grad.float() - true).abs().max() <= (error + rounding) * true.abs().max()
+        assert (grad.float() - true).abs().max() <= (2.0**-19 + rounding) * true.abs().max()
 
 
 @on("reference")

@@ -6,7 +6,7 @@ import torch
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends import BACKENDS, choose_backend, saved_bytes
 from lm.output.backends.base import Needs, Problem
-from lm.output.backends.compiled import gradient_memory
+from lm.output.backends.compiled import memory
 from lm.output.backends.triton.launch import instrumented
 from lm.output.backends.visits import route
 
@@ -78,7 +78,7 @@ def test_saved_bytes_are_those_of_what_a_forward_saves(
 def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradient_memory, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 20)
     tree = two_level(250_000, 500)
     weight = torch.zeros(tree.num_rows, 8, requires_grad=True)
     hidden, target = torch.randn(64, 8, requires_grad=True), torch.arange(64) * 3900
@@ -91,26 +91,6 @@ def test_no_other_tensor_of_the_size_of_the_vocabulary_is_made(
         assert sizes.pop() >= d_weight.numel() * 4
     planned = Problem.without_values(64, 8, tree, torch.float32)
     assert 0 < sizes[-1] <= saved_bytes(name, planned, row_wise=False)
-
-
-def test_visits_are_those_of_the_paths() -> None:
-    tree = ClassTree.balanced(90, 4)
-    target = torch.randint(0, 90, (50,))
-    target[1] = -100
-    visits = route(target, tree.arrays, tree.depth, -100)
-    for place, position in enumerate(visits.position.tolist()):
-        word = int(target[position])
-        path = tree.path(word) if word != -100 else []
-        expected = [(node, row) for node, row in path if int(tree.num_children[node]) > 1]
-        found = [
-            (int(node), int(tree.first_row[node]) + int(child))
-            for node, child in zip(visits.node[:, place], visits.child[:, place], strict=True)
-            if node >= 0
-        ]
-        assert found == expected
-    for nodes in visits.node:  # each node's visits are an interval
-        firsts = torch.unique_consecutive(nodes[nodes >= 0])
-        assert firsts.numel() == firsts.unique().numel()
 
 
 @pytest.mark.parametrize("num_nodes", [32_767, 32_768, 70_000])

@@ -87,6 +87,7 @@ def test_a_dense_gradient_may_be_added() -> None:
     ones = torch.ones(grad.shape, dtype=grad.dtype)
     assert torch.equal(grad + ones, grad.to_dense() + 1)
     assert torch.equal(ones + grad, grad.to_dense() + 1)
+    assert torch.equal(ones.add_(grad), grad.to_dense() + 1)
 
 
 READING: list[Callable[[Tensor], Tensor]] = [
@@ -98,6 +99,7 @@ READING: list[Callable[[Tensor], Tensor]] = [
     lambda grad: grad / 3,
     lambda grad: torch.linalg.vector_norm(grad, torch.inf),
     lambda grad: torch.stack([grad, grad]).std(1),
+    lambda grad: grad.new_empty_strided((3,), (1,), dtype=torch.float64).fill_(2),
 ]
 
 
@@ -135,6 +137,7 @@ def test_hooks_and_anomaly_detection_see_the_gradient() -> None:
         (lambda grad: grad.to("meta"), r"zero_grad\(\) before moving a layer"),
         (lambda grad: grad.mul_(torch.ones(W)), "does not support aten.mul_"),
         (lambda grad: grad.add_(torch.ones(grad.shape)), "does not support aten.add_"),
+        (lambda grad: grad.copy_(torch.ones(grad.shape)), "does not support aten.copy_"),
         (lambda grad: grad.clamp_(-1, 1), "clipped by clip_grad_norm_"),
         (lambda grad: torch.zeros(grad.shape).lerp_(grad, 0.5), "does not support aten.lerp_"),
     ],

@@ -1,5 +1,6 @@
 """ShardedSoftmax equals HierarchicalSoftmax, in processes connected by gloo."""
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -104,6 +105,38 @@ def test_loss_and_gradients_are_those_of_one_process(world_size: int) -> None:
     in_processes(world_size, _all_trees)
 
 
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    """This process is a group."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=cast(Any, dist).HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("placement", ["word", "class"])
+@pytest.mark.parametrize("tree", ["paths", "shortlist"])
+def test_a_group_may_be_one_process(tree: str, placement: Any) -> None:
+    for case in ("even", "empty"):
+        _check_equal(0, 1, TREES[tree], placement, "reference", case)
+    row = torch.tensor([[3, -1, 0], [5, 3, 2]])
+    for row_wise in (False, True):
+        layer = ShardedSoftmax(H, TREES[tree], placement=placement)
+        whole = nn.Parameter(cast(Tensor, layer.dealt.whole(layer.weight)))
+        found = layer.lookup(row, row_wise=row_wise)
+        expected = whole[row] * (row >= 0)[..., None]
+        assert torch.equal(found, expected)
+        torch.autograd.backward([found.exp().sum(), expected.exp().sum()])
+        grad = cast(Tensor, layer.weight.grad)
+        _close(grad.to_dense(), layer.dealt.held(cast(Tensor, whole.grad)), torch.float32)
+    with pytest.raises(ValueError, match='must be "word" or "class", got \'row\''):
+        ShardedSoftmax(H, TREES[tree], placement=cast(Any, "row"))
+    with pytest.raises(ValueError, match=r"int64, got .3, 6. and torch\.int64 .2."):
+        layer.loss(torch.zeros(3, H), row[:, 0])
+    with pytest.raises(RuntimeError, match=r"decode with .* dealt\.whole"):
+        layer.candidate_log_prob(torch.zeros(2, H), row)
+
+
 def test_fused_kernels_compute_a_shard() -> None:
     """In Triton's interpreter."""
     in_processes(2, _interpreted)
@@ -115,13 +148,13 @@ def test_by_word_rows_are_dealt_evenly(tree: ClassTree, world_size: int) -> None
     """Every node and the whole weight to within one row, each row once."""
     plan = Plan.by_word(tree, world_size)
     places = [place(tree, plan, plan.dealt(tree, rank)).held for rank in range(world_size)]
-    local = torch.stack([each.shard.local_row for each in places])
+    local = torch.stack([each.local_row for each in places])
     assert ((local >= 0).sum(0) == 1).all()
-    sizes = torch.stack([each.tree.num_children for each in places])
+    sizes = torch.stack([each.num_children for each in places])
     expected = torch.where(tree.num_children > 1, tree.num_children, 0)
     assert torch.equal(sizes.sum(0), expected)
     assert (sizes.amax(0) - sizes.amin(0)).max() <= 1
-    held = [len(each.tree.node_of_row) for each in places]
+    held = [len(each.node_of_row) for each in places]
     assert sum(held) == tree.num_rows
     assert max(held) - min(held) <= 1
 

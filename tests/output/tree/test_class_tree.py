@@ -25,33 +25,22 @@ def tree(request: pytest.FixtureRequest) -> ClassTree:
     return SHAPES[shape](num_words)
 
 
-def test_every_row_has_one_owner_and_children_are_contiguous(tree: ClassTree) -> None:
-    assert tree.num_rows == tree.vocab_size + tree.num_nodes - 1
-    assert int(tree.num_children.sum()) == tree.num_rows
-    owned = torch.cat([tree.row_of_node[1:], tree.row_of_word])
-    assert torch.equal(owned.sort().values, torch.arange(tree.num_rows))
-    assert int(tree.first_row[0]) == 0
-    for node, (first, count) in enumerate(zip(tree.first_row, tree.num_children, strict=True)):
-        assert (tree.node_of_row[first : first + count] == node).all()
-
-
-def test_depth_and_path_columns_are_maxima_over_words(tree: ClassTree) -> None:
-    paths = [tree.path(word) for word in range(tree.vocab_size)]
-    columns = [sum(int(tree.num_children[node]) for node, _ in path) for path in paths]
-    assert tree.depth == max(map(len, paths))
-    assert tree.max_path_columns == max(columns)
-
-
-def test_preorder_and_level_match_a_depth_first_walk(tree: ClassTree) -> None:
+def test_arrays_and_sizes_match_a_depth_first_walk(tree: ClassTree) -> None:
     node_of_row = {row: node for node, row in enumerate(tree.row_of_node.tolist())}
+    words = set(tree.row_of_word.tolist())
     walked: list[tuple[int, int]] = []
+    owned: list[int] = []
     stack = [(0, 0)]
     while stack:
         node, level = stack.pop()
         walked.append((node, level))
         first = int(tree.first_row[node])
         rows = range(first, first + int(tree.num_children[node]))
+        assert (tree.node_of_row[first : rows.stop] == node).all()
+        assert all((row in words) != (row in node_of_row) for row in rows)
+        owned += rows
         stack += [(node_of_row[row], level + 1) for row in reversed(rows) if row in node_of_row]
+    assert sorted(owned) == list(range(tree.vocab_size + tree.num_nodes - 1))
     assert [node for node, _ in walked] == tree.preorder.argsort().tolist()
     assert [level for _, level in walked] == tree.level[tree.preorder.argsort()].tolist()
     for node, rank in enumerate(tree.preorder.tolist()):
@@ -60,6 +49,10 @@ def test_preorder_and_level_match_a_depth_first_walk(tree: ClassTree) -> None:
         assert ranks == list(range(rank, int(tree.preorder_stop[node])))
         columns = sum(int(tree.num_children[other]) for other in ancestors(tree, node)[1:])
         assert int(tree.column[node]) == columns
+    paths = [tree.path(word) for word in range(tree.vocab_size)]
+    assert tree.depth == max(map(len, paths))
+    widths = [sum(int(tree.num_children[node]) for node, _ in path) for path in paths]
+    assert tree.max_path_columns == max(widths)
 
 
 def ancestors(tree: ClassTree, node: int) -> list[int]:
@@ -111,13 +104,9 @@ def test_classes_of_classes_nested_lists_and_paths_make_the_same_tree() -> None:
     for other in same:
         for array, expected in zip(other.arrays, tree.arrays, strict=True):
             assert torch.equal(array, expected)
-
-
-def test_the_shortlist_of_a_deep_tree_is_below_the_root() -> None:
-    levels = [[1, 0, 1, 0], [0, 1, 2, 1]]
-    tree = ClassTree.from_levels(levels, shortlist=1, counts=[1, 9, 1, 1])
-    paths = [[len(tree.path(word)), *tree.path(word)[0]] for word in range(4)]
-    assert [depth for depth, *_ in paths] == [3, 1, 3, 3]
+    # The most frequent word is below the root.
+    tree = ClassTree.from_levels([[1, 0, 1, 0], [0, 1, 2, 1]], shortlist=1, counts=[1, 9, 1, 1])
+    assert [len(tree.path(word)) for word in range(4)] == [3, 1, 3, 3]
 
 
 @pytest.mark.parametrize(("num_words", "branching"), [(1, 2), (8, 2), (9, 2), (100, 10), (97, 4)])
@@ -155,6 +144,7 @@ def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
     [
         (lambda: ClassTree.full(0), "vocab_size must be at least 1, got 0"),
         (lambda: ClassTree.two_level([]), "non-empty"),
+        (lambda: ClassTree.two_level(), "requires either word_class or num_words"),
         (lambda: ClassTree.two_level([0, -1]), "word_class must be ≥ 0, got -1"),
         (lambda: ClassTree.two_level(torch.zeros(3)), "integers"),
         (lambda: ClassTree.two_level([0, 0], 3), "shortlist must be within 0 … 2 words, got 3"),
@@ -190,6 +180,7 @@ def test_invalid_arguments_raise(make: Callable[[], ClassTree], message: str) ->
         ([2, 1], [-1, 0], [1, 2, 3]),  # one row too few
         ([3], [-1], [0, 1, 3]),  # a row out of range
         ([3], [0], [0, 1, 2]),  # a root with a row
+        ([1], [-1], []),  # no words
         ([2] * 7, [-1, 0, 1, 2, 4, 3, 5], [6, 7, 10, 11, 8, 9, 12, 13]),  # not breadth first
     ],
 )

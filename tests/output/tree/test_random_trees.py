@@ -17,11 +17,10 @@ from lm.output.decoding.distribution import candidate_log_prob, log_prob, topk
 from lm.output.rowwise import RowGradient
 
 from ..decoding.truth import draw_many, word_log_prob
-from ..definition import definition, gradients, nll, on, problem
+from ..definition import both_backends, definition, gradients, nll, problem
 
 Law = Callable[[ClassTree], None]
 few_and_many = pytest.mark.parametrize("examples", [4, pytest.param(200, marks=pytest.mark.long)])
-every_backend = on("reference", "compiled", "triton")
 
 
 @st.composite
@@ -112,14 +111,14 @@ def distribution_law(tree: ClassTree) -> None:
 
 
 @few_and_many
-@every_backend
+@both_backends
 def test_loss_and_gradients_are_those_of_the_definition(examples: int) -> None:
     """Depth 1 is `F.cross_entropy`; for any order of positions and constants of nodes."""
     holds(loss_law, examples)
 
 
 @few_and_many
-@on("reference", "compiled", "triton")
+@both_backends
 def test_row_wise_gradients_are_those_of_the_definition(examples: int) -> None:
     holds(row_wise_law, examples)
 
@@ -128,41 +127,3 @@ def test_row_wise_gradients_are_those_of_the_definition(examples: int) -> None:
 def test_decoding_is_exact(examples: int) -> None:
     """All words sum to 1; candidates, top-k; draws are as frequent as they are probable."""
     holds(distribution_law, examples)
-
-
-def chain(num_nodes: int) -> ClassTree:
-    """Every node has a word and the next node; the last one two words."""
-    clusters: list[Any] = [num_nodes - 1, num_nodes]
-    for word in reversed(range(num_nodes - 1)):
-        clusters = [word, clusters]
-    return ClassTree.from_clusters(clusters)
-
-
-def chain_log_prob(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Log-probabilities [P, N]: of not stopping at the nodes before, then of stopping."""
-    logits = F.linear(hidden, weight, bias).view(len(hidden), -1, 2)  # word, next node
-    stop, go_on = logits.log_softmax(2).unbind(2)
-    before = F.pad(go_on.cumsum(1), (1, 0))
-    return before + F.pad(stop, (0, 1))
-
-
-@pytest.mark.parametrize(
-    "num_nodes", [40, pytest.param(1000, marks=pytest.mark.long)], ids=lambda n: f"{n} nodes"
-)
-@on("reference", "compiled", "triton")
-def test_a_chain_of_nodes_is_a_tree_like_any_other(num_nodes: int) -> None:
-    tree = chain(num_nodes)
-    assert (tree.depth, tree.num_nodes) == (num_nodes, num_nodes)
-    *inputs, _ = problem(tree, 3)
-    target = torch.tensor([0, num_nodes // 2, num_nodes])
-    upstream = torch.randn(3, dtype=torch.float64)
-    every = chain_log_prob(*inputs)
-    each = -every.gather(1, target[:, None]).squeeze(1)
-    expected = [each.detach(), *torch.autograd.grad(each, inputs, upstream, retain_graph=True)]
-    actual = gradients(inputs, target, tree, upstream, "auto")
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-    hidden, weight, bias = (tensor.detach() for tensor in inputs)
-    layer = hidden, weight, tree, bias
-    best = topk(*layer, k=3)
-    torch.testing.assert_close(best.log_prob, every.topk(3).values.detach(), rtol=0, atol=1e-9)
-    assert (every.gather(1, draw_many(layer, 50)).exp() > 0).all()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem
-from lm.output.backends.compiled.saved import Saved, new_saved, saves_errors
+from lm.output.backends.compiled.memory import Saved, new_saved, saves_errors
 from lm.output.backends.reference import ReferenceBackend
 from lm.output.backends.verify import Kind, verified
 from lm.output.tracing import constant_when_compiled
@@ -25,12 +25,11 @@ from lm.output.tracing import constant_when_compiled
 DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
-class CompiledBackend:
+class CompiledBackend(ReferenceBackend):
     """`Backend` for CPUs with numba."""
 
     name = "compiled"
-    automatic_on: frozenset[str] = frozenset({"cpu"})
-    _reference = ReferenceBackend()
+    automatic_on = frozenset({"cpu"})
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""
@@ -60,16 +59,12 @@ class CompiledBackend:
         failures = (NumbaError, RuntimeError, OSError)
         return verified(self, device, Kind(*dtypes), failures)
 
-    def part_size(self, problem: Problem) -> int:
-        """All of them."""
-        return problem.num_positions
-
     def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """See `Backend.new_saved`."""
         if not needs.any:
             return []
         if not saves_errors(problem, needs):
-            return self._reference.new_saved(problem, needs)
+            return super().new_saved(problem, needs)
         return list(new_saved(problem, needs))
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
@@ -79,7 +74,7 @@ class CompiledBackend:
 
             nll, saved = step.forward(problem, needs)
         else:
-            nll, saved = self._reference.forward(problem, needs)
+            nll, saved = super().forward(problem, needs)
         return nll, saved if needs.any else []
 
     def backward(
@@ -87,7 +82,7 @@ class CompiledBackend:
     ) -> Gradients:
         """See `Backend.backward`."""
         if not saves_errors(problem, needs):
-            return self._reference.backward(d_nll, problem, saved, needs)
+            return super().backward(d_nll, problem, saved, needs)
         from lm.output.backends.compiled import step
 
         return step.backward(d_nll, problem, Saved(*saved), needs)
@@ -96,21 +91,11 @@ class CompiledBackend:
         """See `Backend.nll_by_level`."""
         needs = Needs(hidden=False, weight=False, bias=False)
         if not saves_errors(problem, needs):
-            return self._reference.nll_by_level(problem)
+            return super().nll_by_level(problem)
         from lm.output.backends.compiled import step
 
         log_prob, saved = step.target_log_prob(problem, needs)
         return torch.empty_like(log_prob).index_copy_(1, saved.position, 0 - log_prob)
-
-    def partial(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """See `Backend.partial`; by the reference."""
-        return self._reference.partial(problem, needs)
-
-    def partial_backward(
-        self, d_nll: Tensor, lse: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
-    ) -> Gradients:
-        """See `Backend.partial_backward`; by the reference."""
-        return self._reference.partial_backward(d_nll, lse, problem, saved, needs)
 
 
 @constant_when_compiled

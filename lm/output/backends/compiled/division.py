@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lm.output.backends.compiled.arrays import Array
+from lm.output.backends.compiled.memory import Array
 
 LEAST_COLUMNS = 1 << 15
 """Columns of all visits from which on work is divided among threads."""

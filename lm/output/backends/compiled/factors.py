@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.output.backends.compiled.arrays import Array, as_array, own
 from lm.output.backends.compiled.codegen.compilation import compiled
 from lm.output.backends.compiled.codegen.rows import (
     adam_row,
@@ -24,11 +23,12 @@ from lm.output.backends.compiled.codegen.rows import (
 )
 from lm.output.backends.compiled.codegen.tiles import TERMS, sums
 from lm.output.backends.compiled.division import bounds_of, divide
+from lm.output.backends.compiled.memory import Array, as_array, own
 from lm.output.rowwise.blocks import Part, Product, Rows, Rule
 
 FORMED_VISITS = 16
 """Visits from which on a node's rows are formed once, not at each use: at most `BLOCK`, from which
-on errors have another order, see `column_loops.forward_blocks`."""
+on errors have another order, see `codegen.columns`."""
 NARROW = 8
 """Most children of a node of which the same is true: its factors are larger than its rows."""
 SGD, ADAGRAD, ADAM = range(3)
@@ -43,7 +43,7 @@ class Factors:
     """
 
     nodes: Array  # see `update_rows`
-    error: Tensor  # as `node_loops.forward` saves it; of rows that are not formed, [visits, n]
+    error: Tensor  # as `loops.forward` saves it; of rows that are not formed, [visits, n]
     hidden: Tensor  # [P, ≥ W] of the sorted positions, multiplied by their d nll
     formed: Tensor  # [F, W]
     more: Rows  # ascending, each row once
@@ -58,14 +58,10 @@ class Factors:
         form: Callable[[Array, Tensor], None],
         shape: tuple[int, ...],
     ) -> "Factors":
-        """The gradient of a table.
+        """The gradient of a table of `shape` [R, W], for a bias [R, 1], given `list_nodes`.
 
-        Args:
-            nodes: from `list_nodes`.
-            error, hidden: see above.
-            form: writes the gradients of some nodes' rows, given these nodes, with other numbers
-                of rows, to a tensor [F, W].
-            shape: R and W; for a bias W is 1.
+        `form` writes the gradients of some nodes' rows, given these nodes, with other numbers of
+        rows, to a tensor [F, W].
         """
         listed = torch.from_numpy(nodes)
         num_visits, num_children = listed[:, 1] - listed[:, 0], listed[:, 3]
@@ -200,12 +196,10 @@ def update_rows(rule, begin, end, nodes, error, hidden, formed, more, table, sta
     """Change the rows from `begin` to `end`, whose gradients are formed a few at a time.
 
     Args:
-        rule: `SGD`, `ADAGRAD` or `ADAM`.
         nodes: [M, 7] from `list_nodes`, and the first of the node's rows in `formed`, or -1.
-        error, hidden: as of `backward`.
+        error, hidden: as of `loops.backward`.
         formed: [F, W] gradients.
         more: rows [K] int64, ascending, and gradients [K, W] that are added to theirs.
-        table: [R, W].
         states: of the optimizer, one number per row [R], and two arrays [R, W].
         numbers: factor of the gradients, and the numbers of the rule.
     """

@@ -77,9 +77,8 @@ def route(target, ignore_index, arrays, position, node, child):
 def list_nodes(node, first_row, num_children):
     """The visited nodes, in the order of their rows, of `node` [D, P], see `Visits`.
 
-    Returns:
-        [M, 6] int64: first visit and end, first row, number of children, number of columns of the
-        nodes before, level.
+    [M, 6] int64: first visit and end, first row, number of children, number of columns of the nodes
+    before, level.
     """
     num_levels, num_positions = node.shape
     found = np.empty((node.size, 6), np.int64)
@@ -103,11 +102,7 @@ def list_nodes(node, first_row, num_children):
 def sort_rows(begin, end, position, source, factor, out):
     """out[i] = factor[i] · source[position[i]], followed by zeros, for i from `begin` to `end`.
 
-    Args:
-        position: [P].
-        source: [P, H].
-        factor: [P] in the dtype of sums, or [0] for ones.
-        out: [P, W], W ≥ H.
+    `factor` is [P] in the dtype of sums, or [0] for ones.
     """
     num = source.shape[1]
     for i in range(begin, end):
@@ -123,17 +118,14 @@ def forward(
     """(1) to (5) of the sorted positions from `begin` to `end`.
 
     Args:
-        nodes: from `list_nodes`.
+        nodes: from `list_nodes`, of which none has more than `widest` children.
         unsorted: the positions and what else `sort_rows` reads.
         hidden: [P, ≥ W], set to that of the sorted positions; `bias` [R] and all results have its
             dtype.
-        weight: [R, W].
         bias: [R], or zeros [widest] for none.
-        child: [D, P].
-        log_prob: [D, P], set for each visit.
+        log_prob: [D, P], set for each visit of `child` [D, P].
         error: flat, set to the errors; or [0], and they are not saved.
         d_hidden: [P, W], set to (5) without d nll; or [0, W].
-        widest: the most children of a node.
     """
     is_saved, has_bias = error.size > 0, len(bias) == len(weight)
     rows = error if is_saved else np.empty(VISITS * widest, hidden.dtype)
@@ -151,10 +143,10 @@ def forward(
 def forward_bf16(
     begin, end, nodes, unsorted, hidden, weight, bias, child, log_prob, error, d_hidden, widest
 ):
-    """`forward` with products of bf16 numbers: hidden vectors, rows, and errors rounded to bf16.
+    """`forward` with `hidden` in bf16, `weight` in bf16 or fp32, the others in fp32.
 
-    `hidden` has bf16, `weight` bf16 or fp32, the others fp32. Many visits of a node are computed by
-    `forward_blocks`, whose sums have another order: the last bits depend on how many there are.
+    Factors of products are rounded to bf16. Many visits of a node are computed by `forward_blocks`,
+    whose sums have another order: the last bits depend on how many there are.
     """
     is_saved, has_bias = error.size > 0, len(bias) == len(weight)
     is_low = weight.itemsize == 2 and weight.shape[1] % 2 == 0  # whole pairs
@@ -196,7 +188,6 @@ def _forward_few(node, begin, end, hidden, weight, row, bias, visits, low, low_s
     """`forward_blocks` for a node of few visits, whose errors are [visits, n].
 
     Args:
-        weight: array of the rows' dtype.
         visits: child, log_prob, rows and d_hidden.
         low: the rows; or for products of bf16 numbers, memory for the errors in bf16.
         low_stride: 0; or the numbers of a visit in `low`.
@@ -248,14 +239,6 @@ def add_levels(position, log_prob, nll):
 
 
 @compiled
-def sort_d_nll(position, d_nll, target, ignore_index, out):
-    """Set `out` to d_nll [P] of the sorted positions, 0 where the target is ignored."""
-    for i in range(len(position)):
-        p = position[i]
-        out[i] = 0 if target[p] == ignore_index else d_nll[p]
-
-
-@compiled
 def unsort_rows(begin, end, position, source, factor, out):
     """out[position[i]] = factor[i] · source[i], as far as rows of `out` go; see `sort_rows`."""
     for i in range(begin, end):
@@ -265,11 +248,9 @@ def unsort_rows(begin, end, position, source, factor, out):
 
 @compiled
 def backward(begin, end, nodes, error, hidden, d_nll, d_weight, d_bias):
-    """(6) of the rows from `begin` to `end`.
+    """(6) of the rows from `begin` to `end`, given `nodes` and `error` of `forward`.
 
     Args:
-        nodes: from `list_nodes`.
-        error: as `forward` saves it.
         hidden: [P, ≥ W] of the sorted positions, multiplied by d_nll [P].
         d_weight: [R, W], of which the rows of visited nodes are set; or [0, W].
         d_bias: [R] in the dtype of hidden, to which gradients are added; or [0].

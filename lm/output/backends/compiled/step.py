@@ -10,11 +10,18 @@ from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem
 from lm.output.backends.compiled import loops
-from lm.output.backends.compiled.arrays import Array, as_array, own
 from lm.output.backends.compiled.division import bounds_of, divide
 from lm.output.backends.compiled.factors import Factors
-from lm.output.backends.compiled.gradient_memory import zeros_except
-from lm.output.backends.compiled.saved import Saved, multiplies_bf16, new_saved, new_sorted
+from lm.output.backends.compiled.memory import (
+    Array,
+    Saved,
+    as_array,
+    multiplies_bf16,
+    new_saved,
+    new_sorted,
+    own,
+    zeros_except,
+)
 from lm.output.backends.visits import check_words
 from lm.output.rowwise.blocks import Factored
 from lm.output.rowwise.row_gradient import RowGradient
@@ -63,9 +70,8 @@ def target_log_prob(problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
 def backward(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
     """The gradients that are needed, given d_nll [P]."""
     weight, bias, position = problem.weight, problem.bias, saved.position
-    given = map(own, (position, d_nll.contiguous(), problem.target.contiguous()))
-    d_nll = d_nll.new_empty(d_nll.shape)
-    loops.sort_d_nll(*given, problem.ignore_index, own(d_nll))
+    d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
+    d_nll = d_nll.index_select(0, position)
     nodes = _nodes(saved, problem)
     d_hidden = None
     if needs.hidden:
@@ -81,7 +87,9 @@ def backward(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gra
     if bias is not None and needs.bias:
         d_bias = d_nll.new_zeros(bias.shape)
     if needs.weight or needs.bias:
-        _form(problem, saved, d_nll, nodes, d_weight, d_bias)
+        is_bf16 = multiplies_bf16(problem)
+        hidden = saved.hidden if is_bf16 else _scaled_hidden(problem, position, d_nll)
+        _form(saved.error, hidden, d_nll, nodes, d_weight, d_bias)
     return Gradients(
         d_hidden,
         d_weight if needs.weight else None,
@@ -94,34 +102,32 @@ def _row_gradients(
 ) -> tuple[RowGradient | None, RowGradient | None]:
     """Gradients of weight and bias, if needed, given d_nll [P] of the sorted positions."""
     weight, bias, d_weight, d_bias = problem.weight, problem.bias, None, None
-    none = d_nll.new_empty(0)
+    none, scaled = d_nll.new_empty(0), _scaled_hidden(problem, saved.position, d_nll)
+    hidden = saved.hidden if multiplies_bf16(problem) else scaled
 
-    def form(found: Array, rows: Tensor) -> None:
-        _form(problem, saved, d_nll, found, rows, none)
+    def factored(like: Tensor, vectors: Tensor) -> RowGradient:
+        def form(found: Array, rows: Tensor) -> None:
+            of_table = (rows, none) if like.dim() > 1 else (none[:, None], rows.view(-1).zero_())
+            _form(saved.error, hidden, d_nll, found, *of_table)
 
-    def form_bias(found: Array, rows: Tensor) -> None:
-        _form(problem, saved, d_nll, found, none[:, None], rows.view(-1).zero_())
+        factors = Factors.of(nodes, saved.error, vectors, form, like.view(len(like), -1).shape)
+        return RowGradient(like, [Factored(factors, 1)])
 
     if needs.weight:
-        hidden = _scaled_hidden(problem, saved.position, d_nll)
-        of_weight = Factors.of(nodes, saved.error, hidden, form, weight.shape)
-        d_weight = RowGradient(weight, [Factored(of_weight, 1)])
+        d_weight = factored(weight, scaled)
     if bias is not None and needs.bias:
-        shape = len(bias), 1
-        of_bias = Factors.of(nodes, saved.error, d_nll[:, None], form_bias, shape)
-        d_bias = RowGradient(bias, [Factored(of_bias, 1)])
+        d_bias = factored(bias, d_nll[:, None])
     return d_weight, d_bias
 
 
 def _form(
-    problem: Problem, saved: Saved, d_nll: Tensor, nodes: Array, d_weight: Tensor, d_bias: Tensor
+    error: Tensor, hidden: Tensor, d_nll: Tensor, nodes: Array, d_weight: Tensor, d_bias: Tensor
 ) -> None:
     """(6) of the rows of some nodes, see `loops.backward`."""
-    is_bf16 = multiplies_bf16(problem)
-    hidden = saved.hidden if is_bf16 else _scaled_hidden(problem, saved.position, d_nll)
-    arrays = (*map(own, (saved.error, hidden, d_nll)), *map(as_array, (d_weight, d_bias)))
+    arrays = (*map(own, (error, hidden, d_nll)), *map(as_array, (d_weight, d_bias)))
     bounds = bounds_of(nodes, max(len(d_weight), len(d_bias)), by_rows=True)
-    divide(bounds, loops.backward_bf16 if is_bf16 else loops.backward, nodes, *arrays)
+    loop = loops.backward_bf16 if hidden.dtype == torch.bfloat16 else loops.backward
+    divide(bounds, loop, nodes, *arrays)
 
 
 def _scaled_hidden(problem: Problem, position: Tensor, d_nll: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, hierarchical_cross_entropy
-from lm.output.backends import BACKENDS, choose_backend, verify
+from lm.output.backends import BACKENDS, choose_backend, saved_bytes, verify
 from lm.output.backends.base import Backend, Gradients, Needs, Problem
-from lm.output.backends.compiled import backend, loops
+from lm.output.backends.compiled import backend, loops, memory
 from lm.output.backends.compiled.codegen import vectors
 from lm.output.backends.compiled.step import target_log_prob
 from lm.output.backends.visits import route
@@ -23,7 +23,10 @@ from ...definition import TREES, assert_errors_are_small, gradients, problem, tw
 CPU = torch.device("cpu")
 Sizes = tuple[int, int, int, int]
 ALL = Needs(hidden=True, weight=True, bias=True)
-all_sizes = pytest.mark.parametrize(
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
     "sizes",  # H, words, classes, positions
     [
         (1, 7, 3, 5),
@@ -36,42 +39,31 @@ all_sizes = pytest.mark.parametrize(
     ],
     ids=str,
 )
-
-
-@all_sizes
-def test_results_are_those_of_the_reference_for_all_sizes_of_tiles(sizes: Sizes) -> None:
-    size, num_words, num_classes, num_positions = sizes
-    tree = two_level(num_words, num_classes)
-    *inputs, target = problem(tree, num_positions, size=size)
-    upstream = torch.randn(num_positions, dtype=torch.float64)
-    expected = gradients(inputs, target, tree, upstream, "reference")
-    for dtype in (torch.float64, torch.float32):
-        like = [tensor.to(dtype) for tensor in inputs]
-        actual = gradients(like, target, tree, upstream.to(dtype), "compiled")
-        for ours, true in zip(actual, expected, strict=True):
-            difference = (ours - true).abs().max()
-            assert difference <= 40 * torch.finfo(dtype).eps * true.abs().max()
-
-
-@pytest.mark.parametrize("has_instructions", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@all_sizes
-def test_products_of_bf16_numbers_are_as_exact_as_those_of_pytorch(
-    sizes: Sizes, dtype: torch.dtype, has_instructions: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hidden vectors are in bf16, rows and biases in `dtype`; plain torch has all in bf16."""
+@pytest.mark.parametrize(
+    ("of_hidden", "of_rows", "has_instructions"),
+    [
+        (FP64, FP64, True), (FP32, FP32, True), (BF16, BF16, True), (BF16, BF16, False),
+        (BF16, FP32, True), (BF16, FP32, False),
+    ],
+)  # fmt: skip
+def test_results_are_as_exact_as_those_of_pytorch_for_all_sizes_of_tiles(
+    sizes: Sizes, of_hidden: torch.dtype, of_rows: torch.dtype, has_instructions: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With instructions for products of bf16 numbers or without; all is in bf16 in PyTorch."""
     size, num_words, num_classes, num_positions = sizes
     monkeypatch.setattr(vectors, "HAS_BF16", vectors.HAS_BF16 and has_instructions)
     tree = two_level(num_words, num_classes)
-    hidden, *parameters, target = problem(tree, num_positions, size=size, dtype=torch.float32)
-    inputs = [hidden.bfloat16(), *(tensor.to(dtype) for tensor in parameters)]
+    hidden, *parameters, target = problem(tree, num_positions, size=size)
+    inputs = [hidden.to(of_hidden), *(tensor.to(of_rows) for tensor in parameters)]
     upstream = torch.randn(num_positions, dtype=torch.float64)
     true = gradients([x.double() for x in inputs], target, tree, upstream, "reference")
-    plain = [x.bfloat16() for x in inputs]
+    plain = [x.to(of_hidden) for x in inputs]
     base = gradients(plain, target, tree, upstream, "reference")
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=of_hidden == BF16):
         actual = gradients(inputs, target, tree, upstream, "compiled")
-    assert_errors_are_small([actual, base, true], slack=torch.finfo(torch.bfloat16).eps)
+    eps = torch.finfo(of_hidden).eps
+    assert_errors_are_small([actual, base, true], slack=eps if of_hidden == BF16 else 40 * eps)
 
 
 @pytest.mark.parametrize("num_words", [11, 12, 13, 150])
@@ -165,6 +157,24 @@ def test_visits_are_those_of_the_reference(tree: ClassTree) -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP64])
+def test_softmaxes_whose_errors_are_not_saved_are_the_references(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SAVED_ELEMENTS", "SAVED_ELEMENTS_OF_ONE_NODE", "FULL_SAVED_ELEMENTS"):
+        monkeypatch.setattr(memory, name, 0)
+    for tree in (ClassTree.full(40), two_level(40, 5)):
+        *inputs, target = problem(tree, 20, dtype=dtype)
+        upstream, found = torch.ones(20), []
+        for name in ("compiled", "reference"):
+            solved = Problem.of(inputs[0], inputs[1], target, tree, inputs[2])
+            by_level = BACKENDS[name].nll_by_level(solved)
+            size = saved_bytes(name, solved, row_wise=False)
+            each = gradients(inputs, target, tree, upstream, name)
+            found.append([*each, by_level, torch.tensor(size)])
+        assert all(map(torch.equal, *found))
+
+
 def test_without_numba_auto_warns_and_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "has_numba", lambda: False)
     example = Problem.without_values(30, 8, two_level(90, 9), torch.float32)
@@ -172,6 +182,12 @@ def test_without_numba_auto_warns_and_takes_the_reference(monkeypatch: pytest.Mo
         assert choose_backend("auto", example, CPU) == "reference"
     with pytest.raises(ValueError, match="backend compiled requires the package numba"):
         choose_backend("compiled", example, CPU)
+    with pytest.raises(ValueError, match="backend compiled requires a CPU, got cuda"):
+        choose_backend("compiled", example, torch.device("cuda"))
+    monkeypatch.undo()
+    unknown = example._replace(weight=example.weight.to(torch.float8_e5m2))
+    with pytest.raises(ValueError, match=r"backend compiled does not support torch\.float8_e5m2"):
+        choose_backend("compiled", unknown, CPU)
 
 
 def test_wrong_loops_are_replaced_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:

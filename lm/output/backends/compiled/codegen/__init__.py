@@ -9,8 +9,10 @@ numba alone makes loops over single numbers of them. Where time is spent, loops 
 `compilation.emitted` makes, whose bodies are instructions of LLVM: a function of Python runs while
 the loop is compiled, once for the dtypes of its arguments, and emits them. Such a function gets the
 builder of LLVM, the dtype of each argument that is an array, and the values, unknown yet, of those
-that are numbers or tuples of numbers. Memory is passed as addresses: `array.ctypes.data` plus
-bytes.
+that are numbers or tuples of numbers. Memory is passed as addresses, `array.ctypes.data` plus
+bytes, and arrays only for their dtypes. Names mean the same everywhere: `num` is how many numbers a
+row has; a tuple (address, stride) has the bytes from a row to the next; `last` is the last row that
+there is, which stands for those beyond it.
 
 - `vectors`: operations on vectors as wide as the processor's registers, of fp32, fp64 or pairs of
   bf16 numbers, and loops over a row that mask its last vector.

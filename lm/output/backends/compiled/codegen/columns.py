@@ -2,7 +2,9 @@
 
 The sums over a hidden vector and over a node's children are then sums of vectors: no vector is
 reduced to one number. Factors are in bf16, in pairs next to each other in memory, all else is in
-fp32. A *block* is the numbers of `BLOCK` visits or fewer, those of a child next to each other.
+fp32. A *block* is the numbers of `BLOCK` visits or fewer, those of a child next to each other:
+`start` is its address, `stride` the bytes from a child to the next, `visits` how many visits there
+are, and `num` how many children. What each visit has one number of, [BLOCK], is an address too.
 """
 
 from math import log  # by name: torch.fx replaces those of `math` while it traces
@@ -24,13 +26,7 @@ NUMBER = types.float32
 
 
 class _Block:
-    """The vectors of a block. Lanes from `visits` on are read as 0 and not written.
-
-    Args:
-        builder: of LLVM.
-        start, stride: the address of the block, and bytes from a child to the next.
-        visits: how many visits there are.
-    """
+    """The vectors of a block. Lanes from `visits` on are read as 0 and not written."""
 
     def __init__(self, builder: Any, start: Any, stride: Any, visits: Any) -> None:
         self.builder, self.start, self.stride = builder, start, stride
@@ -65,11 +61,7 @@ class _Block:
 def transposed_pairs(builder, start, stride, visits, num, out):
     """out[k, i] = the pair of numbers k of hidden vector i, of the last one beyond it.
 
-    Args:
-        start, stride: address of the first hidden vector, and bytes to the next.
-        visits: how many hidden vectors there are.
-        num: how many pairs they have, a multiple of 16.
-        out: address of [num, BLOCK] pairs.
+    `num` is how many pairs hidden vectors have, a multiple of 16; `out` is [num, BLOCK].
     """
     last = builder.sub(visits, INT(1))
     block = _Block(builder, out, INT(4 * BLOCK), INT(BLOCK))
@@ -89,12 +81,7 @@ def transposed_pairs(builder, start, stride, visits, num, out):
 def dot_columns(builder, pairs, num, row, row_stride, bias, start, stride, visits, largest):
     """z[j, i] = row j · hidden vector i + bias[j] for `BLOCK_ROWS` rows, and the largest of each i.
 
-    Args:
-        pairs, num: address of the hidden vectors, see `transposed_pairs`, and their pairs.
-        row, row_stride: address of the first row, and bytes to the next.
-        bias: address of its bias.
-        start, stride, visits: see `_Block`.
-        largest: address of the largest number of each visit so far [BLOCK].
+    `pairs` are the hidden vectors, of `num` pairs each: see `transposed_pairs`.
     """
     block = _Block(builder, start, stride, visits)
     emit, vectors = block.emit, len(block.lanes)
@@ -118,13 +105,7 @@ def dot_columns(builder, pairs, num, row, row_stride, bias, start, stride, visit
 
 @emitted
 def exp_columns(builder, start, stride, visits, num, largest, totals):
-    """exp(z - largest) in place of the logits z of `num` children, and their sums added to totals.
-
-    Args:
-        start, stride, visits: see `_Block`.
-        num: how many children there are.
-        largest, totals: addresses of a number for each visit [BLOCK].
-    """
+    """exp(z - largest) in place of the logits z, and their sums added to totals."""
     block = _Block(builder, start, stride, visits)
     emit, shifts = block.emit, block.vectors(largest)
     sums = [emit.zero] * len(shifts)
@@ -141,16 +122,10 @@ def exp_columns(builder, start, stride, visits, num, largest, totals):
 
 @emitted
 def error_columns(builder, start, stride, visits, num, factor, pairs):
-    """Errors factor · x in place of the numbers x of `num` children.
+    """Errors x / total in place of what `exp_columns` leaves, less the total at the target.
 
-    x is what `exp_columns` leaves, less the total at the target.
-
-    Args:
-        start, stride, visits: see `_Block`.
-        num: how many children there are.
-        factor: address of 1 / total of each visit [BLOCK].
-        pairs: address of pairs [⌈num / 2⌉, BLOCK], of the errors of a child and of the next one, or
-            0 after the last, rounded to bf16.
+    `factor` is 1 / total. `pairs` [⌈num / 2⌉, BLOCK] are set to the errors of a child and of the
+    next one, or 0 after the last, rounded to bf16.
     """
     block = _Block(builder, start, stride, visits)
     emit, factors = block.emit, block.vectors(factor)
@@ -171,16 +146,7 @@ def error_columns(builder, start, stride, visits, num, factor, pairs):
 
 @emitted
 def paired_columns(builder, start, stride, visits, num, factor, out, out_stride):
-    """out[j, i] = factor[i] · x[j, i] in bf16, of `num` children j and an even number of visits i.
-
-    If the number of visits is odd, the last one is 0.
-
-    Args:
-        start, stride, visits: see `_Block`.
-        num: how many children there are.
-        factor: address of a number for each visit.
-        out, out_stride: address of out[0, 0], and bytes from a child to the next.
-    """
+    """out[j, i] = factor[i] · x[j, i] in bf16, and 0 for one more i if their number is odd."""
     block = _Block(builder, start, stride, visits)
     emit = block.emit
     even = builder.and_(builder.add(visits, INT(1)), INT(-2))
@@ -205,9 +171,8 @@ def is_many(num_visits, num_children):
 def block_of(visit, num_visits, n):
     """Where a visit of a node with `n` children is among errors: see `forward_blocks`.
 
-    Returns:
-        the index of its error of the first child, the indices from a child to the next, and how
-        many visits follow in its block, with itself.
+    Its index for the first child, the indices from a child to the next, and how many visits follow
+    in its block, with itself.
     """
     first = visit - visit % BLOCK
     width = min(BLOCK, num_visits - first)
@@ -221,17 +186,13 @@ def new_space(widest, size):
     These are the largest logit, the total, its inverse, and the target's logit less the largest.
     Lanes without a visit have any numbers.
     """
-    hidden = np.empty((size // 2, BLOCK), np.float32)
-    return (
-        hidden,
-        np.empty((widest + 1) // 2 * BLOCK * 2, np.uint16),
-        np.empty((4, BLOCK), np.float32),
-    )
+    hidden, numbers = np.empty((size // 2, BLOCK), np.float32), np.empty((4, BLOCK), np.float32)
+    return hidden, np.empty((widest + 1) // 2 * BLOCK * 2, np.uint16), numbers
 
 
 @njit(nogil=True)
 def forward_blocks(node, begin, end, hidden, row, bias, child, log_prob, rows, d_hidden, space):
-    """What `node_loops.forward_bf16` computes for a node of many visits.
+    """What `loops.forward_bf16` computes for a node of many visits.
 
     Block b has the visits from 32 b on: w = 32, in the last one fewer. Its errors begin 32 b n
     after the node's, and that of child j and visit i of the block is j w + i after them. Threads
@@ -240,14 +201,10 @@ def forward_blocks(node, begin, end, hidden, row, bias, child, log_prob, rows, d
     Args:
         node: first visit and end, number of children, index of the first error, or -1 if they are
             not saved, and whether sums are added to `d_hidden`.
-        begin, end: the positions.
-        hidden: [P, ≥ W] in bf16.
         row: address of the first row in bf16, bytes to the next, and W. If W is odd, a 0 follows
             each row.
         bias: address of the first bias.
-        child, log_prob: [P].
         rows: in which errors are saved, or memory for the logits of one block, [n, BLOCK].
-        d_hidden: [P, W] or [0, W].
         space: see `new_space`.
     """
     start, stop, n, offset, added = node
@@ -265,17 +222,11 @@ def forward_blocks(node, begin, end, hidden, row, bias, child, log_prob, rows, d
         largest[:] = -np.inf
         for j in range(0, n, BLOCK_ROWS):
             j = min(j, n - BLOCK_ROWS)  # what is left is computed again with rows before it
+            at, to = row[0] + j * row[1], address + j * stride
             dot_columns(
-                pairs.ctypes.data,
-                (row[2] + 1) // 2,
-                row[0] + j * row[1],
-                row[1],
-                bias + 4 * j,
-                address + j * stride,
-                stride,
-                num,
+                pairs.ctypes.data, (row[2] + 1) // 2, at, row[1], bias + 4 * j, to, stride, num,
                 largest.ctypes.data,
-            )
+            )  # fmt: skip
         for i in range(num):
             logit[i] = rows[place + child[v + i] * width + i] - largest[i]
         totals[:] = 0
@@ -290,32 +241,22 @@ def forward_blocks(node, begin, end, hidden, row, bias, child, log_prob, rows, d
         if offset >= 0:
             error_columns(address, stride, num, n, factor.ctypes.data, low.ctypes.data)
         if d_hidden.size > 0:
-            _add_products(low, hidden, d_hidden, v, num, n, row, added)
+            strides = 4, 2 * BLOCK, row[1]
+            out = d_hidden.ctypes.data + v * d_hidden.strides[0], d_hidden.strides[0]
+            for j in range(0, n, 2 * TERMS):
+                starts = low.ctypes.data + 2 * BLOCK * j, row[0] + j * row[1]
+                terms, more = min(2 * TERMS, n - j), added or j > 0
+                visit_sums(low, hidden, d_hidden, num, terms, starts, strides, out, more, None)
         v += num
 
 
 @njit(nogil=True)
-def _add_products(low, hidden, d_hidden, v, num, n, row, added):
-    """(5) of a block's visits from v on."""
-    strides = (4, 2 * BLOCK, row[1])
-    to = (d_hidden.ctypes.data + v * d_hidden.strides[0], d_hidden.strides[0])
-    for j in range(0, n, 2 * TERMS):
-        starts = (low.ctypes.data + 2 * BLOCK * j, row[0] + j * row[1])
-        terms, is_added = min(2 * TERMS, n - j), added or j > 0
-        visit_sums(low, hidden, d_hidden, num, terms, starts, strides, to, is_added, None)
-
-
-@njit(nogil=True)
 def pair_blocks(error, d_nll, pairs, node, first, num, v, terms):
-    """The errors of `terms` visits from v on times d nll: [num, terms] in bf16.
+    """Set `pairs` [num, terms] to the errors in bf16 of `terms` visits from v on times d nll.
 
-    If `terms` is odd, a 0 follows those of each row.
-
-    Args:
-        error, d_nll: as of `node_loops.backward_bf16`; v - start is a multiple of `BLOCK`.
-        pairs: set to them.
-        node: first visit and end, number of children, index of the first error.
-        first, num: children.
+    They are those of `num` children of a node from `first` on, whose first visit, end, number of
+    children and index of the first error are `node`. v - start is a multiple of `BLOCK`. If `terms`
+    is odd, a 0 follows those of each row.
     """
     start, stop, n, offset = node
     out_stride = 2 * (terms + terms % 2)

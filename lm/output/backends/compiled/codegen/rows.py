@@ -23,11 +23,8 @@ def _softmax_rows(builder, rows, low, place, low_place, last, num, bias, child, 
     """(2) and (4) in place of the logits without biases of a few visits, `TILE[0]` or less.
 
     Args:
-        rows, low: arrays, for their dtypes.
-        place: address of the first visit's logits, and bytes from a visit to the next.
-        low_place: the same of their errors rounded to bf16, if that is the dtype of `low`.
-        last: the last visit there is.
-        num: how many children there are.
+        place, low_place: (address, stride) of the visits' logits, and of their errors rounded to
+            bf16, if that is the dtype of `low`.
         bias, child: addresses of the children's biases, and of the visits' targets.
         out: address of two numbers for each visit: the target's logit less the largest one, and the
             sum of exp(z - largest) over all.
@@ -49,15 +46,23 @@ def _softmax_rows(builder, rows, low, place, low_place, last, num, bias, child, 
     with builder.if_then(kept):
         inverses = [emit.everywhere(builder.fdiv(emit.scalar(1.0), total)) for total in totals]
         lows = addresses(builder, *low_place, TILE[0], last)
-        logits.errors(inverses, targets, low, lows)
+        one = emit.constant(1)
+
+        def step(index: Any, _: list[Any], mask: Any) -> None:
+            for i, value in enumerate(logits.load(index, mask)):
+                error = builder.fmul(value, inverses[i])
+                is_target = emit.lane_is(builder.sub(targets[i], index))
+                error = builder.select(is_target, builder.fsub(error, one), error)
+                emit.store(error, logits.pointer(i, index), rows, mask)
+                if low == types.uint16:
+                    emit.store(error, emit.pointer(lows[i], low, index), low, mask)
+
+        emit.row(num, [], step)
 
 
 @njit(nogil=True)
 def softmaxes(rows, low, place, low_place, num, n, bias_address, child, log_prob, is_kept):
-    """(2) and (4) in place of the logits without biases of a node's `num` visits and `n` children.
-
-    Places are as of `_softmax_rows`; child [num] and log_prob [num] are the visits'.
-    """
+    """(2) and (4) for a node's `num` visits and `n` children, see `_softmax_rows`."""
     out = np.empty((TILE[0], 2), rows.dtype)
     for v in range(0, num, TILE[0]):
         here = (place[0] + v * place[1], place[1])
@@ -71,14 +76,7 @@ def softmaxes(rows, low, place, low_place, num, n, bias_address, child, log_prob
 
 
 class _Logits:
-    """The logits of a few visits, which (2) and (4) replace step by step.
-
-    Args:
-        emit: operations on vectors of the logits' dtype.
-        dtype: that dtype.
-        visits: addresses of each visit's first logit.
-        num: how many logits a visit has.
-    """
+    """The `num` logits of a few visits, at some addresses, which (2) and (4) replace."""
 
     def __init__(self, emit: Vectors, dtype: Any, visits: list[Any], num: Any) -> None:
         self.emit, self.dtype, self.visits, self.num = emit, dtype, visits, num
@@ -124,37 +122,13 @@ class _Logits:
 
         return emit.sums(emit.row(self.num, [emit.zero] * len(self.visits), step))
 
-    def errors(self, inverses: list[Any], targets: list[Any], low: Any, lows: list[Any]) -> None:
-        """Replace exponentials by their product with `inverses`, less 1 at the target.
-
-        If the dtype `low` is bf16, they are stored in it as well, from the addresses `lows` on.
-        """
-        emit, builder = self.emit, self.emit.builder
-        one = emit.constant(1)
-
-        def step(index: Any, _: list[Any], mask: Any) -> None:
-            for i, value in enumerate(self.load(index, mask)):
-                error = builder.fmul(value, inverses[i])
-                is_target = emit.lane_is(builder.sub(targets[i], index))
-                error = builder.select(is_target, builder.fsub(error, one), error)
-                emit.store(error, self.pointer(i, index), self.dtype, mask)
-                if low == types.uint16:
-                    emit.store(error, emit.pointer(lows[i], low, index), low, mask)
-
-        emit.row(self.num, [], step)
-
 
 @emitted
 def log_softmax_row(builder, rows, place, num, bias, above, out):
     """Log-probabilities of a node's children in place of a visit's logits without biases.
 
-    Args:
-        rows: array, for its dtype, which all numbers have.
-        place: address of the logits.
-        num: how many children there are.
-        bias: address of their biases.
-        above: log-probability of the node, which is added.
-        out: address of the sum of the log-probabilities, which is finite if they are.
+    That of the node, `above`, is added. `place`, `bias` and `out` are addresses of the logits, the
+    biases, and the sum of the log-probabilities, which is finite if they are.
     """
     emit = Vectors(builder, rows)
     logits = _Logits(emit, rows, [place], num)
@@ -173,10 +147,7 @@ def log_softmax_row(builder, rows, place, num, bias, above, out):
 
 @emitted
 def exp_row(builder, source, out, start, to, num, factor, shift):
-    """out[k] = exp(factor · source[k] - shift) in fp64, for `num` numbers; see `scaled_row`.
-
-    No exponent is above 700.
-    """
+    """out[k] = exp(factor · source[k] - shift) in fp64, whose exponents are at most 700."""
     emit = Vectors(builder, out)
     scale, less = emit.everywhere(factor), emit.everywhere(shift)
 
@@ -190,10 +161,7 @@ def exp_row(builder, source, out, start, to, num, factor, shift):
 
 @emitted
 def scaled_row(builder, source, out, start, to, num, factor):
-    """out[k] = factor · source[k] for `num` numbers from the addresses `start` and `to` on.
-
-    `source` and `out` are arrays, for their dtypes; the factor has the dtype of sums.
-    """
+    """out[k] = factor · source[k] from the addresses `start` and `to` on."""
     emit = Vectors(builder, factor.type)
     scale = emit.everywhere(factor)
 
@@ -223,11 +191,7 @@ def add_scaled_row(builder, source, out, start, to, num, factor):
 
 @emitted
 def paired_rows(builder, source, start, other, to, num, factor, other_factor):
-    """Pairs of factor · source[k] and other_factor · source[k] in bf16, for `num` k.
-
-    `source` is an array in fp32, for its dtype; the rows begin at the addresses `start` and
-    `other`, the pairs at `to`.
-    """
+    """Pairs in bf16, from the address `to` on, of two rows in fp32 times a factor each."""
     emit = Vectors(builder, source)
     rows = [(start, emit.everywhere(factor)), (other, emit.everywhere(other_factor))]
 
@@ -243,7 +207,7 @@ def paired_rows(builder, source, start, other, to, num, factor, other_factor):
 
 @partial(emitted, returns=True)
 def row_product(builder, source, start, other, num):
-    """The sum of the products of `num` numbers from two addresses on; `source` gives the dtype."""
+    """The sum of the products of the numbers from two addresses on."""
     emit = Vectors(builder, source)
 
     def step(index: Any, total: list[Any], mask: Any) -> None:
@@ -256,16 +220,10 @@ def row_product(builder, source, start, other, num):
 
 @emitted
 def adam_row(builder, rows, start, places, num, numbers):
-    """A step of Adam for `num` numbers.
+    """A step of Adam: m += a (g - m), s = b s + c g², row -= lr m / (√s / d + eps).
 
-        m += a (g - m), s = b s + c g², row -= lr m / (√s / d + eps)
-
-    Args:
-        rows: array, for the dtype of everything.
-        start: address of the gradient.
-        places: addresses of row, m and s.
-        num: of the numbers of a row.
-        numbers: the factor of the gradient, a, b, c, lr, d and eps.
+    `start` is the address of the gradient, `places` those of row, m and s; `numbers` are the factor
+    of the gradient, a, b, c, lr, d and eps.
     """
     emit = Vectors(builder, rows)
     factor, a, b, c, lr, d, eps = map(emit.everywhere, numbers)

@@ -51,15 +51,9 @@ def sum_dtype(dtype: Any) -> Any:
 
 @emitted
 def dot_tile(builder, hidden, weight, num, starts, strides, out, last):
-    """out[i, j] = hidden[i] · weight[j] for rows i and j of a tile.
+    """out[i, j] = hidden[i] · weight[j] for rows i and j of a tile; in fp32 for bf16.
 
-    Args:
-        hidden, weight: arrays, for their dtypes; `out` has that of hidden, or is fp32 for two of
-            bf16.
-        num: the length of the vectors.
-        starts, strides: addresses of the first rows of hidden and weight, and bytes between rows.
-        out: address of out[0, 0], and bytes between its rows.
-        last: the last i and the last j there are in the tile.
+    `starts`, `strides` and `last` are those of hidden and of weight.
     """
     emit = Vectors(builder, sum_dtype(hidden))
     is_bf16 = hidden == types.uint16
@@ -98,15 +92,8 @@ def dots(hidden, weight, size, num, n, starts, strides, out):
 def dot_rows(builder, hidden, weight, num, start, row, stride, out, last):
     """out[j] = hidden · weight[j] for one hidden vector and `ROWS` rows.
 
-    Reading the rows from memory takes all the time: this is fastest in the order of addresses.
-
-    Args:
-        hidden, weight: arrays, for their dtypes; `out` has that of hidden, fp32 or fp64.
-        num: the length of the vectors.
-        start, row: addresses of the hidden vector and of the first row.
-        stride: bytes between rows.
-        out: address of out[0].
-        last: the last j there is; it stands for those beyond it, which are not stored.
+    `start`, `row` and `out` are addresses of the vector, the first row and out[0], in hidden's
+    dtype. Reading the rows takes all the time: this is fastest in the order of addresses.
     """
     emit = Vectors(builder, hidden)
 
@@ -128,34 +115,28 @@ def dot_rows(builder, hidden, weight, num, start, row, stride, out, last):
 def sum_tile(tile: tuple[int, int]) -> Any:
     """A function for tiles of some shape: `sum_tile(factor, rows, out, …)`.
 
-    out[i, k] = Σ_n factor[i, n] · rows[n, k], or += it, for rows i and columns k of a tile.
-
-    Factors in bf16 are in pairs, of an n and the next one; of an odd number, the last pair has
-    a 0.
+    out[i, k] = Σ_n factor[i, n] · rows[n, k], or += it if `added`, for rows i and columns k of a
+    tile, in the dtype of factor; in fp32 for bf16, where factors are in pairs, of an n and the next
+    one, whose last has a 0 for an odd number.
 
     Args:
-        factor, rows, out: arrays, for their dtypes; sums have that of factor, or are in fp32
-            for factors and rows in bf16.
         num: how many n there are.
         starts: addresses of factor[0, 0] and rows[0, 0].
         strides: bytes of factor from an i to the next, of factor and rows from an n to the
             next; of pairs half of what is from one to the next.
-        to: address of out[0, 0], and bytes between its rows.
-        last: the last i there is in the tile.
+        to: (address, stride) of out.
         left: how many columns there are from the tile's first one on.
-        added: whether sums are added to `out`, which then has their dtype.
         ahead: bytes from a row to what is read ahead meanwhile, or None.
     """
 
     @emitted
     def sum_tile(builder, factor, rows, out, num, starts, strides, to, last, left, added, ahead):
-        emit = Vectors(builder, sum_dtype(factor))
+        terms = _Terms(builder, factor, rows, tile[1])
+        emit = terms.emit
         stride_i, stride_n, row_stride = strides
         factors = addresses(builder, starts[0], stride_i, tile[0], last)
         outs = addresses(builder, *to, tile[0], last)
         offsets = [INT(j * emit.lanes) for j in range(tile[1])]
-        is_bf16 = factor == types.uint16
-        terms = (_Pairs if is_bf16 else _Terms)(builder, factor, rows, tile[1])
 
         def whole_or_part(left: Any = None) -> None:
             masks = [left and emit.mask(builder.sub(left, offset)) for offset in offsets]
@@ -168,7 +149,7 @@ def sum_tile(tile: tuple[int, int]) -> Any:
                     later = builder.add(row, INT(ADDED_AHEAD_BYTES))
                     for offset in offsets:
                         emit.prefetch(emit.pointer(later, out, offset))
-                emit.assign(variables, terms.as_summed(before))
+                emit.assign(variables, terms.reordered(before, emit.halves_split))
             sums = [builder.load(variable) for variable in variables]
             read_masks = terms.masks(left)
             with emit.loop(num, terms.step, sums) as (n, carried):
@@ -179,13 +160,13 @@ def sum_tile(tile: tuple[int, int]) -> Any:
                 for i, address in enumerate(factors):
                     a = terms.factor(builder.add(address, builder.mul(n, stride_n)))
                     for k in range(i * tile[1], (i + 1) * tile[1]):
-                        carried[k] = terms.add(a, b[k - i * tile[1]], carried[k])
-            if is_bf16 and out == types.uint16:
+                        carried[k] = terms.multiply_add(a, b[k - i * tile[1]], carried[k])
+            if terms.is_pair and out == types.uint16:
                 for i, row in enumerate(outs):
                     terms.store(sums[i * tile[1] : (i + 1) * tile[1]], row, read_masks)
                 return
-            stored = zip(terms.in_order(sums), places, masks * tile[0], strict=True)
-            for value, place, mask in stored:
+            sums = terms.reordered(sums, emit.halves_merged)
+            for value, place, mask in zip(sums, places, masks * tile[0], strict=True):
                 emit.store(value, place, out, mask)
 
         full = builder.icmp_signed(">=", left, INT(tile[1] * emit.lanes))
@@ -199,24 +180,29 @@ def sum_tile(tile: tuple[int, int]) -> Any:
 
 
 class _Terms:
-    """Emits what `sum_tile` adds up: the products of a factor and a row, one n at a time."""
+    """Emits what `sum_tile` adds up: the products of a factor and a row, one n at a time.
 
-    step = 1
+    Of numbers in bf16 two n at a time, whose rows are interleaved: see `Vectors.interleaved`.
+    """
 
     def __init__(self, builder: Any, factor: Any, row: Any, width: int) -> None:
-        self.builder, self.factor_dtype, self.row_dtype = builder, factor, row
-        self.emit = self.read = Vectors(builder, sum_dtype(factor))
-        self.num_loads = width
+        self.builder, self.row_dtype = builder, row
+        self.is_pair = factor == types.uint16
+        self.step = 2 if self.is_pair else 1
+        self.factor_dtype = sum_dtype(factor)
+        self.emit = self.read = Vectors(builder, self.factor_dtype)
+        if self.is_pair:
+            self.read = Vectors(builder, row)
+        self.multiply_add = self.emit.dot if self.is_pair else self.emit.multiply_add
+        self.starts = [INT(j * self.read.lanes) for j in range(width // self.step)]
 
     def masks(self, left: Any) -> list[Any]:
         """Masks of the loads of a row; None for all columns."""
-        starts = (INT(j * self.read.lanes) for j in range(self.num_loads))
-        return [left and self.read.mask(self.builder.sub(left, start)) for start in starts]
+        return [left and self.read.mask(self.builder.sub(left, start)) for start in self.starts]
 
     def places(self, row: Any) -> list[Any]:
         """The pointers to what is loaded of the row at an address."""
-        starts = (INT(j * self.read.lanes) for j in range(self.num_loads))
-        return [self.emit.pointer(row, self.row_dtype, start) for start in starts]
+        return [self.emit.pointer(row, self.row_dtype, start) for start in self.starts]
 
     def read_ahead(self, row: Any, stride: Any) -> None:
         """Bring the rows of an n, which are at an address, into a cache."""
@@ -224,74 +210,42 @@ class _Terms:
             for place in self.places(self.builder.add(row, self.builder.mul(stride, INT(i)))):
                 self.emit.prefetch(place)
 
-    def loaded(self, row: Any, masks: list[Any]) -> list[Any]:
-        """The row at an address."""
+    def rows(self, row: Any, stride: Any, num_left: Any, masks: list[Any]) -> list[Any]:
+        """The vectors to be multiplied, of the row at an address.
+
+        In bf16 pairs with the next row, or of this one twice if it is the last.
+        """
+        loaded = self._loaded(row, masks)
+        if not self.is_pair:
+            return loaded
+        has_next = self.builder.icmp_signed(">", num_left, INT(1))
+        following = self.builder.select(has_next, self.builder.add(row, stride), row)
+        both = zip(loaded, self._loaded(following, masks), strict=True)
+        return [pairs for a, b in both for pairs in self.read.interleaved(a, b)]
+
+    def _loaded(self, row: Any, masks: list[Any]) -> list[Any]:
         both = zip(self.places(row), masks, strict=True)
         return [self.read.load(place, self.row_dtype, mask) for place, mask in both]
 
-    def rows(self, row: Any, stride: Any, num_left: Any, masks: list[Any]) -> list[Any]:
-        """The vectors to be multiplied, of the row of this n."""
-        return self.loaded(row, masks)
-
     def factor(self, address: Any) -> Any:
-        """The factor, in all lanes."""
+        """The factor, or the pair of factors, in all lanes."""
         return self.emit.broadcast(self.emit.pointer(address, self.factor_dtype), self.factor_dtype)
 
-    def add(self, a: Any, b: Any, c: Any) -> Any:
-        """C + a · b."""
-        return self.emit.multiply_add(a, b, c)
+    def reordered(self, values: list[Any], order: Callable[..., list[Any]]) -> list[Any]:
+        """Vectors of columns in the order of the sums (`halves_split`), or back (`halves_merged`).
 
-    def as_summed(self, values: list[Any]) -> list[Any]:
-        """Vectors of columns in the order in which they are summed up."""
-        return values
-
-    def in_order(self, sums: list[Any]) -> list[Any]:
-        """The opposite of `as_summed`."""
-        return sums
-
-
-class _Pairs(_Terms):
-    """Terms of bf16 numbers, two n at a time."""
-
-    step = 2
-
-    def __init__(self, builder: Any, factor: Any, row: Any, width: int) -> None:
-        super().__init__(builder, factor, row, width)
-        self.read = Vectors(builder, row)
-        self.num_loads = width // 2
-
-    def rows(self, row: Any, stride: Any, num_left: Any, masks: list[Any]) -> list[Any]:
-        """Pairs of the rows of this n and the next one, or of this one twice if it is the last."""
-        has_next = self.builder.icmp_signed(">", num_left, INT(1))
-        following = self.builder.select(has_next, self.builder.add(row, stride), row)
-        both = zip(self.loaded(row, masks), self.loaded(following, masks), strict=True)
-        return [pairs for a, b in both for pairs in self.read.interleaved(a, b)]
-
-    def factor(self, address: Any) -> Any:
-        """The pair of factors, in all lanes."""
-        return self.emit.broadcast(self.emit.pointer(address, types.float32), types.float32)
-
-    def add(self, a: Any, b: Any, c: Any) -> Any:
-        """C + both products."""
-        return self.emit.dot(a, b, c)
-
-    def as_summed(self, values: list[Any]) -> list[Any]:
-        """See `Vectors.interleaved`."""
+        They are the same without pairs.
+        """
+        if not self.is_pair:
+            return values
         pairs = zip(values[::2], values[1::2], strict=True)
-        return [half for a, b in pairs for half in self.emit.halves_split(a, b)]
-
-    def in_order(self, sums: list[Any]) -> list[Any]:
-        """The opposite of `as_summed`."""
-        pairs = zip(sums[::2], sums[1::2], strict=True)
-        return [half for a, b in pairs for half in self.emit.halves_merged(a, b)]
+        return [half for a, b in pairs for half in order(a, b)]
 
     def store(self, sums: list[Any], row: Any, masks: list[Any]) -> None:
-        """The sums of a row to memory, rounded to bf16."""
-        pairs = zip(sums[::2], sums[1::2], masks, strict=True)
-        for j, (a, b, mask) in enumerate(pairs):
-            place = self.emit.pointer(row, types.uint16, INT(j * self.read.lanes))
-            value = self.emit.rounded_halves(a, b)
-            self.read.store(value, place, types.uint16, mask)
+        """The sums of pairs, of a row, to memory, rounded to bf16."""
+        pairs = zip(sums[::2], sums[1::2], self.places(row), masks, strict=True)
+        for a, b, place, mask in pairs:
+            self.read.store(self.emit.rounded_halves(a, b), place, types.uint16, mask)
 
 
 @emitted
@@ -327,7 +281,7 @@ def _sums(tile: tuple[int, int]) -> tuple[Callable[..., None], Callable[..., Non
 
     @njit(nogil=True)
     def sums(factor, rows, out, num, num_terms, starts, strides, to, added, ahead):
-        """`num` rows of sums of `num_terms` rows; the other arguments are as of `sum_tile`.
+        """`num` rows of sums of `num_terms` rows; see `sum_tile`.
 
         What is left of a row is computed again with columns before it, if it is not added to.
         """
@@ -345,8 +299,7 @@ def _sums(tile: tuple[int, int]) -> tuple[Callable[..., None], Callable[..., Non
     def streamed_sums(factor, rows, out, num, num_terms, starts, strides, to, buffer):
         """`sums` for rows next to each other, stored from the address `to` on, past the caches.
 
-        Args:
-            buffer: [`STREAMED_BYTES` or a row and two lines of a cache, whichever is more] bytes.
+        `buffer` has `STREAMED_BYTES`, or a row and two lines of a cache if that is more.
         """
         row_bytes, first = out.shape[1] * out.itemsize, -buffer.ctypes.data % LINE_BYTES
         # As many whole tiles as fit; of rows so long that no tile fits, as many rows as do.

@@ -21,11 +21,13 @@ HAS_BF16 = HAS_AVX512 and "+avx512bf16" in FEATURES.split(",")
 VECTOR_BYTES = 64 if HAS_AVX512 else 32
 INT = ir.IntType(64)
 _FLOATS = {ir.FloatType(): (4, "f32"), ir.DoubleType(): (8, "f64"), ir.HalfType(): (2, "f16")}
-_SCALARS = {
-    types.float64: ir.DoubleType(),
+_STORED = {
     types.float32: ir.FloatType(),
+    types.float64: ir.DoubleType(),
     types.uint16: ir.IntType(16),
+    types.int16: ir.HalfType(),
 }
+"""LLVM's type of numbers in memory by numba's."""
 AHEAD_BYTES = 12 << 10
 """How far rows are read ahead that are read in the order of addresses."""
 _TERMS = {"f32": 8, "f64": 14}
@@ -55,7 +57,7 @@ class Vectors:
 
     def __init__(self, builder: Any, compute: Any) -> None:
         self.builder = builder
-        self.scalar = _SCALARS.get(compute, compute)
+        self.scalar = _STORED.get(compute, compute)
         self.item_bytes = _size(self.scalar)[0]
         self.lanes = VECTOR_BYTES // self.item_bytes
         self.vector = ir.VectorType(self.scalar, self.lanes)
@@ -63,12 +65,12 @@ class Vectors:
 
     def pointer(self, address: Any, dtype: Any, index: Any = None) -> Any:
         """The pointer to a number, `index` numbers after an address."""
-        pointer = self.builder.inttoptr(address, _stored(dtype).as_pointer())
+        pointer = self.builder.inttoptr(address, _STORED[dtype].as_pointer())
         return pointer if index is None else self.builder.gep(pointer, [index])
 
     def load(self, pointer: Any, dtype: Any, mask: Any = None) -> Any:
         """A vector from memory, 0 where it is masked."""
-        stored = ir.VectorType(_stored(dtype), self.lanes)
+        stored = ir.VectorType(_STORED[dtype], self.lanes)
         pointer = self.builder.bitcast(pointer, stored.as_pointer())
         num_bytes, short = _size(stored.element)
         if mask is None:
@@ -79,7 +81,7 @@ class Vectors:
 
     def store(self, value: Any, pointer: Any, dtype: Any, mask: Any = None) -> None:
         """A vector to memory, rounded to the nearest number of `dtype`."""
-        stored = ir.VectorType(_stored(dtype), self.lanes)
+        stored = ir.VectorType(_STORED[dtype], self.lanes)
         value = self._narrowed(value, stored)
         pointer = self.builder.bitcast(pointer, stored.as_pointer())
         num_bytes, short = _size(stored.element)
@@ -139,19 +141,15 @@ class Vectors:
             self._shuffled(a, b, [i for k in half for i in (k, self.lanes + k)]) for half in halves
         ]
 
-    def halves_split(self, a: Any, b: Any) -> list[Any]:
-        """The first 4 of each 8 numbers of the vectors a and b, and the other 4."""
-        starts = range(0, 2 * self.lanes, 8)
-        return [
-            self._shuffled(a, b, [s + half + k for s in starts for k in range(4)])
-            for half in (0, 4)
-        ]
+    def halves_split(self, a: Any, b: Any, half: int = 4) -> list[Any]:
+        """The first `half` of each 2 · `half` numbers of the vectors a and b, and the others."""
+        starts = range(0, 2 * self.lanes, 2 * half)
+        low = [start + i for start in starts for i in range(half)]
+        return [self._shuffled(a, b, [i + shift for i in low]) for shift in (0, half)]
 
     def halves_merged(self, a: Any, b: Any) -> list[Any]:
-        """The opposite of `halves_split`."""
-        order = [
-            i + k for s in range(0, self.lanes, 4) for i in (s, s + self.lanes) for k in range(4)
-        ]
+        """The opposite of `halves_split`, by fours."""
+        order = self._merged()
         return [self._shuffled(a, b, half) for half in (order[: self.lanes], order[self.lanes :])]
 
     def rounded_halves(self, a: Any, b: Any) -> Any:
@@ -161,9 +159,12 @@ class Vectors:
         value = self.builder.bitcast(
             self._call(name, numbers, [b, a]), ir.VectorType(ir.IntType(16), 2 * self.lanes)
         )
+        return self._shuffled(value, value, self._merged())
+
+    def _merged(self) -> list[int]:
+        """Numbers of two vectors, four of each in turn."""
         starts = range(0, self.lanes, 4)
-        order = [i + k for s in starts for i in (s, s + self.lanes) for k in range(4)]
-        return self._shuffled(value, value, order)
+        return [i + k for s in starts for i in (s, s + self.lanes) for k in range(4)]
 
     def paired(self, a: Any, b: Any) -> Any:
         """The pairs of both vectors' numbers, rounded to bf16, in the lanes of one."""
@@ -198,18 +199,11 @@ class Vectors:
             while half:
                 group += [group[0]] * (len(group) % 2)
                 pairs = zip(group[::2], group[1::2], strict=True)
-                group = [self._halves_combined(a, b, half, combine) for a, b in pairs]
+                group = [combine(*self.halves_split(a, b, half)) for a, b in pairs]
                 half //= 2
             lanes = map(ir.IntType(32), range(num))
             found += [self.builder.extract_element(group[0], lane) for lane in lanes]
         return found
-
-    def _halves_combined(self, a: Any, b: Any, half: int, combine: Callable[..., Any]) -> Any:
-        """Combine the two halves of each block of 2 · `half` numbers, those of a before b's."""
-        starts = range(0, 2 * self.lanes, 2 * half)
-        low = [start + i for start in starts for i in range(half)]
-        lows, highs = (self._shuffled(a, b, [i + shift for i in low]) for shift in (0, half))
-        return combine(lows, highs)
 
     def transposed(self, values: Sequence[Any]) -> list[Any]:
         """The columns of a matrix whose rows are as many vectors as a vector has numbers."""
@@ -356,12 +350,9 @@ class Vectors:
     def _name(self, operation: str) -> str:
         return f"llvm.{operation}.v{self.lanes}{_FLOATS[self.scalar][1]}"
 
-    def _function(self, name: str, result: Any, arguments: list[Any]) -> Any:
-        kind = ir.FunctionType(result, arguments)
-        return cgutils.get_or_insert_function(self.builder.module, kind, name)
-
     def _call(self, name: str, result: Any, arguments: list[Any]) -> Any:
-        function = self._function(name, result, [value.type for value in arguments])
+        kind = ir.FunctionType(result, [value.type for value in arguments])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
         return self.builder.call(function, arguments)
 
 
@@ -370,16 +361,6 @@ def addresses(builder: Any, first: Any, stride: Any, num: int, last: Any) -> lis
     inside = [builder.icmp_signed("<", INT(i), last) for i in range(num)]
     rows = [builder.select(is_inside, INT(i), last) for i, is_inside in enumerate(inside)]
     return [builder.add(first, builder.mul(row, stride)) for row in rows]
-
-
-def _stored(dtype: Any) -> Any:
-    """The LLVM type of numbers in memory."""
-    return {
-        types.float32: ir.FloatType(),
-        types.float64: ir.DoubleType(),
-        types.uint16: ir.IntType(16),
-        types.int16: ir.HalfType(),
-    }[dtype]
 
 
 def _size(kind: Any) -> tuple[int, str]:

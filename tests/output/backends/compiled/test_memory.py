@@ -1,0 +1,95 @@
+"""Gradients in mapped and in reused memory are zero where nothing was written."""
+
+import mmap
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends.compiled import loops, memory
+from lm.output.functional import BackendName
+
+BACKENDS: tuple[BackendName, BackendName] = "compiled", "reference"
+
+
+def gradient(
+    hidden: Tensor, weight: Tensor, target: Tensor, tree: ClassTree, backend: BackendName
+) -> Tensor:
+    nll = hierarchical_cross_entropy(hidden, weight, target, tree, backend=backend)
+    return torch.autograd.grad(nll, weight)[0]
+
+
+@pytest.mark.parametrize("sizes", [(400, 400), (400, 600, 400)])
+@pytest.mark.parametrize("alive", [False, True])
+def test_each_layer_of_a_process_reuses_its_gradients_memory(
+    sizes: tuple[int, ...], alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step after the other, or with the gradients of all layers `alive` at the same time.
+
+    They are zero where nothing was written; those of few rows are in fresh memory.
+    """
+    monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 16)
+    monkeypatch.setattr(memory, "_free", [])
+    trees = [ClassTree.two_level(torch.arange(size) // 20) for size in sizes]
+    weights = [torch.randn(tree.num_rows, 80, requires_grad=True) for tree in trees]
+    hidden, words = torch.randn(400, 80), torch.arange(400)
+    num_mapped, real = 0, mmap.mmap
+
+    def counted(*arguments: Any, **options: Any) -> mmap.mmap:
+        nonlocal num_mapped
+        num_mapped += 1
+        return real(*arguments, **options)
+
+    def train(target: Tensor) -> int:
+        """The number of gradients in fresh memory."""
+        nonlocal num_mapped
+        num_mapped, grads = 0, []
+        for tree, weight in zip(trees, weights, strict=True):
+            found, expected = (gradient(hidden, weight, target, tree, way) for way in BACKENDS)
+            torch.testing.assert_close(found, expected)
+            grads.append(found.fill_(torch.nan))
+            del found
+            if not alive:
+                grads.clear()
+        return num_mapped
+
+    monkeypatch.setattr(mmap, "mmap", counted)
+    assert train(words) == (len(sizes) if alive else len(set(sizes)))
+    assert train(words % 280) == 0
+    assert train(words % 40) == len(sizes)
+    monkeypatch.setattr(memory, "REUSED_BYTES", 200_000)
+    train(words)
+    assert sum(map(len, memory._free)) <= 200_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_zeros_of_a_large_gradient_are_written_past_the_caches(
+    dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rows that are no multiple of a line of a cache."""
+    monkeypatch.setattr(memory, "_free", [])
+    tree = ClassTree.two_level(torch.arange(40_000) // 173)
+    weight = torch.randn(tree.num_rows, 77, dtype=dtype).requires_grad_()
+    assert weight.numel() * weight.element_size() > loops.CACHE_BYTES
+    hidden = torch.randn(120, 77, dtype=dtype)
+
+    words, before = torch.arange(120), torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        first = gradient(hidden, weight, words * 333, tree, "compiled")
+        place = first.data_ptr()
+        first.fill_(torch.nan)
+        del first
+        for target in (39_999 - words * 200, words * 200, words * 331 + 400):
+            found = gradient(hidden, weight, target, tree, "compiled")
+            assert found.data_ptr() == place
+            is_zero = gradient(hidden, weight, target, tree, "reference") == 0
+            torch.testing.assert_close(found == 0, is_zero)
+            assert bool(is_zero.any())
+            found.fill_(torch.nan)
+            del found
+    finally:
+        torch.set_num_threads(before)
