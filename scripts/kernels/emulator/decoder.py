@@ -42,13 +42,14 @@ class Decoder:
     """Resolves the operands of a kernel's instructions.
 
     Attributes:
-        slots: places of registers among those of `Programs`.
+        slots: places of registers and parameters among the registers of `Programs`.
         initial: values of registers and constants; None for no value yet.
     """
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self._local = kernel, kernel.local_registers()
-        self.slots = {name: i for i, name in enumerate([*kernel.registers, *SPECIAL])}
+        names = [*kernel.registers, *SPECIAL, *kernel.parameters]
+        self.slots = {name: i for i, name in enumerate(names)}
         self.initial: list[Array | None] = [None] * len(self.slots)
         self._constants: dict[tuple[int, str], int] = {}
 
@@ -112,7 +113,7 @@ class Decoder:
         return [(each, self._build(each)) for each in instructions if not _moves_control(each)]
 
     def _build(self, by: Instruction) -> Action:
-        """What an instruction does where its guard is true."""
+        """What an instruction does where its guard is true, if it is anywhere."""
         if by.mnemonic not in BUILDERS or REFUSED & set(by.fields):
             raise Unsupported(f"instruction {by.text!r} of {self.kernel.name}")
         try:
@@ -126,7 +127,9 @@ class Decoder:
         def guarded(programs: Programs, mask: Mask) -> None:
             guard: Array = programs.registers[slot]
             guard = ~guard if negated else guard
-            act(programs, guard if mask is None else guard & mask)
+            where = guard & mask
+            if where.any():
+                act(programs, where)
 
         return guarded
 

@@ -48,16 +48,12 @@ def _load(decoder: Decoder, by: Instruction) -> Action:
     if len(names) != _vector(by):
         raise Unsupported(by.text)
     if space == "param":
-        (slot, bits), parameter = targets[0], by.operands[1].strip("[] ")
-        return lambda programs, mask: programs.set(
-            slot, programs.parameters[parameter].astype(bits), mask
-        )
+        source, (_, to) = decoder.slots[by.operands[1].strip("[] ")], targets[0]
+        return decoder.compute(by, [source], lambda value: value.astype(to))
     address = decoder.address(by.operands[1])
 
     def act(programs: Programs, mask: Mask) -> None:
         access = programs.access(by, address(programs), size * len(names), mask)
-        if access is None:
-            return
         memory = programs.memory if space == "global" else programs.shared
         items = memory.load(access).view(UNSIGNED[size])
         for i, (slot, bits) in enumerate(targets):
@@ -76,8 +72,6 @@ def _store(decoder: Decoder, by: Instruction) -> Action:
 
     def act(programs: Programs, mask: Mask) -> None:
         access = programs.access(by, address(programs), size * len(sources), mask)
-        if access is None:
-            return
         raw = np.empty((len(access.address), len(sources)), UNSIGNED[size])
         for i, slot in enumerate(sources):
             raw[:, i] = programs.full(programs.registers[slot])[access.chosen]
@@ -99,10 +93,9 @@ def _atomic(decoder: Decoder, by: Instruction) -> Action:
 
     def act(programs: Programs, mask: Mask) -> None:
         access = programs.access(by, address(programs), 4, mask)
-        if access is not None:
-            added = programs.full(programs.registers[source])[access.chosen]
-            old = programs.memory.atomic(access, added, ordered=order == "acq_rel")
-            programs.set_lanes(slot, old, access.chosen)
+        added = programs.full(programs.registers[source])[access.chosen]
+        old = programs.memory.atomic(access, added, ordered=order == "acq_rel")
+        programs.set_lanes(slot, old, access.chosen)
 
     return act
 
@@ -125,15 +118,13 @@ def _copy(decoder: Decoder, by: Instruction) -> Action:
 
     def act(programs: Programs, mask: Mask) -> None:
         access = programs.access(by, target(programs), size, mask)
-        if access is None:
-            return
         length = programs.full(programs.registers[limit])
         if not np.isin(length[access.chosen], (0, size)).all():
             raise Unsupported(f"partial copy {by.text}")
         raw = np.zeros((programs.lanes.size, size), np.uint8)
-        reads = (length == size) & (True if mask is None else programs.full(mask))
-        loading = programs.access(by, source(programs), size, reads.reshape(programs.shape))
-        if loading is not None:
+        reads = (length == size) & programs.full(mask)
+        if reads.any():
+            loading = programs.access(by, source(programs), size, reads.reshape(programs.shape))
             raw[loading.chosen] = programs.memory.load(loading)
         programs.shared.copy(access, raw[access.chosen])
 
@@ -197,16 +188,16 @@ def _reduce(decoder: Decoder, by: Instruction) -> Action:
 
 def _row_access(
     decoder: Decoder, by: Instruction, operand: str, count: int
-) -> Callable[[Programs, Mask], Access | None]:
+) -> Callable[[Programs, Mask], Access]:
     """The access of the threads whose addresses are used: of the rows of `count` 8 x 8 matrices."""
     address = decoder.address(operand)
     if f".m8n8.x{count}." not in ".".join(by.fields):
         raise Unsupported(by.text)
 
-    def access(programs: Programs, mask: Mask) -> Access | None:
+    def access(programs: Programs, mask: Mask) -> Access:
         programs.require_whole_warps(by, mask)
         used = (programs.lanes.thread % 32 < 8 * count).reshape(programs.shape)
-        return programs.access(by, address(programs), 16, used if mask is None else used & mask)
+        return programs.access(by, address(programs), 16, used & mask)
 
     return access
 
@@ -218,8 +209,6 @@ def _load_matrices(decoder: Decoder, by: Instruction) -> Action:
 
     def act(programs: Programs, mask: Mask) -> None:
         access = access_of(programs, mask)
-        if access is None:
-            return
         rows = np.zeros((programs.lanes.size, 8), np.uint16)
         rows[access.chosen] = programs.shared.load(access).view(np.uint16)
         matrices = rows.reshape(-1, 4, 8, 8)  # [warps, matrix, row, column]
@@ -239,8 +228,6 @@ def _store_matrices(decoder: Decoder, by: Instruction) -> Action:
 
     def act(programs: Programs, mask: Mask) -> None:
         access = access_of(programs, mask)
-        if access is None:
-            return
         matrices = np.zeros((programs.lanes.size // 32, 4, 8, 8), np.uint16)
         for i, slot in enumerate(sources):
             value = programs.warps(slot)
