@@ -3,8 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,8 +18,8 @@ from .allocations import Allocations, extent, parts, raw_bytes
 from .decoder import BITS, Decoder
 from .global_memory import SPACING, Buffer, GlobalMemory
 from .programs import Programs, Scheduler
-from .ptx import Instruction, Unsupported, parse
-from .shared_memory import PIECE, SharedMemory
+from .ptx import Unsupported
+from .shared_memory import SharedMemory
 from .trace import Trace
 
 BUILT_BY = (tensor_cores, transfers)
@@ -59,30 +58,10 @@ def compiled(kernel: Any, capability: int, *args: Any, **kwargs: Any) -> Any:
     return kernel.warmup(*map(mocked, args), grid=(1,), **named)
 
 
-class Code:
-    """A kernel that is ready to run."""
-
-    def __init__(self, text: str) -> None:
-        self.kernel = parse(text)
-        self.decoder = Decoder(self.kernel)
-        self.blocks = self.decoder.actions()
-        self.element_bytes = min([PIECE, *map(transfers.shared_width, self.kernel.instructions)])
-
-    def changed(self, by: Instruction) -> "Code":
-        """The code with another instruction in the place of the one with its index."""
-        other, instructions = copy(self), [*self.kernel.instructions]
-        instructions[by.index] = by
-        block = self.kernel.block_of(by.index)
-        other.kernel = replace(self.kernel, instructions=instructions)
-        actions = self.decoder.block([instructions[i] for i in block])
-        other.blocks = self.blocks | {block.start: (actions, block.stop)}
-        return other
-
-
 @cache
-def decoded(text: str) -> Code:
-    """The code of a PTX file, decoded once."""
-    return Code(text)
+def decoded(text: str) -> Decoder:
+    """The kernel of a PTX file, decoded once."""
+    return Decoder(text)
 
 
 class Request(NamedTuple):
@@ -166,7 +145,7 @@ class Run:
     def __init__(
         self,
         request: Request,
-        code: Code,
+        code: Decoder,
         order: str = "together",
         counting: bool = False,
         limit: int = 1 << 60,
@@ -194,8 +173,8 @@ class Run:
 
     def _run(self, lanes: Lanes, order: str, limit: int) -> None:
         """Execute some programs together."""
-        decoder = self._code.decoder
-        registers: list[Any] = list(decoder.initial)
+        code = self._code
+        registers: list[Any] = list(code.initial)
         given = {
             "%tid.x": np.arange(lanes.num_threads, dtype=np.uint32)[None],
             "%ctaid.x": lanes.ids[:, None].astype(np.uint32),
@@ -203,11 +182,11 @@ class Run:
             **self._parameters(),
         }
         for name, value in given.items():
-            registers[decoder.slots[name]] = value
+            registers[code.slots[name]] = value
         lanes.checksums = dict.fromkeys(self.checksums, 0)
-        shared = SharedMemory(lanes, self.request.num_shared_bytes, self._code.element_bytes)
-        programs = Programs(self._code.kernel, lanes, self.memory, shared, registers, decoder.slots)
-        scheduler = Scheduler(programs, self._code.blocks, order, self._random, limit)
+        shared = SharedMemory(lanes, self.request.num_shared_bytes, code.element_bytes)
+        programs = Programs(code.kernel, lanes, self.memory, shared, registers, code.slots)
+        scheduler = Scheduler(programs, code.blocks, order, self._random, limit)
         scheduler.run()
         self.num_instructions += scheduler.num_instructions
         self.reached |= scheduler.reached

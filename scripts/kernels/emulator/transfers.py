@@ -10,7 +10,6 @@ from .arithmetic import TYPES
 from .decoder import BITS, Decoder, elements, instruction
 from .programs import Action, Mask, Programs
 from .ptx import Instruction, Unsupported
-from .shared_memory import PIECE
 
 WIDTH = {"b8": 1, "b16": 2, "b32": 4, "s32": 4, "u32": 4, "f32": 4, "b64": 8}
 """Bytes by type."""
@@ -32,15 +31,6 @@ def _vector(by: Instruction) -> int:
     return next((int(each[1:]) for each in by.fields if re.fullmatch(r"v\d", each)), 1)
 
 
-def shared_width(by: Instruction) -> int:
-    """Bytes of shared memory that a thread accesses at a time; many if it accesses none."""
-    if by.mnemonic == "cp" and len(by.operands) > 2:
-        return int(by.operands[2], 0)
-    if by.mnemonic in {"ld", "st"} and _space(by) == "shared":
-        return WIDTH[by.fields[-1]] * _vector(by)
-    return PIECE
-
-
 @instruction("ld")
 def _load(decoder: Decoder, by: Instruction) -> Action:
     space, names, size = _space(by), elements(by.operands[0]), WIDTH[by.fields[-1]]
@@ -50,10 +40,12 @@ def _load(decoder: Decoder, by: Instruction) -> Action:
     if space == "param":
         source, (_, to) = decoder.slots[by.operands[1].strip("[] ")], targets[0]
         return decoder.compute(by, [source], lambda value: value.astype(to))
-    address = decoder.address(by.operands[1])
+    address, width = decoder.address(by.operands[1]), size * len(names)
+    if space == "shared":
+        decoder.element_bytes = min(decoder.element_bytes, width)
 
     def act(programs: Programs, mask: Mask) -> None:
-        access = programs.access(by, address(programs), size * len(names), mask)
+        access = programs.access(by, address(programs), width, mask)
         memory = programs.memory if space == "global" else programs.shared
         items = memory.load(access).view(UNSIGNED[size])
         for i, (slot, bits) in enumerate(targets):
@@ -67,11 +59,14 @@ def _store(decoder: Decoder, by: Instruction) -> Action:
     space, kind = _space(by), by.fields[-1]
     size, address = WIDTH[kind], decoder.address(by.operands[0])
     sources = decoder.vector(by.operands[1], kind if kind in BITS else "b32")
+    width = size * len(sources)
     if len(sources) != _vector(by):
         raise Unsupported(by.text)
+    if space == "shared":
+        decoder.element_bytes = min(decoder.element_bytes, width)
 
     def act(programs: Programs, mask: Mask) -> None:
-        access = programs.access(by, address(programs), size * len(sources), mask)
+        access = programs.access(by, address(programs), width, mask)
         raw = np.empty((len(access.address), len(sources)), UNSIGNED[size])
         for i, slot in enumerate(sources):
             raw[:, i] = programs.full(programs.registers[slot])[access.chosen]
@@ -114,6 +109,7 @@ def _copy(decoder: Decoder, by: Instruction) -> Action:
         raise Unsupported(by.text)
     target, source = decoder.address(by.operands[0]), decoder.address(by.operands[1])
     size = int(by.operands[2], 0)
+    decoder.element_bytes = min(decoder.element_bytes, size)
     limit = decoder.source(by.operands[3] if len(by.operands) > 3 else str(size), "b32")
 
     def act(programs: Programs, mask: Mask) -> None:
