@@ -71,27 +71,12 @@ class Access:
         return lanes
 
     def note(
-        self,
-        space: str,
-        index: Array,
-        n: int,
-        *values: Array,
-        write: bool,
-        ordered: bool = False,
+        self, space: str, index: Array, n: int, *raw: Array, write: bool, ordered: bool = False
     ) -> None:
-        """Add rows of n elements to the trace, and to the checksum who accesses what, with values.
-
-        Args:
-            space: "global" or "shared".
-            index: the rows, [k].
-            n: length of a row.
-            values: what is written.
-            write: whether the access is a write.
-            ordered: whether it is an atomic with an order.
-        """
+        """Add rows [k] of n elements to the checksum, with what is written, and to the trace."""
         sums = self.lanes.checksums
         if sums:
-            for each in (np.array(self.by.index), self.lane, self.address, *values):
+            for each in (np.array(self.by.index), self.lane, self.address, *raw):
                 sums[space] = crc32(each.tobytes(), sums[space])
         if self.lanes.trace:
             self.lanes.trace.add(self, space, index, n, write=write, ordered=ordered)

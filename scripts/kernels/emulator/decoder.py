@@ -2,14 +2,16 @@
 
 import re
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from .access import Array
 from .programs import Action, Blocks, Mask, Programs
-from .ptx import Instruction, Kernel, Unsupported
-from .shared_memory import BASE
+from .ptx import Instruction, Unsupported, parse
+from .shared_memory import BASE, PIECE
 
 BITS: dict[str, Any] = {
     "pred": np.bool_,
@@ -39,18 +41,38 @@ def instruction(*mnemonics: str) -> Callable[[Builder], Builder]:
 
 
 class Decoder:
-    """Resolves the operands of a kernel's instructions.
+    """Resolves the operands of the instructions of a kernel, which is then ready to run.
 
     Attributes:
-        slots: places of registers among those of `Programs`.
+        kernel: the parsed text.
+        slots: places of registers and parameters among the registers of `Programs`.
         initial: values of registers and constants; None for no value yet.
+        element_bytes: least bytes of shared memory that a thread accesses at a time.
+        blocks: the actions.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self._local = kernel, kernel.local_registers()
-        self.slots = {name: i for i, name in enumerate([*kernel.registers, *SPECIAL])}
+    def __init__(self, text: str) -> None:
+        self.kernel = parse(text)
+        self._local = self.kernel.local_registers()
+        names = [*self.kernel.registers, *SPECIAL, *self.kernel.parameters]
+        self.slots = {name: i for i, name in enumerate(names)}
         self.initial: list[Array | None] = [None] * len(self.slots)
         self._constants: dict[tuple[int, str], int] = {}
+        self.element_bytes = PIECE
+        self.blocks: Blocks = {}
+        for block in self.kernel.blocks:
+            actions = self.actions(self.kernel.instructions[block.start : block.stop])
+            self.blocks[block.start] = actions, block.stop
+
+    def changed(self, by: Instruction) -> "Decoder":
+        """The kernel with another instruction in the place of the one with its index."""
+        other, block = copy(self), self.kernel.block_of(by.index)
+        instructions = [*self.kernel.instructions]
+        instructions[by.index] = by
+        other.kernel = replace(self.kernel, instructions=instructions)
+        actions = other.actions(instructions[block.start : block.stop])
+        other.blocks = self.blocks | {block.start: (actions, block.stop)}
+        return other
 
     def source(self, text: str, kind: str) -> int:
         """The slot of a register, or of a constant of a type."""
@@ -102,17 +124,12 @@ class Decoder:
 
         return unmasked if local and by.guard is None else masked
 
-    def actions(self) -> Blocks:
-        """The actions of all blocks."""
-        every, blocks = self.kernel.instructions, self.kernel.blocks
-        return {each.start: (self.block([every[i] for i in each]), each.stop) for each in blocks}
-
-    def block(self, instructions: list[Instruction]) -> list[tuple[Instruction, Action]]:
+    def actions(self, instructions: list[Instruction]) -> list[tuple[Instruction, Action]]:
         """The actions of instructions, but for those that the scheduler itself executes."""
         return [(each, self._build(each)) for each in instructions if not _moves_control(each)]
 
     def _build(self, by: Instruction) -> Action:
-        """What an instruction does where its guard is true."""
+        """What an instruction does where its guard is true, if it is anywhere."""
         if by.mnemonic not in BUILDERS or REFUSED & set(by.fields):
             raise Unsupported(f"instruction {by.text!r} of {self.kernel.name}")
         try:
@@ -126,7 +143,9 @@ class Decoder:
         def guarded(programs: Programs, mask: Mask) -> None:
             guard: Array = programs.registers[slot]
             guard = ~guard if negated else guard
-            act(programs, guard if mask is None else guard & mask)
+            where = guard & mask
+            if where.any():
+                act(programs, where)
 
         return guarded
 

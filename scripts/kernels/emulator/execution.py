@@ -1,11 +1,9 @@
 """Execution of launches: compiled to PTX for an architecture, and run on a CPU."""
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,18 +12,18 @@ from unittest import mock
 import numpy as np
 from torch import Tensor
 
-from . import arithmetic, tensor_cores, transfers
+from . import tensor_cores, transfers
 from .access import Array, Lanes
 from .allocations import Allocations, extent, parts, raw_bytes
 from .decoder import BITS, Decoder
 from .global_memory import SPACING, Buffer, GlobalMemory
 from .programs import Programs, Scheduler
-from .ptx import Instruction, Unsupported, parse
-from .shared_memory import PIECE, SharedMemory
+from .ptx import Unsupported
+from .shared_memory import SharedMemory
 from .trace import Trace
 
-BUILT_BY = (arithmetic, tensor_cores, transfers)
-"""Modules that define instructions."""
+BUILT_BY = (tensor_cores, transfers)
+"""Modules that define instructions, with those of `arithmetic`, which they import."""
 NUM_LANES = 8192
 """Threads of the programs that run together."""
 
@@ -60,30 +58,10 @@ def compiled(kernel: Any, capability: int, *args: Any, **kwargs: Any) -> Any:
     return kernel.warmup(*map(mocked, args), grid=(1,), **named)
 
 
-class Code:
-    """A kernel that is ready to run."""
-
-    def __init__(self, text: str) -> None:
-        self.kernel = parse(text)
-        self.decoder = Decoder(self.kernel)
-        self.blocks = self.decoder.actions()
-        self.element_bytes = min([PIECE, *map(transfers.shared_width, self.kernel.instructions)])
-
-    def changed(self, by: Instruction) -> "Code":
-        """The code with another instruction in the place of the one with its index."""
-        other, instructions = copy(self), [*self.kernel.instructions]
-        instructions[by.index] = by
-        block = self.kernel.block_of(by.index)
-        other.kernel = replace(self.kernel, instructions=instructions)
-        actions = self.decoder.block([instructions[i] for i in block])
-        other.blocks = self.blocks | {block.start: (actions, block.stop)}
-        return other
-
-
 @cache
-def decoded(text: str) -> Code:
-    """The code of a PTX file, decoded once."""
-    return Code(text)
+def decoded(text: str) -> Decoder:
+    """The kernel of a PTX file, decoded once."""
+    return Decoder(text)
 
 
 class Request(NamedTuple):
@@ -167,7 +145,7 @@ class Run:
     def __init__(
         self,
         request: Request,
-        code: Code,
+        code: Decoder,
         order: str = "together",
         counting: bool = False,
         limit: int = 1 << 60,
@@ -195,22 +173,20 @@ class Run:
 
     def _run(self, lanes: Lanes, order: str, limit: int) -> None:
         """Execute some programs together."""
-        decoder = self._code.decoder
-        registers: list[Any] = list(decoder.initial)
-        special = {
-            "%tid.x": np.arange(lanes.num_threads)[None],
-            "%ctaid.x": lanes.ids[:, None],
-            "%nctaid.x": np.array([[self.request.num_programs]]),
+        code = self._code
+        registers: list[Any] = list(code.initial)
+        given = {
+            "%tid.x": np.arange(lanes.num_threads, dtype=np.uint32)[None],
+            "%ctaid.x": lanes.ids[:, None].astype(np.uint32),
+            "%nctaid.x": np.full((1, 1), self.request.num_programs, np.uint32),
+            **self._parameters(),
         }
-        for name, value in special.items():
-            registers[decoder.slots[name]] = value.astype(np.uint32)
+        for name, value in given.items():
+            registers[code.slots[name]] = value
         lanes.checksums = dict.fromkeys(self.checksums, 0)
-        shared = SharedMemory(lanes, self.request.num_shared_bytes, self._code.element_bytes)
-        programs = Programs(
-            self._code.kernel, lanes, self.memory, shared, registers, decoder.slots,
-            self._parameters(),
-        )  # fmt: skip
-        scheduler = Scheduler(programs, self._code.blocks, order, self._random, limit)
+        shared = SharedMemory(lanes, self.request.num_shared_bytes, code.element_bytes)
+        programs = Programs(code.kernel, lanes, self.memory, shared, registers, code.slots)
+        scheduler = Scheduler(programs, code.blocks, order, self._random, limit)
         scheduler.run()
         self.num_instructions += scheduler.num_instructions
         self.reached |= scheduler.reached
@@ -224,11 +200,10 @@ class Run:
         values = [*self.request.values, *[0] * (len(types) - len(self.request.values))]
         parameters: dict[str, Array] = {}
         for (name, kind), value in zip(types.items(), values, strict=True):
-            bits = BITS[kind]
             if isinstance(value, float):
-                value = int(np.array(value, arithmetic.TYPES[kind]).view(bits))
-            size = 8 * np.dtype(bits).itemsize
-            parameters[name] = np.full((1, 1), value & ((1 << size) - 1), bits)
+                value = int(np.float32(value).view(np.uint32))
+            size = 8 * np.dtype(BITS[kind]).itemsize
+            parameters[name] = np.full((1, 1), value & ((1 << size) - 1), BITS[kind])
         return parameters
 
 
@@ -275,9 +250,9 @@ class Emulator:
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         """Compile a kernel and execute it."""
-        num_programs = math.prod(grid)
-        if len(grid) > 1 and num_programs > grid[0]:
-            raise Unsupported(f"a grid of several axes, {grid}")
+        if not isinstance(grid, tuple) or len(grid) != 1:
+            raise Unsupported(f"a grid that is not a tuple of one number: {grid}")
+        (num_programs,) = grid
         if not num_programs:
             return
         named = {name: value for name, value in kwargs.items() if name in kernel.arg_names}

@@ -208,7 +208,7 @@ def _shift_operand(decoder: Decoder, by: Instruction) -> Action:
     """The instruction behind `shifted.operand.delta.`, with a register that is larger meanwhile."""
     _, operand, delta, *fields = by.fields
     slot = decoder.slots[by.operands[int(operand)]]
-    ((_, act),) = decoder.block([replace(by, fields=tuple(fields))])
+    ((_, act),) = decoder.actions([replace(by, fields=tuple(fields))])
 
     def shifted(programs: Programs, mask: Mask) -> None:
         before = programs.registers[slot]
@@ -224,7 +224,7 @@ def _shift_operand(decoder: Decoder, by: Instruction) -> Action:
 def _narrow(decoder: Decoder, by: Instruction) -> Action:
     """The instruction behind `narrowed.product.` or `narrowed.sum.`, whose result has 32 bits."""
     (_, what, *fields), slot = by.fields, decoder.slots[by.operands[0]]
-    ((_, act),) = decoder.block([replace(by, fields=tuple(fields))])
+    ((_, act),) = decoder.actions([replace(by, fields=tuple(fields))])
     added = decoder.sources(by.operands[3:], "b64") if what == "product" else []
 
     def narrowed(programs: Programs, mask: Mask) -> None:

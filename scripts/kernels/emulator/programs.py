@@ -3,7 +3,7 @@
 Registers are arrays [programs, threads], or with a size of 1 where all programs or all threads have
 the same value, so that an instruction is one operation of numpy for all threads that execute it.
 Those that are at the first instruction run, so that paths meet again as soon as they can. A mask is
-None for all threads, [programs, 1] or [programs, threads].
+`ALL`, [programs, 1] or [programs, threads].
 """
 
 from collections.abc import Callable
@@ -16,7 +16,9 @@ from .global_memory import GlobalMemory
 from .ptx import Instruction, Kernel
 from .shared_memory import SharedMemory
 
-Mask = Array | None
+Mask = Array
+ALL = np.ones((1, 1), np.bool_)
+"""The mask of all threads."""
 Action = Callable[["Programs", Mask], None]
 Blocks = dict[int, tuple[list[tuple[Instruction, Action]], int]]
 """Actions of every block by its first instruction, and where it ends."""
@@ -36,10 +38,9 @@ class Programs:
         shared: SharedMemory,
         registers: list[Any],
         slots: dict[str, int],
-        parameters: dict[str, Array],
     ) -> None:
         self.kernel, self.lanes, self.memory, self.shared = kernel, lanes, memory, shared
-        self.registers, self.slots, self.parameters = registers, slots, parameters
+        self.registers, self.slots = registers, slots
         self.shape = (len(lanes.ids), kernel.num_threads)
         self.writing: dict[str, Array] = {}
 
@@ -55,7 +56,7 @@ class Programs:
     def set(self, slot: int, value: Array, mask: Mask) -> None:
         """Write a register where a mask is true."""
         old = self.registers[slot]
-        self.registers[slot] = value if mask is None or old is None else np.where(mask, value, old)
+        self.registers[slot] = value if mask is ALL or old is None else np.where(mask, value, old)
 
     def set_lanes(self, slot: int, value: Array, chosen: Any) -> None:
         """Write a register of the chosen lanes."""
@@ -67,26 +68,25 @@ class Programs:
         new[chosen] = value
         self.registers[slot] = new.reshape(self.shape)
 
-    def access(self, by: Instruction, address: Array, width: int, mask: Mask) -> Access | None:
-        """The access of the threads of a mask; None if there are none."""
+    def access(self, by: Instruction, address: Array, width: int, mask: Mask) -> Access:
+        """The access of the threads of a mask."""
         chosen = self.chosen(mask)
-        where = self.full(address)[chosen]
-        return Access(by, where, width, self.lanes, chosen) if len(where) else None
+        return Access(by, self.full(address)[chosen], width, self.lanes, chosen)
 
     def chosen(self, mask: Mask) -> Any:
         """The lanes of a mask, as an index."""
-        return slice(None) if mask is None else np.flatnonzero(self.full(mask))
+        return slice(None) if mask is ALL else np.flatnonzero(self.full(mask))
 
     def rows(self, by: Instruction, mask: Mask) -> Array:
         """The programs of a mask, which must be programs as a whole."""
-        threads = np.broadcast_to(True if mask is None else mask, self.shape)
+        threads = np.broadcast_to(mask, self.shape)
         if (threads.any(1) != threads.all(1)).any():
             self.fail(by, "executed by some threads of a program")
         return np.flatnonzero(threads.all(1))
 
     def require_whole_warps(self, by: Instruction, mask: Mask) -> None:
         """Raise if a warp instruction is executed by some threads of a warp."""
-        if mask is not None and mask.shape[1] > 1:
+        if mask.shape[1] > 1:
             warps = self.full(mask).reshape(-1, 32)
             if (warps.any(1) != warps.all(1)).any():
                 self.fail(by, "executed by some threads of a warp")
@@ -97,7 +97,7 @@ class Programs:
 
     def check_products(self, by: Instruction, mask: Mask) -> None:
         """Raise if an instruction uses registers of a wgmma that is running."""
-        active = np.broadcast_to(True if mask is None else mask, self.shape).any(1)
+        active = np.broadcast_to(mask, self.shape).any(1)
         waits = self.shared.product_waits[:, 0]
         for name in (by.writes | by.reads) & self.writing.keys():
             if ((self.writing[name] >= waits) & active).any():
@@ -232,8 +232,8 @@ class Scheduler:
 
 
 def _smallest(threads: Array) -> Mask:
-    """A mask as None or [programs, 1], if it says the same."""
+    """A mask as `ALL` or [programs, 1], if it says the same."""
     if threads.all():
-        return None
+        return ALL
     whole: Array = np.asarray(threads.all(1))
     return whole[:, None] if (whole == threads.any(1)).all() else threads

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("triton")
 
 from . import Fault, Unsupported
-from .execution import Code, Request, Run
+from .execution import Request, Run, decoded
 from .global_memory import SPACING, Buffer, GlobalMemory
 from .judge import SEEN, Judge
 
@@ -88,7 +88,7 @@ def run(
         Buffer("results", numbers.copy(), np.zeros(256, np.bool_), 4, 2 * SPACING),
     ]
     request = Request(text, num_programs, 512, tensors, [SPACING, 2 * SPACING])
-    return Run(request, Code(text), order, counting=True, limit=1000)
+    return Run(request, decoded(text), order, counting=True, limit=1000)
 
 
 @pytest.mark.parametrize("what", FAULTS)

@@ -10,7 +10,6 @@ from .arithmetic import TYPES
 from .decoder import BITS, Decoder, elements, instruction
 from .programs import Action, Mask, Programs
 from .ptx import Instruction, Unsupported
-from .shared_memory import PIECE
 
 WIDTH = {"b8": 1, "b16": 2, "b32": 4, "s32": 4, "u32": 4, "f32": 4, "b64": 8}
 """Bytes by type."""
@@ -32,15 +31,6 @@ def _vector(by: Instruction) -> int:
     return next((int(each[1:]) for each in by.fields if re.fullmatch(r"v\d", each)), 1)
 
 
-def shared_width(by: Instruction) -> int:
-    """Bytes of shared memory that a thread accesses at a time; many if it accesses none."""
-    if by.mnemonic == "cp" and len(by.operands) > 2:
-        return int(by.operands[2], 0)
-    if by.mnemonic in {"ld", "st"} and _space(by) == "shared":
-        return WIDTH[by.fields[-1]] * _vector(by)
-    return PIECE
-
-
 @instruction("ld")
 def _load(decoder: Decoder, by: Instruction) -> Action:
     space, names, size = _space(by), elements(by.operands[0]), WIDTH[by.fields[-1]]
@@ -48,16 +38,14 @@ def _load(decoder: Decoder, by: Instruction) -> Action:
     if len(names) != _vector(by):
         raise Unsupported(by.text)
     if space == "param":
-        (slot, bits), parameter = targets[0], by.operands[1].strip("[] ")
-        return lambda programs, mask: programs.set(
-            slot, programs.parameters[parameter].astype(bits), mask
-        )
-    address = decoder.address(by.operands[1])
+        source, (_, to) = decoder.slots[by.operands[1].strip("[] ")], targets[0]
+        return decoder.compute(by, [source], lambda value: value.astype(to))
+    address, width = decoder.address(by.operands[1]), size * len(names)
+    if space == "shared":
+        decoder.element_bytes = min(decoder.element_bytes, width)
 
     def act(programs: Programs, mask: Mask) -> None:
-        access = programs.access(by, address(programs), size * len(names), mask)
-        if access is None:
-            return
+        access = programs.access(by, address(programs), width, mask)
         memory = programs.memory if space == "global" else programs.shared
         items = memory.load(access).view(UNSIGNED[size])
         for i, (slot, bits) in enumerate(targets):
@@ -71,13 +59,14 @@ def _store(decoder: Decoder, by: Instruction) -> Action:
     space, kind = _space(by), by.fields[-1]
     size, address = WIDTH[kind], decoder.address(by.operands[0])
     sources = decoder.vector(by.operands[1], kind if kind in BITS else "b32")
+    width = size * len(sources)
     if len(sources) != _vector(by):
         raise Unsupported(by.text)
+    if space == "shared":
+        decoder.element_bytes = min(decoder.element_bytes, width)
 
     def act(programs: Programs, mask: Mask) -> None:
-        access = programs.access(by, address(programs), size * len(sources), mask)
-        if access is None:
-            return
+        access = programs.access(by, address(programs), width, mask)
         raw = np.empty((len(access.address), len(sources)), UNSIGNED[size])
         for i, slot in enumerate(sources):
             raw[:, i] = programs.full(programs.registers[slot])[access.chosen]
@@ -99,10 +88,9 @@ def _atomic(decoder: Decoder, by: Instruction) -> Action:
 
     def act(programs: Programs, mask: Mask) -> None:
         access = programs.access(by, address(programs), 4, mask)
-        if access is not None:
-            added = programs.full(programs.registers[source])[access.chosen]
-            old = programs.memory.atomic(access, added, ordered=order == "acq_rel")
-            programs.set_lanes(slot, old, access.chosen)
+        added = programs.full(programs.registers[source])[access.chosen]
+        old = programs.memory.atomic(access, added, ordered=order == "acq_rel")
+        programs.set_lanes(slot, old, access.chosen)
 
     return act
 
@@ -121,19 +109,18 @@ def _copy(decoder: Decoder, by: Instruction) -> Action:
         raise Unsupported(by.text)
     target, source = decoder.address(by.operands[0]), decoder.address(by.operands[1])
     size = int(by.operands[2], 0)
+    decoder.element_bytes = min(decoder.element_bytes, size)
     limit = decoder.source(by.operands[3] if len(by.operands) > 3 else str(size), "b32")
 
     def act(programs: Programs, mask: Mask) -> None:
         access = programs.access(by, target(programs), size, mask)
-        if access is None:
-            return
         length = programs.full(programs.registers[limit])
         if not np.isin(length[access.chosen], (0, size)).all():
             raise Unsupported(f"partial copy {by.text}")
         raw = np.zeros((programs.lanes.size, size), np.uint8)
-        reads = (length == size) & (True if mask is None else programs.full(mask))
-        loading = programs.access(by, source(programs), size, reads.reshape(programs.shape))
-        if loading is not None:
+        reads = (length == size) & programs.full(mask)
+        if reads.any():
+            loading = programs.access(by, source(programs), size, reads.reshape(programs.shape))
             raw[loading.chosen] = programs.memory.load(loading)
         programs.shared.copy(access, raw[access.chosen])
 
@@ -197,16 +184,16 @@ def _reduce(decoder: Decoder, by: Instruction) -> Action:
 
 def _row_access(
     decoder: Decoder, by: Instruction, operand: str, count: int
-) -> Callable[[Programs, Mask], Access | None]:
+) -> Callable[[Programs, Mask], Access]:
     """The access of the threads whose addresses are used: of the rows of `count` 8 x 8 matrices."""
     address = decoder.address(operand)
     if f".m8n8.x{count}." not in ".".join(by.fields):
         raise Unsupported(by.text)
 
-    def access(programs: Programs, mask: Mask) -> Access | None:
+    def access(programs: Programs, mask: Mask) -> Access:
         programs.require_whole_warps(by, mask)
         used = (programs.lanes.thread % 32 < 8 * count).reshape(programs.shape)
-        return programs.access(by, address(programs), 16, used if mask is None else used & mask)
+        return programs.access(by, address(programs), 16, used & mask)
 
     return access
 
@@ -218,8 +205,6 @@ def _load_matrices(decoder: Decoder, by: Instruction) -> Action:
 
     def act(programs: Programs, mask: Mask) -> None:
         access = access_of(programs, mask)
-        if access is None:
-            return
         rows = np.zeros((programs.lanes.size, 8), np.uint16)
         rows[access.chosen] = programs.shared.load(access).view(np.uint16)
         matrices = rows.reshape(-1, 4, 8, 8)  # [warps, matrix, row, column]
@@ -239,8 +224,6 @@ def _store_matrices(decoder: Decoder, by: Instruction) -> Action:
 
     def act(programs: Programs, mask: Mask) -> None:
         access = access_of(programs, mask)
-        if access is None:
-            return
         matrices = np.zeros((programs.lanes.size // 32, 4, 8, 8), np.uint16)
         for i, slot in enumerate(sources):
             value = programs.warps(slot)

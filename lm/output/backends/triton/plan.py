@@ -106,6 +106,8 @@ class Plan:
     """What the sizes of a batch decide."""
 
     tiles: Tiles
+    errors_tile: Tile  # of `_errors`, which reads blocks as the forward writes them
+    rows_tile: Tile  # of heavy nodes in `_rows`
     num_positions: int
     num_nodes: int
     most: Sizes  # of the lists of the routing
@@ -132,16 +134,6 @@ class Plan:
     def sort_tile(self) -> Tile:
         """The tile of `_sort`."""
         return Tile(self.runs[1], 0, 0, 8, 1)
-
-    @cached_property
-    def errors_tile(self) -> Tile:
-        """The tile of `_errors`."""
-        return self.tiles.errors._replace(c=self.tiles.forward.c)
-
-    @cached_property
-    def rows_tile(self) -> Tile:
-        """The tile of heavy nodes in `_rows`."""
-        return self.tiles.heavy._replace(warps=self.tiles.light.warps)
 
     @cached_property
     def acc(self) -> Any:
@@ -207,6 +199,8 @@ def _new_plan(problem: Problem) -> Plan:
     most, hidden_size = sizes(problem, shape), hidden.shape[1]
     return Plan(
         tiles=shape,
+        errors_tile=shape.errors._replace(c=shape.forward.c),
+        rows_tile=shape.heavy._replace(warps=shape.light.warps),
         num_positions=problem.num_positions,
         num_nodes=problem.tree.num_children.numel(),
         most=most,

@@ -30,7 +30,6 @@ MIXED = Tiles(
 
 GRID: dict[str, tuple[ClassTree, int, int, Tiles, int]] = {
     # name: tree, positions, H, tiles, splits
-    "no position": (two_level(50, 7), 0, 20, SMALL, 1),
     "one position: everything is light": (two_level(50, 7), 1, 20, SMALL, 1),
     "exactly LIGHT positions: the root is light": (two_level(50, 7), LIGHT, 20, SMALL, 1),
     "one more: the root is heavy": (two_level(50, 7), LIGHT + 1, 20, SMALL, 1),
@@ -125,6 +124,8 @@ def test_a_batch_that_would_save_too_much_is_computed_in_parts(
         each = nll([*inputs, target], tree, **options)
         found = torch.autograd.grad(each, inputs, upstream)
         results.append([each.detach(), *(grad.to_dense() for grad in found)])
+        of_hidden = nll([hidden, weight.detach(), target], tree, **options)
+        results[-1] += torch.autograd.grad(of_hidden, hidden, upstream)
     if reduction == "none":
         assert torch.equal(results[0][0], expected)
     for ours, plain in zip(*results, strict=True):
