@@ -95,10 +95,7 @@ class LoadedModel:
 
     def word(self, id: int) -> str:
         """The word, or piece of one, of a token id; an item as its table has it."""
-        (token,) = self._ids([id])
-        return (
-            self.tokenizer.token(token) if self._catalogue is None else self._catalogue.item(token)
-        )
+        return self._name(*self._ids([id]))
 
     def unknown_words(self, text: str) -> list[str]:
         """The distinct words of a text that contain something unknown, in their order."""
@@ -109,8 +106,11 @@ class LoadedModel:
 
         A model of independent sequences has items in place of token ids, integers too.
         """
-        of_ids = self._ids if self._catalogue is None else self._item_ids
-        return self._start(self.encode(prefix) if isinstance(prefix, str) else of_ids(prefix))
+        return self._start(self._read(prefix))
+
+    def _read(self, prefix: str | Sequence[Word]) -> list[int]:
+        """Token ids of a text, or of token ids or items."""
+        return self.encode(prefix) if isinstance(prefix, str) else self._item_ids(prefix)
 
     def _start(self, ids: list[int]) -> State:
         """The state after token ids."""
@@ -192,9 +192,8 @@ class LoadedModel:
         They are exact; a tree computes only the classes that may hold one of them. `id` has the
         token id of each.
 
-        A model of independent sequences has items as tokens. A list of text or integers is then the
-        items of a user, of which those that are not in the catalogue are left out with a warning,
-        and `<eos>` is no item. Text is not divided into items.
+        A model of independent sequences has items, see `start`: those that are not in the catalogue
+        are left out with a warning, and `<eos>` is no item. Text is not divided into items.
 
         Args:
             prefix: what comes before.
@@ -211,22 +210,18 @@ class LoadedModel:
             special = self._catalogue.special
             if isinstance(prefix, str) and prefix:
                 raise ValueError(f"expected a list of items, got {prefix!r}")
-        if isinstance(prefix, State):
-            state, ids = self._own(prefix), None
-        else:
-            ids = self.encode(prefix) if isinstance(prefix, str) else self._item_ids(prefix)
-            state = self._start(ids)
+        ids = [] if isinstance(prefix, State) else self._read(prefix)
         if exclude == "seen":
-            if ids is None:
+            if isinstance(prefix, State):
                 raise ValueError("exclude: a state does not have the tokens that it has read")
             excluded = ids
         elif not isinstance(exclude, str):
             excluded = self._item_ids(exclude)
         elif exclude != "nothing":
             raise ValueError(f"exclude must be nothing, seen or a list, got {exclude!r}")
+        state = self._own(prefix) if isinstance(prefix, State) else self._start(ids)
         log_prob, word = self.model.output.topk(state.hidden, k, excluded=[*special, *excluded])
-        names = self.tokenizer.token if self._catalogue is None else self._catalogue.item
-        return list(zip(map(names, word.tolist()), log_prob.tolist(), strict=True))
+        return list(zip(map(self._name, word.tolist()), log_prob.tolist(), strict=True))
 
     def candidate_log_prob(self, prefix: Prefix, words: Sequence[Word]) -> Tensor:
         """Log-probabilities [K] of some next words, at the cost of their paths in the tree.
@@ -262,10 +257,7 @@ class LoadedModel:
         return log_prob + log_prob.new_tensor(of_unknown)
 
     def score(self, sentences: Iterable[str]) -> list[LineScore]:
-        """Scores of independent sentences and of the `<eos>` after each, as `lm score`.
-
-        Each is one line, whose line end may be left out.
-        """
+        """Scores of sentences of a line each, and of the `<eos>` after each, as `lm score`."""
         lines = []
         for sentence in listed("sentences", sentences):
             lines.append(checked_text(sentence).removesuffix("\n"))
@@ -274,11 +266,7 @@ class LoadedModel:
         return list(self._scorer.sentences(lines))
 
     def evaluate(self, text: str) -> Evaluation:
-        """Every figure of `lm evaluate --text` for a text of one or more lines.
-
-        Raises:
-            UserError: if the text is empty.
-        """
+        """Every figure of `lm evaluate --text` for a text; UserError if it is empty."""
         lines = text.removesuffix("\n").split("\n") if checked_text(text) else []
         open_vocabulary = self._open_vocabulary
         return evaluate_text(self._run, lines, progress=False, open_vocabulary=open_vocabulary)
@@ -351,6 +339,9 @@ class LoadedModel:
     def _catalogue(self) -> Catalogue | None:
         """The items of a model of independent sequences."""
         return Catalogue(self._run) if self._run.is_independent else None
+
+    def _name(self, token: int) -> str:
+        return (self._catalogue.item if self._catalogue else self.tokenizer.token)(token)
 
     def _encode(self, word: Word) -> list[int]:
         """Token ids of a word, which may be one itself, or that of an item."""

@@ -177,7 +177,7 @@ def test_generation_equals_that_of_the_command(run: Path, printed: Callable[...,
             (lambda m, word=word: m.step(m.start(), word), "expected text or token ids, got .*")
             for word in (None, b"fox", ["fox"])
         ),
-        (lambda m: m.log_prob(b"fox"), "expected text or token ids, got b'fox'"),
+        (lambda m: m.log_prob(b"fox"), "expected a list of tokens or items, got b'fox'"),
         (lambda m: m.encode("a \udcff"), r"the text 'a \\udcff' is not valid Unicode"),
         (lambda m: m.unknown_words("a \udcff"), r"the text 'a \\udcff' is not valid Unicode"),
         (lambda m: m.generate(None), "expected text, got None"),

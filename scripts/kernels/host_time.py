@@ -33,7 +33,7 @@ from scripts.kernels.compilation import compiled_launch, values
 Seconds = NDArray[np.float64]
 """The least and the most."""
 DRIVER_LAUNCH = np.array([2e-6, 5e-6])
-"""Those of a launch in the driver. An assumption."""
+"""Seconds of a launch in the driver. An assumption."""
 _POSITIONS, _SIZE, _WORDS = 64, 64, 300
 """Small: the operations of torch on the CPU take no time of their own."""
 

@@ -67,7 +67,7 @@ data.split: time requires data.user_field, and no data.files.valid or data.files
 data: {sequences: independent, format: csv, user_field: u, split: time, time_field: null}
 data.split: time requires data.time_field, got None
 data: {sequences: independent, valid_from: '3'}
-data.valid_from and data.test_from require data.split: time, got files
+data.valid_from and data.test_from require data.split: time, and else null, got files
 data: {sequences: independent, format: csv, user_field: u, split: time, predict_eos: true}
 data.predict_eos requires data.split: files, got time
 name: a/b

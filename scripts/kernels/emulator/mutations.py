@@ -170,7 +170,7 @@ def _changes(by: Instruction) -> Iterator[tuple[str, Instruction]]:
 
 
 def _computations(program: _Program, by: Instruction) -> Iterator[tuple[str, Instruction]]:
-    """Likewise, of what ends a loop or computes an address.
+    """Other operands of what ends a loop or computes an address.
 
     A loop has a step less or more; a constant is one element, a factor or a power of two more; a
     register becomes another one; a sum or product has 32 bits.

@@ -37,7 +37,7 @@ def results(tree: ClassTree, inputs: list[Tensor], target: Tensor) -> list[Tenso
 
 
 def row_address(rows: Any, i: int) -> int:
-    """Of a row that is there, or of the end; of an array without numbers nothing is read."""
+    """Address of a row that is there, or of the end; nothing is read where there are no numbers."""
     assert 0 <= i <= len(rows) or not rows.size
     return int(rows.ctypes.data + i * rows.strides[0])
 
