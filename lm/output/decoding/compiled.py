@@ -4,6 +4,7 @@ They find and draw what the operations of PyTorch in `search` and `rejection` do
 of log-probabilities, without a call of PyTorch per node.
 """
 
+import math
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -31,8 +32,8 @@ MOST_ROWS = 1 / 8
 NODE_COST = 4096
 """Numbers of the table for each node that is opened in the order of probability: reading them takes
 ten times as long as finding the node."""
-NUCLEUS_WORDS, NUCLEUS_GROWTH = 64, 64
-"""Most probable words among which a nucleus is looked for first, and by how much more then."""
+ANY_RATIO = 5e-324
+"""Ratio to the largest weight that every word has."""
 BLOCK_ELEMENTS = 1 << 23
 """Most words that memory is reserved for at once; only those found take it."""
 
@@ -66,22 +67,21 @@ def topk(expander: Expander, k: int) -> TopK:
 
 
 def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Tensor, TopK]]:
-    """See `search.nuclei`. Where Z is not known to be 1, all words are found."""
-    num_words, is_exact = expander.tree.vocab_size, power == 1 and expander.is_plain
-    left, k = torch.arange(len(expander.hidden)), NUCLEUS_WORDS if is_exact else num_words
-    while len(left):
-        k = min(k, num_words)
-        part = expander.select(left)
-        words = topk(part, k)
-        expander.num_expanded += part.num_expanded
+    """See `search.nuclei`.
+
+    Where Z is known to be 1, the least probable word of a nucleus has at least the N-th part of
+    1 - p, and only such words are found; else all are.
+    """
+    is_exact, floor = power == 1 and expander.is_plain, -math.inf
+    rest = 1 - top_p * (1 + 1e-5)  # more than rounding changes the sum of all
+    if is_exact and rest > 0:
+        floor = math.log(rest / expander.tree.vocab_size)
+    for position, words, _ in _sets(expander, 0, power, ANY_RATIO, floor):
         log_weight = power * words.log_prob.double()
         mass = (log_weight if is_exact else log_weight - log_weight[:, :1]).exp().cumsum(dim=1)
-        total = torch.ones_like(mass[:, -1:]) if is_exact else mass[:, -1:]
-        size = (mass < top_p * total).sum(dim=1) + 1
-        done = (size <= k) | (k == num_words)
-        if bool(done.any()):
-            yield left[done], search.first(words.select(done), size[done].clamp(max=k))
-        left, k = left[~done], NUCLEUS_GROWTH * k
+        share = top_p if is_exact else top_p * mass[:, -1:]
+        size = (mass < share).sum(dim=1) + 1
+        yield position, search.first(words, size.clamp(max=mass.shape[1]))
 
 
 def within_ratio(expander: Expander, power: float, min_p: float) -> Iterator[tuple[Tensor, TopK]]:
@@ -91,7 +91,7 @@ def within_ratio(expander: Expander, power: float, min_p: float) -> Iterator[tup
 
 
 def _sets(
-    expander: Expander, k: int, power: float, ratio: float
+    expander: Expander, k: int, power: float, ratio: float, floor: float = -math.inf
 ) -> Iterator[tuple[Tensor, TopK, Tensor]]:
     """Sets of the most probable words of blocks of positions, see `search_loops.Goal`.
 
@@ -104,7 +104,7 @@ def _sets(
     many = k > 0 and num_positions > FEW
     most_rows = int(MOST_ROWS * tree.num_rows) if many else tree.num_rows
     most_nodes = expander.weight.numel() // NODE_COST
-    goal = search_loops.Goal(k, float(power), float(ratio), most_rows, most_nodes)
+    goal = search_loops.Goal(k, float(power), float(ratio), float(floor), most_rows, most_nodes)
     is_double = expander.hidden.dtype == torch.float64
     bits = own(torch.empty(0, dtype=torch.int64 if is_double else torch.int32))
     block = max(1, BLOCK_ELEMENTS // tree.vocab_size)

@@ -142,11 +142,9 @@ OTHERS: Options = {"excluded": (2, N - 1), "repetition_penalty": 1.4, "previous"
     ids=str,
 )
 def test_words_to_draw_from_are_those_of_the_definition(
-    shape: str, options: Options, others: Options, mode: str, monkeypatch: pytest.MonkeyPatch
+    shape: str, options: Options, others: Options, mode: str
 ) -> None:
     """The smallest set that reaches top_p; words within the ratio, by the nodes within it."""
-    monkeypatch.setattr(compiled, "NUCLEUS_WORDS", 3)
-    monkeypatch.setattr(compiled, "NUCLEUS_GROWTH", 2)
     layer = random_layer(shape)
     expander, row = Expander(*layer), layer[2].row_of_word
     if others:

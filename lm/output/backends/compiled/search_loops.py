@@ -1,6 +1,7 @@
 """Best-first search at one position after another, compiled by numba.
 
-What is found is defined by `topk` and `within_ratio` of `lm.output.decoding.search`.
+What is found is defined by `topk` and `within_ratio` of `lm.output.decoding.search`; nuclei are
+taken from the words above a floor.
 """
 
 import math
@@ -24,11 +25,12 @@ UNFINISHED, WRONG = -1, -2
 
 
 class Goal(NamedTuple):
-    """What to search for: the `k` most probable words, or for 0 those within the ratio."""
+    """What to search for: the `k` most probable words, or for 0 those within ratio and floor."""
 
     k: int
     power: float
     ratio: float
+    floor: float  # log-probability below which words are not needed
     most_rows: int  # opened of a position, beyond which it is left unfinished
     most_nodes: int  # opened in the order of probability
 
@@ -64,7 +66,7 @@ def _add(layer, goal, node, log_q, words):
             replace_first(best, best, goal.k, value, value)
     if goal.k == 0:
         cut = (goal.power * best[0] + math.log(goal.ratio)) / goal.power
-        state[0] = cut - 1e-14 * abs(cut)  # the division is rounded
+        state[0] = max(goal.floor, cut - 1e-14 * abs(cut))  # the division is rounded
     elif count[1] == goal.k:
         state[0] = best[0]
 
@@ -118,7 +120,7 @@ def _find(layer, p, goal, frontier, words, bits):
     """The size of the set of position p, or `UNFINISHED` or `WRONG`; see `search`."""
     log_prob, word, best, state, count = words
     begin(frontier)
-    count[:], state[0], best[0], num_rows = 0, -math.inf, -math.inf, 0
+    count[:], state[0], best[0], num_rows = 0, goal.floor, -math.inf, 0
     while frontier.count[QUEUED] and -frontier.key[0] >= state[0]:
         if num_rows > goal.most_rows:
             return UNFINISHED
