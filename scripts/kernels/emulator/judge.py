@@ -89,7 +89,7 @@ def _is_idle(kernel: Kernel, index: int, runs: list[Run]) -> bool:
         return False
     if not any(index in run.useful for run in runs):
         return True
-    ordered = {"ld", "st", "atom", "cp", "ldmatrix", "stmatrix", "wgmma", "bar", "fence"}
+    ordered = {"ld", "st", "atom", "red", "cp", "ldmatrix", "stmatrix", "wgmma", "bar", "fence"}
     if this.mnemonic == "wgmma":
         ordered -= {"bar", "fence", "wgmma"}
     ahead, met = {index + 1}, {index + 1}

@@ -10,7 +10,7 @@ ENTRY = re.compile(r"\.entry\s+(\w+)\s*\((.*?)\n\).*?\.reqntid\s+(\d+).*?\{(.*?)
 TOKEN = re.compile(r"\s*(?:(\$?\w+):(?!:)|([{}])(?=\s)|([^;]+);)")
 INSTRUCTION = re.compile(r"(?:@(!?)(%\w+) )?(\S+)\s*(.*)")
 OPERAND = re.compile(r"\{[^}]*\}|\[[^]]*\]|[^\s,][^,]*")
-NO_DESTINATION = {"st", "bra", "bar", "cp", "stmatrix", "fence"}
+NO_DESTINATION = {"st", "red", "bra", "bar", "cp", "stmatrix", "fence"}
 """Instructions whose first operand is not written."""
 SUSPENDING = {"bar", "atom"}
 """Instructions at which a program may wait for others."""

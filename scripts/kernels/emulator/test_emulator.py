@@ -157,7 +157,7 @@ def test_a_row_behind_4_gigabytes_is_read_unless_arithmetic_has_32_bits() -> Non
     [
         "tcgen05.mma %r0;",
         "bar.sync 1, 32;",
-        "red.global.gpu.relaxed.add.u32 [%rd0], 1;",
+        "red.global.gpu.relaxed.max.u32 [%rd0], 1;",
         "add.sat.f32 %r5, %r5, %r5;",
         "add.s32 %r1, %clock, 1;",
         "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r0}, {%r1}, %rd0, %p1, 1, 1, 0;",

@@ -76,21 +76,22 @@ def _store(decoder: Decoder, by: Instruction) -> Action:
     return act
 
 
-@instruction("atom")
+@instruction("atom", "red")
 def _atomic(decoder: Decoder, by: Instruction) -> Action:
-    order = by.fields[3]
-    if by.fields[:3] != ("atom", "global", "gpu") or by.fields[4:] != ("add", "u32"):
+    order, (*to, place, value) = by.fields[3], by.operands
+    if by.fields[1:3] != ("global", "gpu") or by.fields[4:] != ("add", "u32"):
         raise Unsupported(by.text)
-    if order not in {"relaxed", "acq_rel"}:
+    if order not in ({"relaxed", "acq_rel"} if to else {"relaxed"}):
         raise Unsupported(by.text)
-    slot, address = decoder.slots[by.operands[0]], decoder.address(by.operands[1])
-    source = decoder.source(by.operands[2], "u32")
+    slots, address = [decoder.slots[each] for each in to], decoder.address(place)
+    source = decoder.source(value, "u32")
 
     def act(programs: Programs, mask: Mask) -> None:
         access = programs.access(by, address(programs), 4, mask)
         added = programs.full(programs.registers[source])[access.chosen]
         old = programs.memory.atomic(access, added, ordered=order == "acq_rel")
-        programs.set_lanes(slot, old, access.chosen)
+        for slot in slots:
+            programs.set_lanes(slot, old, access.chosen)
 
     return act
 

@@ -105,7 +105,8 @@ def _factors(
     )  # fmt: skip
     num_h = -(-padded // tiles.heavy.h)
     chunk_tiles = most.chunk_tiles if needs.weight or needs.bias else 0
-    row_programs = min(chunk_tiles * num_h, ROW_PROGRAMS)
+    items = num_h + tiles.heavy.c // 16 * needs.bias
+    row_programs = min(chunk_tiles * items, ROW_PROGRAMS)
     hidden_tiles = 0 if d_hidden is None else -(-num_positions // tiles.heavy.v)
     launch(
         "_heavy", row_programs + hidden_tiles * num_h, tiles.heavy,

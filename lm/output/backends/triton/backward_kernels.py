@@ -104,12 +104,12 @@ def _heavy(
     visits_of, padded = _fields(routing, P, strides.D), _padded(strides, META)
     num_h = tl.cdiv(padded, META.tile.h)
     if tl.program_id(0) < row_programs:
-        num_tiles = tl.load(visits_of.num_entries + 4) * num_h
-        for i in range(tl.program_id(0), num_tiles, row_programs):
+        outputs = (None, partial.partial_rows, partial.partial_bias, padded)
+        num_items = tl.load(visits_of.num_entries + 4) * _num_items(outputs, 16, META)
+        for i in range(tl.program_id(0), num_items, row_programs):
             _heavy_rows(
-                visits_of.chunk_tiles + i // num_h * 12, (i % num_h) * META.tile.h,
-                inputs.sorted_hidden, errors_of.errors, None, tree, visits_of.node, strides, P,
-                (None, partial.partial_rows, partial.partial_bias, padded), ACC, META,
+                visits_of.chunk_tiles, i, inputs.sorted_hidden, errors_of.errors, None, tree,
+                visits_of.node, strides, P, outputs, 16, ACC, META,
             )  # fmt: skip
     elif d_hidden is not None:
         i = tl.program_id(0) - row_programs
@@ -120,11 +120,19 @@ def _heavy(
 
 
 @triton.jit
+def _num_items(outputs, PART: tl.constexpr, META: tl.constexpr):
+    """What programs do for an entry: tiles of columns, then biases of `PART` children each."""
+    _, _, biases, columns = outputs
+    num_h = tl.cdiv(columns, META.tile.h)
+    return num_h if biases is None else num_h + META.tile.c // PART
+
+
+@triton.jit
 def _heavy_rows(
-    entry, h0, sorted_hidden, errors, scale, tree, node, strides, P, outputs,
-    ACC: tl.constexpr, META: tl.constexpr,
+    entries, i, sorted_hidden, errors, scale, tree, node, strides, P, outputs,
+    PART: tl.constexpr, ACC: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
-    """Σ e' hᵀ over visits of a node, for a block of its children.
+    """Item i of Σ e' hᵀ and Σ e' over visits of a node, for a block of its children.
 
     Written to the rows where those of the node begin, `written_row` [I], or that the entry names.
     """
@@ -132,23 +140,26 @@ def _heavy_rows(
     STEP: tl.constexpr = META.tile.step
     hidden_stride, num_slots = _padded(strides, META), strides.path_slots * 16
     written_row, matrix, biases, columns = outputs
+    num_items = _num_items(outputs, PART, META)
+    entry, item = entries + i // num_items * 12, i % num_items
     flat, end, c0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) * BLOCK_C
     d, begin, n = flat // P, flat % P, tl.load(node + flat)
     first = tl.load(entry + 3 if written_row is None else written_row + n) + c0
     width, slot = tl.load(tree.num_children + n).to(tl.int32), _first_slot(tree.column, n, d)
-    c = c0 + tl.arange(0, BLOCK_C)
-    visits = (begin, end, slot, c, width, errors, num_slots)
-    if matrix is not None:
-        h = h0 + tl.arange(0, META.tile.h)
-        total = _row_sums(
-            visits, (sorted_hidden, hidden_stride), h, ACC, META.precision, STEP
-        )  # fmt: skip
-        _store_block(matrix, first, c < width, h, columns, columns, _scaled(total, scale))
-    if biases is not None:  # the programs of a block's columns share its children
-        for i in range(h0 // META.tile.h, BLOCK_C // 16, tl.cdiv(columns, META.tile.h)):
-            part = i * 16 + tl.arange(0, 16)
-            bias = _bias_sums((begin, end, slot, c0 + part, width, errors, num_slots), ACC, 256)
-            _store_biases(biases, first + part, c0 + part < width, bias, scale)
+    part = item - tl.cdiv(columns, META.tile.h)
+    if part < 0:
+        if matrix is not None:
+            h, c = item * META.tile.h + tl.arange(0, META.tile.h), c0 + tl.arange(0, BLOCK_C)
+            total = _row_sums(
+                (begin, end, slot, c, width, errors, num_slots), (sorted_hidden, hidden_stride), h,
+                ACC, META.precision, STEP,
+            )  # fmt: skip
+            _store_block(matrix, first, c < width, h, columns, columns, _scaled(total, scale))
+    elif biases is not None:
+        child = part * PART + tl.arange(0, PART)
+        visits = (begin, end, slot, c0 + child, width, errors, num_slots)
+        bias = _bias_sums(visits, ACC, 4096 // PART)
+        _store_biases(biases, first + child, c0 + child < width, bias, scale)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from lm.output.backends.triton.launch import VARYING
-from lm.output.backends.triton.routing_kernels import _fields
+from lm.output.backends.triton.routing_kernels import _fields, _light_entry
 
 
 @triton.jit
@@ -55,14 +55,6 @@ def _first_block(column, n, d, BLOCK_C: tl.constexpr, mask=None):
 
 
 @triton.jit
-def _has_few_visits(node, flat, P, LIGHT: tl.constexpr):
-    """Whether a light node, first visited at `flat`, has at most 16 visits: then tiles have 16."""
-    lane = tl.arange(0, LIGHT)
-    nodes = tl.load(node + flat + lane, mask=flat % P + lane < P, other=-1)
-    return tl.sum((nodes == tl.load(node + flat)).to(tl.int32), axis=0) <= 16
-
-
-@triton.jit
 def _base(m):
     """A finite number to subtract in place of a largest logit, so that -inf minus it is -inf."""
     return tl.where(m == float("-inf"), 0.0, m)
@@ -85,8 +77,8 @@ def _forward(
                 nll, visits_of, strides, P, META.tile.v, ACC, META,
             )  # fmt: skip
     elif tile - max_heavy < tl.load(visits_of.num_entries + 1):
-        flat = tl.load(visits_of.light_nodes + (tile - max_heavy) * 4)
-        if _has_few_visits(visits_of.node, flat, P, LIGHT):
+        flat, few = _light_entry(visits_of.light_nodes + (tile - max_heavy) * 4)
+        if few:
             _forward_tile(
                 flat, split, num_splits, inputs, tree, saved, nll, visits_of, strides, P,
                 16, ACC, META,

@@ -21,7 +21,7 @@ searched for each key.
 MERGE, PLAN = Tile(32, 32, 0, 8, 1, step=2), Tile(128, 16, 128, 4, 1, step=3)
 """Tiles of `_merge` and `_plan`, whose docstrings say of what."""
 HEADER, NUM_LISTS, ALL_VALID = 32, 8, 8
-"""Numbers before the positions: the first are `Routing.num_entries`, then `Routing.all_valid`."""
+"""Numbers before the positions: the first are `Routing.num_entries`, then two more."""
 FILLING_PROGRAMS = 64
 """Programs from which on more of them would not make d_weight faster."""
 MAX_CHUNKS, LEAST_CHUNKS, CHUNKED_COLUMNS = 12, 4, 1 << 16
@@ -41,6 +41,7 @@ class Routing(NamedTuple):
 
     num_entries: Any  # [8]
     all_valid: Any  # [], whether all targets are words or ignored
+    num_valid: Any  # [], how many are words
     position: Any  # [P], sorted by their target's node, depth first; ignored ones last
     light_level: Any  # [P], first level on which a position visits a light node; D for none
     rank: Any  # [P], of the node of a position's target
@@ -48,7 +49,7 @@ class Routing(NamedTuple):
     node: Any  # [D · P], that a sorted position visits on each level, root first; -1 for none
     child: Any  # [D · P], which child of the node is on the target's path; 0 for none
     heavy_tiles: Any  # [D · P], flat of the first visit of each tile of visits of a heavy node
-    light_nodes: Any  # [D · P], flat of the first visit of each light node
+    light_nodes: Any  # [D · P], flat of the first visit of each light node; -1 - flat: ≤ 16 visits
     light_groups: Any  # [D · P], those of them below no other light node
     row_tiles: Any  # [., 4]: flat, end of visits, block of children, unused
     chunk_tiles: Any  # [., 4]: flat, end of visits, block of children, row of sums
@@ -66,9 +67,9 @@ class Routing(NamedTuple):
         heavy_tiles, light_nodes, light_groups, _ = of_visits.view(-1, 4).unbind(1)
         row_tiles, chunk_tiles, split_tiles = tiles.view(-1, 3, 4).unbind(1)
         return cls(
-            header[:NUM_LISTS], header[ALL_VALID], position, light_level, rank, num_missing,
-            node, child, heavy_tiles, light_nodes, light_groups, row_tiles, chunk_tiles,
-            split_tiles,
+            header[:NUM_LISTS], header[ALL_VALID], header[ALL_VALID + 1], position, light_level,
+            rank, num_missing, node, child, heavy_tiles, light_nodes, light_groups, row_tiles,
+            chunk_tiles, split_tiles,
         )  # fmt: skip
 
 

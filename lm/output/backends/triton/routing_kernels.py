@@ -27,9 +27,17 @@ def _fields(routing, P, D):
     visits = child + D * P
     tiles = visits + 4 * D * P
     return Routing(
-        routing, routing + 8, position, position + size, position + 2 * size, position + 3 * size,
-        node, child, visits, visits + 1, visits + 2, tiles, tiles + 4, tiles + 8,
+        routing, routing + 8, routing + 9, position, position + size, position + 2 * size,
+        position + 3 * size, node, child, visits, visits + 1, visits + 2, tiles, tiles + 4,
+        tiles + 8,
     )  # fmt: skip
+
+
+@triton.jit
+def _light_entry(entry):
+    """Where a light node is first visited, and whether it has few visits: then tiles have 16."""
+    flat = tl.load(entry)
+    return tl.where(flat < 0, -1 - flat, flat), flat < 0
 
 
 @triton.jit
@@ -75,8 +83,8 @@ def _sort(
     tl.store(keys + i, tl.sort(key) if SORTED else key)
     for n0 in range(tl.program_id(0) * BLOCK_V, num_nodes, tl.num_programs(0) * BLOCK_V):
         tl.store(visited + n0 + lane, tl.zeros([BLOCK_V], tl.int8), mask=n0 + lane < num_nodes)
-    if tl.program_id(0) == 0:  # no entries, and all targets valid
-        tl.store(routing + lane, (lane == 8).to(tl.int32), mask=lane < 9)
+    if tl.program_id(0) == 0:  # no entries, all targets valid, and none counted
+        tl.store(routing + lane, (lane == 8).to(tl.int32), mask=lane < 10)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -108,6 +116,7 @@ def _merge(
     word = tl.load(target + p, mask=in_batch, other=0)
     valid = in_batch & _is_word(word, N, ignore_index)
     tl.store(to.all_valid + v * 0, 0, mask=in_batch & (valid == 0) & (word != ignore_index))
+    tl.atomic_add(to.num_valid, tl.sum(valid.to(tl.int32), axis=0), sem="relaxed")
     tl.store(to.position + v, p, mask=in_batch)
     tl.store(to.rank + v, (key >> 32).to(tl.int32), mask=in_batch)
     row = tl.load(paths.row_of_word + word, mask=valid, other=0)
@@ -116,9 +125,9 @@ def _merge(
         d = D - 1 - climbed
         n = tl.load(paths.node_of_row + row, mask=valid, other=0)
         on_path = valid & (tl.load(paths.level + n, mask=valid, other=0) == d)
-        width = tl.load(paths.num_children + n, mask=on_path, other=0)
+        width = tl.load(paths.num_children + n, mask=valid, other=0)
         visits = on_path & (width > 1 if paths.local_row is None else width > 0)
-        first_row = tl.load(paths.first_row + n, mask=visits, other=0)
+        first_row = tl.load(paths.first_row + n, mask=valid, other=0)
         if paths.local_row is None:
             c = row - first_row
         else:
@@ -127,7 +136,7 @@ def _merge(
         tl.store(to.node + d * P + v, tl.where(visits, n, -1).to(tl.int32), mask=in_batch)
         tl.store(to.child + d * P + v, tl.where(visits, c, 0).to(tl.int32), mask=in_batch)
         num_visits += visits.to(tl.int32)
-        parent_row = tl.maximum(tl.load(paths.row_of_node + n, mask=on_path, other=0), 0)
+        parent_row = tl.maximum(tl.load(paths.row_of_node + n, mask=valid, other=0), 0)
         row = tl.where(on_path, parent_row, row)
     tl.store(to.num_missing + v, num_visits * num_splits, mask=in_batch)
     tl.store(nll + p, tl.zeros([BLOCK_V], nll.dtype.element_ty), mask=in_batch & (num_visits == 0))
@@ -188,16 +197,20 @@ def _plan_visits(to, tree, visited, P, D, chunk, steps, META: tl.constexpr):
         flat = d * P + v
         n = tl.load(to.node + flat, mask=v < P, other=-1)
         visits = n >= 0
-        begin = tl.load(preorder + n, mask=visits, other=0)
-        end = tl.load(preorder_stop + n, mask=visits, other=0)
         width = tl.load(num_children + n, mask=visits, other=0).to(tl.int32)
-        start = _lower_bound(to.rank, sizes, begin, steps, META.tile.step)
-        stop = _lower_bound(to.rank, sizes, end, steps, META.tile.step)
+        if d == 0:  # the root
+            start, stop = sizes * 0, sizes * 0 + tl.load(to.num_valid)
+        else:
+            begin = tl.load(preorder + n, mask=visits, other=0)
+            end = tl.load(preorder_stop + n, mask=visits, other=0)
+            start = _lower_bound(to.rank, sizes, begin, steps, META.tile.step)
+            stop = _lower_bound(to.rank, sizes, end, steps, META.tile.step)
         first = visits & (v == start)
         heavy, light = visits & (stop - start > LIGHT), visits & (stop - start <= LIGHT)
         tl.store(visited + n, tl.full([BLOCK_V], 1, tl.int8), mask=first)
         heavy_tile = heavy & ((v - start) % META.visits == 0)
         light_node, light_group = light & first, light & first & (top == D)
+        light_entry = tl.where(stop - start <= 16, -1 - flat, flat)
         top = tl.where(light & (top == D), d, top)
         # blocks of children of a node, for each chunk of its visits
         blocks = tl.where(heavy & first, tl.cdiv(width, META.rows), 0)
@@ -214,8 +227,8 @@ def _plan_visits(to, tree, visited, P, D, chunk, steps, META: tl.constexpr):
         reserved = tl.atomic_add(to.num_entries + index, tl.sum(numbers, axis=1), sem="relaxed")
         place = reserved[:, None] + tl.cumsum(numbers, axis=1) - numbers
         tl.store(to.heavy_tiles + _of_list(0, place) * 4, flat, mask=heavy_tile)
-        tl.store(to.light_nodes + _of_list(1, place) * 4, flat, mask=light_node)
-        tl.store(to.light_groups + _of_list(2, place) * 4, flat, mask=light_group)
+        tl.store(to.light_nodes + _of_list(1, place) * 4, light_entry, mask=light_node)
+        tl.store(to.light_groups + _of_list(2, place) * 4, light_entry, mask=light_group)
         row_place = to.row_tiles + _of_list(3, place) * 12
         chunk_place = to.chunk_tiles + _of_list(4, place) * 12
         split_place = to.split_tiles + _of_list(5, place) * 12

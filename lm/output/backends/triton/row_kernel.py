@@ -14,6 +14,7 @@ import triton.language as tl
 from lm.output.backends.triton.backward_kernels import (
     _heavy_rows,
     _load_errors,
+    _num_items,
     _scaled,
     _store_biases,
     _store_block,
@@ -22,11 +23,10 @@ from lm.output.backends.triton.backward_kernels import (
 from lm.output.backends.triton.forward_kernel import (
     _block,
     _first_slot,
-    _has_few_visits,
     _padded,
 )
 from lm.output.backends.triton.launch import VARYING
-from lm.output.backends.triton.routing_kernels import _fields
+from lm.output.backends.triton.routing_kernels import _fields, _light_entry
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -41,22 +41,22 @@ def _rows(
     BLOCK_C: tl.constexpr = META.tile.c
     visits_of = _fields(routing, P, strides.D)
     columns = strides.weight_units * META.weight_align
-    num_h, light_h = tl.cdiv(columns, META.tile.h), tl.cdiv(columns, LIGHT_H)
+    light_h = tl.cdiv(columns, LIGHT_H)
     written = tree.first_row if outputs.written_row is None else outputs.written_row
     program = tl.program_id(0) - row_programs
     tile, h0 = program // light_h, (program % light_h) * LIGHT_H
     if program < 0:
-        num_tiles = tl.load(visits_of.num_entries + 3) * num_h
-        for i in range(tl.program_id(0), num_tiles, row_programs):
+        rows = (written, outputs.d_weight, outputs.d_bias, columns)
+        num_items = tl.load(visits_of.num_entries + 3) * _num_items(rows, BLOCK_C, META)
+        for i in range(tl.program_id(0), num_items, row_programs):
             _heavy_rows(
-                visits_of.row_tiles + i // num_h * 12, (i % num_h) * META.tile.h,
-                inputs.sorted_hidden, errors_of.errors, errors_of.scale, tree, visits_of.node,
-                strides, P, (written, outputs.d_weight, outputs.d_bias, columns), ACC, META,
+                visits_of.row_tiles, i, inputs.sorted_hidden, errors_of.errors, errors_of.scale,
+                tree, visits_of.node, strides, P, rows, BLOCK_C, ACC, META,
             )  # fmt: skip
     elif tile < max_groups:
         if tile < tl.load(visits_of.num_entries + 2):
-            flat = tl.load(visits_of.light_groups + tile * 4)
-            if _has_few_visits(visits_of.node, flat, P, LIGHT):
+            flat, few = _light_entry(visits_of.light_groups + tile * 4)
+            if few:
                 _light_group(
                     flat, h0, inputs, errors_of, partial, outputs, tree, written, visits_of,
                     strides, P, 16, ACC, META,

@@ -149,7 +149,8 @@ def write_rows(factors: Factors, outputs: Outputs) -> None:
     row_tiles, split_tiles = (most.row_tiles, most.split_tiles) if of_rows else (0, 0)
     num_rows = weight.shape[0] if of_rows and outputs.written_row is None else 0
     tile = plan.rows_tile
-    row_programs = min(row_tiles * -(-columns // tile.h), ROW_PROGRAMS)
+    items = -(-columns // tile.h) + (outputs.d_bias is not None)
+    row_programs = min(row_tiles * items, ROW_PROGRAMS)
     num_programs = (most.light_groups + split_tiles) * -(-columns // light.h)
     num_programs += row_programs + min(-(-num_rows // tile.c), _ZEROING_PROGRAMS)
     launch(

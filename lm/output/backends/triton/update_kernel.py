@@ -28,7 +28,7 @@ import triton.language as tl
 from lm.output.backends.triton.backward_kernels import _bias_sums, _load_errors, _row_sums, _scaled
 from lm.output.backends.triton.forward_kernel import _block, _first_slot, _padded
 from lm.output.backends.triton.launch import VARYING
-from lm.output.backends.triton.routing_kernels import _fields
+from lm.output.backends.triton.routing_kernels import _fields, _light_entry
 from lm.output.backends.triton.row_kernel import _chunk_bias_sums, _chunk_sums
 
 
@@ -71,7 +71,7 @@ def _update(
                 )  # fmt: skip
                 stop = c0
         else:
-            flat = tl.load(visits_of.light_nodes + (item - tiled) // num_shares * 4)
+            flat, _ = _light_entry(visits_of.light_nodes + (item - tiled) // num_shares * 4)
             n, v = tl.load(node + flat), flat % P + tl.arange(0, META.light.v)
             nodes = tl.load(node + flat // P * P + v, mask=v < P, other=-1)
             end = flat % P + tl.sum((nodes == n).to(tl.int32), axis=0)
