@@ -58,8 +58,8 @@ VOCABULARIES = {
 GPU_COLUMNS = {
     "graph": "ours, CUDA graph",
     "full": "full softmax, torch",
-    "cce": "cut-cross-entropy",
-    "liger": "Liger",
+    "cce": "cut-cross-entropy, H100",
+    "liger": "Liger, H100",
     "published": "full softmax, fastest published",
     "floor": "floor",
     "random": "ours, eager",
@@ -174,7 +174,7 @@ def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
 
 def gpu_layer(results: Path) -> str:
     """Milliseconds of the output layer on a GPU, with its floor and the fastest published rate."""
-    rows = read_log(results, "h100", {"what": "layer"})
+    rows = read_log(results, "gpu", {"what": "layer"})
     for row in [row for row in rows if row["method"] == "graph"]:
         size = {name: row[name] for name in ("vocab_size", "hidden", "positions")}
         published = 6 * math.prod(size.values()) / PUBLISHED_FLOPS

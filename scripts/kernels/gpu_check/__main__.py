@@ -65,7 +65,7 @@ def parse_options() -> argparse.Namespace:
 
 def print_plan() -> None:
     """Print the steps of each call on a GPU with the seconds expected of each."""
-    print("expected with 16 cores and one H100, in seconds:")
+    print("expected with 16 cores and one H100 or H200, in seconds:")
     for number, steps in enumerate(plan.calls()):
         print("scripts/gpu_check" + " --continue" * (number > 0))
         for step in steps:
