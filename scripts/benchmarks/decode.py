@@ -59,18 +59,19 @@ def chosen(log_probs: Tensor, way: str) -> Tensor:
     """The words of a way among all words [N], in order."""
     if way == "sample":
         return torch.multinomial(log_probs.exp(), 1) if len(log_probs) <= 1 << 24 else log_probs[:0]
-    if way == "draw top-p":
-        log_probs[0] = -torch.inf
-        nucleus = chosen(log_probs, "top-p")
-        return nucleus[torch.multinomial(log_probs[nucleus].exp(), 1)]
     if way == "top-k":
         return log_probs.topk(TOP_K).indices  # in any order if some are equal
     if way == "min-p":
         kept = (log_probs >= log_probs.max() + torch.tensor(MIN_P).log()).nonzero().squeeze(1)
         return kept[log_probs[kept].argsort(descending=True, stable=True)]
+    is_draw = way == "draw top-p"
+    if is_draw:
+        log_probs[0] = -torch.inf
     ordered = log_probs.sort(descending=True, stable=True)
     mass = ordered.values.double().exp().cumsum(0)
-    return ordered.indices[: int((mass < TOP_P * mass[-1]).sum()) + 1]
+    share = TOP_P * mass[-1] if is_draw else TOP_P  # of all words, whose sum is 1
+    nucleus = ordered.indices[: int((mass < share).sum()) + 1]
+    return nucleus[torch.multinomial(log_probs[nucleus].exp(), 1)] if is_draw else nucleus
 
 
 class Case(NamedTuple):
