@@ -84,7 +84,7 @@ def _first_rows(path: Path, format: str) -> tuple[list[dict[str, Any]], list[str
         rows = list(islice(records(path, format), NUM_LINES))
     if not rows:
         raise DataError(f"{path}: the file has no row")
-    return rows, [str(name) for name in dict.fromkeys(chain.from_iterable(rows))]
+    return rows, [*dict.fromkeys(chain.from_iterable(rows))]
 
 
 def _format(path: Path) -> str:

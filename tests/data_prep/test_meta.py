@@ -19,6 +19,8 @@ from data_prep.meta import (
 from data_prep.settings import ClassesConfig, DataConfig, Files, SplitFiles, TokenizerConfig
 from tests.data_prep.conftest import FILES, Corpus
 
+CLASSES, VALID, REMOVED = {"classes.npy"}, {"valid.npy"}, "valid: valid.txt removed"
+
 
 def files(train: Files, valid: Files) -> dict[str, SplitFiles]:
     return {"files": SplitFiles(train=train, valid=valid)}
@@ -31,22 +33,12 @@ def files(train: Files, valid: Files) -> dict[str, SplitFiles]:
         ("data", {"keep_empty_lines": False}, "data.keep_empty_lines: True → False", FILES),
         ("data", {"text_field": "other"}, "data.text_field: text → other", FILES),
         ("train.txt", "a b\n", "train: train.txt changed", FILES),
-        ("valid.txt", "the\n", "valid: valid.txt changed", {"valid.npy"}),
-        (
-            "classes",
-            {"num_word_classes": 2},
-            "classes.num_word_classes: None → 2",
-            {"classes.npy"},
-        ),
-        ("classes", {"shortlist": 2}, "classes.shortlist: 0 → 2", {"classes.npy"}),
+        ("valid.txt", "the\n", "valid: valid.txt changed", VALID),
+        ("classes", {"num_word_classes": 2}, "classes.num_word_classes: None → 2", CLASSES),
+        ("classes", {"shortlist": 2}, "classes.shortlist: 0 → 2", CLASSES),
         ("data", files(["train.txt", "more.txt"], "valid.txt"), "train: more.txt added", FILES),
-        (
-            "data",
-            files("train.txt", "more.txt"),
-            "valid: valid.txt removed; valid: more.txt added",
-            {"valid.npy"},
-        ),
-        ("data", files("train.txt", None), "valid: valid.txt removed", set()),
+        ("data", files("train.txt", "more.txt"), f"{REMOVED}; valid: more.txt added", VALID),
+        ("data", files("train.txt", None), REMOVED, set()),
     ],
 )
 def test_a_change_is_named_and_redoes_what_depends_on_it_unless_a_run_continues(
