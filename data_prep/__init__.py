@@ -3,11 +3,13 @@
 Imports neither `lm` nor torch.
 """
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
+
+Method = Literal["exchange", "embedding", "frequency", "uniform", "random"]
 
 
 def word_classes(
@@ -15,7 +17,7 @@ def word_classes(
     vocab_size: int,
     num_word_classes: int | None = None,
     *,
-    method: Literal["exchange", "embedding", "frequency", "uniform", "random"] = "exchange",
+    method: Method = "exchange",
     shortlist: int = 0,
     seed: int = 1,
     progress: bool = False,
@@ -54,7 +56,7 @@ def class_levels(
     num_word_classes: int | None = None,
     *,
     depth: int = 3,
-    method: Literal["exchange", "embedding", "frequency", "uniform", "random"] = "exchange",
+    method: Method = "exchange",
     shortlist: int = 0,
     seed: int = 1,
     progress: bool = False,
@@ -90,12 +92,14 @@ def class_levels(
     is_valid = ids.ndim == 1 and ids.dtype.kind in "iu"
     if not is_valid or (len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size):
         raise ValueError(f"tokens: expected [T] integers in [0, {vocab_size})")
-    if num_word_classes is not None and num_word_classes < 1:
-        raise ValueError(f"num_word_classes: expected at least 1, got {num_word_classes}")
-    if depth < 2:
-        raise ValueError(f"depth: expected at least 2, got {depth}")
-    numbers: Any = {"num_word_classes": num_word_classes, "depth": depth, "seed": seed}
-    settings = ClassesConfig(method=method, shortlist=shortlist, **numbers)
-    counts = np.bincount(ids, minlength=vocab_size).astype(np.int64)
+    if method not in get_args(Method):
+        raise ValueError(f"method: expected one of {', '.join(get_args(Method))}, got {method!r}")
+    sizes: Any = {"num_word_classes": num_word_classes, "depth": depth, "shortlist": shortlist}
+    limits = {"vocab_size": 1, "num_word_classes": 1, "depth": 2}
+    for name, number in {"vocab_size": vocab_size, "seed": seed, **sizes}.items():
+        if number is not None and number < (least := limits.get(name, 0)):
+            raise ValueError(f"{name}: expected at least {least}, got {number}")
+    settings = ClassesConfig(method=method, seed=seed, **sizes)
+    counts = np.bincount(ids.astype(np.int64), minlength=vocab_size)
     text: Any = {"tokens": ids, "words": list, "folder": Path()}
     return build_class_levels(counts, settings, progress=progress, **text)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from numpy.typing import NDArray
 
@@ -103,15 +103,29 @@ class Meta(Strict):
     settings: Settings  # sections `data`, `tokenizer`, `classes`: the keys that affect the files
     inputs: dict[str, list[InputFile]]  # of each split in reading order; `classes`: the class file
     tokenizer: TokenizerInfo | None = None
-    speller_sha256: str | None = (
-        None  # None unless `has_speller`, and in folders of earlier versions
-    )
+    speller_sha256: str | None = None
+    """None unless `has_speller`, and in folders of earlier versions."""
     splits: dict[Split, SplitInfo] = field(default_factory=dict)
     counts: ArrayInfo | None = None
     classes: ClassesInfo | None = None  # None in a complete folder: it was prepared without classes
     complete: bool = False
     checksum: str = field(default="", compare=False)
     """SHA-256 of the other keys, which `write_meta` adds; empty in folders of earlier versions."""
+
+    def arrays(self) -> dict[str, tuple[ArrayInfo, dict[str, int]]]:
+        """The recorded arrays by the names of their files, each with the limits of its values."""
+        found = dict[str, tuple[ArrayInfo, dict[str, int]]]()
+        word_ids = {"below": self.tokenizer.vocab_size} if self.tokenizer else {}
+        for split, info in self.splits.items():
+            found[f"{split}.npy"] = info.array, word_ids
+            if info.known:
+                found[KNOWN.format(split)] = info.known, {}
+        if self.counts:
+            found[COUNTS] = self.counts, {}
+        if self.classes:
+            limits = {"below": self.classes.num_word_classes, "least": -1}
+            found[CLASSES] = self.classes.array, limits
+        return found
 
 
 def read_meta(folder: Path) -> Meta | None:
@@ -135,21 +149,8 @@ def read_meta(folder: Path) -> Meta | None:
 
 
 def stored_array(folder: Path, meta: Meta, name: str, *, verify: bool = True) -> NDArray[Any]:
-    """Map an array of a prepared folder, if it is recorded: of a split, `COUNTS` or `CLASSES`.
-
-    UserError if it is not as recorded; `verify` is that of `map_array`.
-    """
-    assert meta.tokenizer is not None
-    info, limits = meta.counts, dict[str, int]()
-    if name == CLASSES:
-        assert meta.classes is not None
-        info, limits = meta.classes.array, {"below": meta.classes.num_word_classes, "least": -1}
-    elif name != COUNTS:
-        split, _, is_known = Path(name).stem.partition("-")
-        tokens = meta.splits[cast(Split, split)]
-        info = tokens.known if is_known else tokens.array
-        limits = {} if is_known else {"below": meta.tokenizer.vocab_size}
-    assert info is not None
+    """Map a recorded array by `map_array`; UserError if it is not as recorded."""
+    info, limits = meta.arrays()[name]
     return map_array(folder / name, info, verify=verify, **limits)
 
 

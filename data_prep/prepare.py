@@ -135,7 +135,7 @@ def prepare_with(
     *,
     progress: bool = True,
 ) -> Prepared:
-    """Prepare a new folder, as `prepare`, with words [N] and classes [N] that are given."""
+    """Prepare a new folder, as `prepare`, with words [N] and classes [1, N] that are given."""
     make_folder(folder)
     meta = requested_meta(data, tokenizer, classes, folder, None)
     meta = replace(meta, tokenizer=save_tokenizer(folder, words, counts))
@@ -231,10 +231,8 @@ def _is_intact(folder: Path, found: Meta, name: str) -> bool:
 
 def _remove_stale(folder: Path, found: Meta, valid: Meta) -> None:
     """Delete the files that are no longer valid, after `meta.json` has ceased to describe them."""
-    lost = found.splits.keys() - valid.splits.keys()
-    stale = [name.format(split) for split in lost for name in ("{}.npy", KNOWN)]
-    stale += [CLASSES] if found.classes and not valid.classes else []
-    stale += [SPELLER] if found.speller_sha256 and not valid.speller_sha256 else []
+    stale = found.arrays().keys() - valid.arrays().keys()
+    stale |= {SPELLER} if found.speller_sha256 and not valid.speller_sha256 else set()
     for name in stale:
         (folder / name).unlink(missing_ok=True)
 
@@ -279,8 +277,15 @@ class _Stages:
                 write_meta(self.folder, meta)
         del tokenizer  # large, and most methods of making classes do not need it
         levels = self.class_levels(meta) if levels is None else levels
-        if levels is not None:
-            meta = replace(meta, classes=self._write_classes(levels))
+        if self.classes is not None and levels is not None:
+            classes = ClassesInfo(
+                method=self.classes.method,
+                num_word_classes=int(lowest_classes(levels).max()) + 1,
+                num_levels=len(levels),
+                shortlist=self.classes.shortlist,
+                array=write_array(self.folder / CLASSES, levels, "int32"),
+            )
+            meta = replace(meta, classes=classes)
         meta = replace(meta, complete=True)
         write_meta(self.folder, meta)
         return meta
@@ -298,7 +303,8 @@ class _Stages:
         lines, path = read_lines(self.data, split), self.folder / f"{split}.npy"
         num_known: list[int] = []
         if self.data.sequences == "independent":
-            lines = counted_known(lines, split, num_known)
+            lowercase = self.tokenizer.lowercase
+            lines = counted_known(lines, split, num_known, lowercase=lowercase)
         elif split == "train":
             others = {s: read_lines(self.data, s) for s in SPLITS[1:] if s in meta.inputs}
             lines = noted(compared(lines, others), "train")
@@ -330,17 +336,6 @@ class _Stages:
             )
         except UserError as error:
             raise type(error)(f"{error}; the tokens in {self.folder} remain valid") from error
-
-    def _write_classes(self, levels: NDArray[np.int32]) -> ClassesInfo:
-        settings = self.classes
-        assert settings is not None
-        return ClassesInfo(
-            method=settings.method,
-            num_word_classes=int(lowest_classes(levels).max()) + 1,
-            num_levels=len(levels),
-            shortlist=settings.shortlist,
-            array=write_array(self.folder / CLASSES, levels, "int32"),
-        )
 
     def _words(self) -> list[str]:
         """The words as a file of the user's has them: items as in their table."""

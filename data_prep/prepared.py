@@ -53,11 +53,6 @@ class Prepared:
         self.tokenizer_kind, self.tokenizer_sha256 = meta.tokenizer.kind, meta.tokenizer.sha256
 
     @property
-    def num_word_classes(self) -> int:
-        """C, number of word classes; UserError if there are none."""
-        return self._classes.num_word_classes
-
-    @property
     def shortlist(self) -> int:
         """Number of most frequent words that are in no class; UserError if there are no classes."""
         return self._classes.shortlist

@@ -32,14 +32,14 @@ def find_sequences(
     tokens: NDArray[Any],
     *,
     eos_id: int,
-    unk_id: int | None,
+    unk_id: int,
     num_known: Ints | None = None,
     predict_eos: bool = False,
 ) -> Sequences:
     """Find the sequences of a token file [n], which has `<eos>` after each.
 
-    Items outside the vocabulary have `unk_id`, None if there are none. The first `num_known` [S] of
-    each sequence are not predicted (None: 0), `<eos>` is its last item with `predict_eos`.
+    Items outside the vocabulary have `unk_id`. The first `num_known` [S] of each sequence are not
+    predicted (None: 0), `<eos>` is its last item with `predict_eos`.
 
     Example:
         >>> found = find_sequences(np.array([4, 1, 3, 0, 2, 0]), eos_id=0, unk_id=1)
@@ -50,7 +50,7 @@ def find_sequences(
     begin = np.append(0, end[:-1] + 1)
     end = end + predict_eos
     first = begin + (0 if num_known is None else num_known)
-    is_left_out = np.zeros(0, bool) if unk_id is None else tokens == unk_id
+    is_left_out = tokens == unk_id
     if not is_left_out.any():
         return Sequences(tokens, begin, end, first - begin, np.zeros_like(begin))
     place = np.append(0, np.cumsum(~is_left_out))  # of each token among those that stay

@@ -267,13 +267,10 @@ def read_json(path: Path, kind: type[Any], format_version: int) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
+        problem = f"{path} is damaged: {where}: {first['msg']}".replace(": : ", ": ")
         if first["type"] == "unexpected_keyword_argument":
-            raise DataError(
-                f"{path}: unknown key {where}: use the version of sqrtlm that wrote the file"
-            ) from error
-        raise DataError(
-            f"{path} is damaged: {where}: {first['msg']}".replace(": : ", ": ")
-        ) from error
+            problem = f"{path}: unknown key {where}: use the version of sqrtlm that wrote the file"
+        raise DataError(problem) from error
 
 
 @contextmanager

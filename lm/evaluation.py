@@ -208,7 +208,7 @@ def evaluate_text(
             raise UserError("an open vocabulary requires a text: items have no spelling")
         num_known: list[int] = []
         kept = [line for line in text if run.keeps_empty_lines or line.strip()]
-        for _ in counted_known(kept, "text", num_known):
+        for _ in counted_known(kept, "text", num_known, lowercase=run.tokenizer.lowercase):
             pass
         sequences = find_sequences(
             tokens,

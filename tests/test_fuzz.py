@@ -15,11 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 
-from data_prep.classes.class_file import read_class_levels
+from data_prep.classes.class_file import read_class_levels, read_vectors
+from data_prep.corpus.hints import find_text
 from data_prep.corpus.lines import read_text
 from data_prep.errors import UserError
 from data_prep.meta import read_meta
@@ -35,6 +37,7 @@ from lm.rescoring.nbest import read_costs, read_nbest
 from lm.scoring.arpa import read_arpa
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
+from tests.data_prep.conftest import write_table
 
 FACTOR = float(os.environ.get("FUZZ", "1"))
 """Times as many executions as in the test suite."""
@@ -57,6 +60,9 @@ FILES = {
     "nbest": "u1\t-120.5\t-9.25\tthe cat\nu1\t-121\t-8\tthe dog\nu2\t-3\t-1\tdog\n",
     "kaldi nbest": "u1-1 the cat\nu1-2 the dog\nu2-1 dog\n",
     "costs": "u1-1 120.5\nu1-2 121\nu2-1 3\n",
+    "vectors": "3 2\nthe 1.5 -2\ncat 0 1e9\ndog .5 2\n",
+    "csv": 'n,text\n1,the cat\n2,"a dog,\na cow"\n3,\n',
+    "json": '{"n": 1, "text": "the cat"}\n{"n": 2, "text": "a dog"}\n{"n": 3, "text": null}\n',
     "slf": "VERSION=1.0\nUTTERANCE=u1\nlmscale=9.5 wdpenalty=0\nN=4 L=4\nI=0 t=0.0 W=!NULL\n"
     "I=1 t=0.3 W=the\nI=2 t=0.5 W=cat\nI=3 t=0.9 W=!NULL\nJ=0 S=0 E=1 a=-10.5 l=-1.5\n"
     "J=1 S=1 E=2 a=-9 l=-2\nJ=2 S=2 E=3 a=0 l=-1\nJ=3 S=1 E=3 a=-12 l=0\n",
@@ -108,6 +114,11 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     return bytes(found)
 
 
+def table(path: Path, field: str | None = None) -> object:
+    """The text of a table."""
+    return list(find_text(path, field).lines())
+
+
 def text_readers(folder: Path) -> Iterator[tuple[str, Reader]]:
     """Readers of text files."""
 
@@ -128,6 +139,9 @@ def text_readers(folder: Path) -> Iterator[tuple[str, Reader]]:
         "nbest": lambda path: read_nbest(str(path)),
         "kaldi nbest": kaldi,
         "costs": lambda path: read_costs(str(path)),
+        "vectors": partial(read_vectors, words=WORDS),
+        "csv": partial(table, field="text"),
+        "json": table,
         "slf": lattices,
         "kaldi lattice": lattices,
         "arpa": lambda path: read_arpa(path, {}),
@@ -142,15 +156,7 @@ def text_readers(folder: Path) -> Iterator[tuple[str, Reader]]:
 
 
 def run_readers(run: Path, data: Path, folder: Path) -> Iterator[tuple[str, Reader]]:
-    """Readers of the files of a run and of its prepared data, in copies of their folders."""
-
-    def copy(source: Path, name: str) -> Path:
-        target = folder / name.replace(" ", "-")
-        target.mkdir()
-        for path in source.iterdir():
-            if path.is_file():
-                (target / path.name).write_bytes(path.read_bytes())
-        return target
+    """Readers of a table, the files of a run and its prepared data, in copies of their folders."""
 
     def described(path: Path) -> object:
         description = json.loads((run / "model.json").read_text())
@@ -165,6 +171,8 @@ def run_readers(run: Path, data: Path, folder: Path) -> Iterator[tuple[str, Read
         sha256 = json.loads((data / "meta.json").read_text())["tokenizer"]["sha256"]
         return Speller.load(path, sha256)
 
+    (tables := folder / "tables").mkdir()
+    write_table(tables / "a.parquet", [{"n": 1, "text": word} for word in WORDS])
     meta = open_prepared(data).meta
     array = meta.splits["train"].array
 
@@ -172,6 +180,7 @@ def run_readers(run: Path, data: Path, folder: Path) -> Iterator[tuple[str, Read
         return lambda path: read(open_prepared(path.parent))
 
     for name, file, read, count in (
+        ("parquet", tables / "a.parquet", table, 300),
         ("tokens", data / "train.npy", partial(map_array, info=array, below=5), 300),
         ("verified tokens", data / "valid.npy", prepared(lambda d: d.tokens("valid")), 100),
         ("meta.json", data / "meta.json", lambda path: read_meta(path.parent), 300),
@@ -184,7 +193,7 @@ def run_readers(run: Path, data: Path, folder: Path) -> Iterator[tuple[str, Read
         ("model.safetensors", run / "model.safetensors", described, 100),
         ("checkpoint", run / "checkpoints" / "last.ckpt", load_checkpoint, 100),
     ):
-        target = copy(file.parent, name)
+        target = copytree(file.parent, folder / name.replace(" ", "-"))
         yield name, Reader(target / file.name, read, count, file.read_bytes())
     yield "pickle", pickle_reader(run / "checkpoints" / "last.ckpt", folder / "pickle")
 

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.corpus.lines import TextFile
+from data_prep.corpus.lines import read_text
 from data_prep.errors import DataError
 
 _log = logging.getLogger(__name__)
@@ -99,13 +99,14 @@ def read_vectors(path: Path, words: Sequence[str]) -> NDArray[np.float32]:
     id_of_word = {word: index for index, word in enumerate(words)}
     rows: dict[int, NDArray[np.float32]] = {}
     size: int | None = None
-    for number, line in enumerate(TextFile(path).lines(), start=1):
+    for number, line in enumerate(read_text(str(path)), start=1):
         if not line.strip() or (number == 1 and _WORD2VEC.fullmatch(line)):
             continue
         place = f"{path}, line {number}"
         word, _, rest = line.partition("\t" if "\t" in line else " ")
         try:
-            row = np.array(rest.split(), np.float32)
+            with np.errstate(over="ignore"):  # to infinity, which is refused
+                row = np.array(rest.split(), np.float32)
         except ValueError:
             row = np.zeros(0, np.float32)
         if not len(row) or not np.isfinite(row).all() or len(row) != (size or len(row)):
@@ -134,7 +135,7 @@ def _read_pairs(path: Path, file_format: FileFormat) -> Iterator[tuple[str, Clas
         "srilm": "class [probability] word",
         "taxonomy": "word TAB class/subclass/…",
     }[file_format]
-    for number, line in enumerate(TextFile(path).lines(), start=1):
+    for number, line in enumerate(read_text(str(path)), start=1):
         if not line.strip():
             continue
         place = f"{path}, line {number}"

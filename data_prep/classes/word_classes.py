@@ -165,11 +165,8 @@ class _Classes(NamedTuple):
 
 
 def _levels_from_file(settings: ClassesConfig, words: Sequence[str], folder: Path) -> WordClass:
-    """The classes of `settings.file`; UserError without one, or for another number of classes."""
-    if settings.file is None:
-        raise DataError(
-            "classes.file: `classes.method: file` needs the name of a word → class file"
-        )
+    """The classes of `settings.file`; UserError for another number of classes."""
+    assert settings.file is not None
     path = folder / settings.file
     levels = read_class_levels(path, settings.file_format, words, settings.depth)
     found = int(lowest_classes(levels).max()) + 1

@@ -101,6 +101,9 @@ def event_lines(data: DataConfig, split: str) -> Iterator[str]:
             _log.info(text, (~is_long).sum(), len(is_long))
     elif data.split == "time":
         valid, test = (_first_from(events, name, data) for name in ("valid_from", "test_from"))
+        if (valid > test).any():
+            default = "by default, 80 % of the events are before it"
+            raise UserError(f"data.test_from is earlier than data.valid_from ({default})")
     cuts = {
         "train": (begin, begin, valid),
         "valid": (begin, valid, test),
@@ -166,19 +169,20 @@ def _table(path: Path, data: DataConfig) -> Any:
         key, column = f"{path}: data.{name}_field {field}", table[field]
         if pyarrow.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
-        if name != "time":
-            if not (_is_text(column.type) or pyarrow.types.is_integer(column.type)):
-                raise UserError(f"{key}: expected text or integers, got {column.type}")
+        is_text = _is_text(column.type)
+        if name != "time" and not (is_text or pyarrow.types.is_integer(column.type)):
+            raise UserError(f"{key}: expected text or integers, got {column.type}")
+        if name != "time" or is_text:
             column = column.cast(pyarrow.large_string())
-            if compute.any(compute.equal(column, "")).as_py():
-                row = compute.index(column, "").as_py() + 1
-                raise UserError(f"{key}: row {row} is empty")
+        if is_text and compute.any(compute.equal(column, "")).as_py():
+            row = compute.index(column, "").as_py() + 1
+            raise UserError(f"{key}: row {row} is empty")
         found[name] = column
     return pyarrow.table(found)
 
 
 def _is_text(kind: Any) -> bool:
-    return bool(pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind))
+    return kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
 
 
 def _columns(path: Path, format: str, fields: list[str]) -> Any:
@@ -209,21 +213,21 @@ def _check_columns(path: Path, fields: list[str], found: Any) -> None:
 def _times(column: Any, key: str) -> tuple[NDArray[Any], bool]:
     """Times [n] as numbers, and whether they are dates, then microseconds."""
     kind, microseconds = column.type, pyarrow.timestamp("us")
-    if pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind):
-        targets = [kind]
-    elif _is_text(kind):
-        zoned = pyarrow.timestamp("us", "UTC")
-        targets = [pyarrow.int64(), pyarrow.float64(), microseconds, zoned]
-    else:
-        targets = [microseconds]
+    rounded = compute.CastOptions(microseconds, allow_time_truncate=True)
+    targets = [kind]
+    if _is_text(kind):
+        dates = [pyarrow.timestamp(unit, zone) for zone in (None, "UTC") for unit in ("us", "ns")]
+        targets = [pyarrow.int64(), pyarrow.float64(), *dates]
     for target in targets:
+        is_date = not (pyarrow.types.is_integer(target) or pyarrow.types.is_floating(target))
         try:
             found = column.cast(target)
+            if is_date:
+                found = found.cast(options=rounded).cast(pyarrow.int64())
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
             problem = one_line(error)
             continue
-        is_date = pyarrow.types.is_timestamp(target)
-        values = (found.cast(pyarrow.int64()) if is_date else found).to_numpy()
+        values = found.to_numpy()
         if not np.isfinite(values).all():
             problem = "a value is not finite"
             continue

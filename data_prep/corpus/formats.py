@@ -57,13 +57,6 @@ _NO_TEXT = {
 
 
 @contextmanager
-def open_text(path: Path) -> Iterator[BufferedReader]:
-    """Open a file of text, which may be compressed, for `with`, in which UserError names it."""
-    with open_to_read(path) as file, reading(str(path)), decompressed(file, str(path)) as text:
-        yield text
-
-
-@contextmanager
 def reading(name: str) -> Iterator[None]:
     """UserError that names what is read, in place of any of `_reading_errors`."""
     try:
@@ -76,10 +69,10 @@ def reading(name: str) -> Iterator[None]:
 
 def _reading_errors() -> tuple[type[Exception], ...]:
     """What reading a damaged file raises; pyarrow, JSON and Unicode raise ValueErrors."""
-    found = [OSError, EOFError, ValueError, TypeError, RecursionError, csv.Error, lzma.LZMAError]
+    found = [OSError, EOFError, ValueError, TypeError, RecursionError, NotImplementedError]
     zstandard = sys.modules.get("zstandard")  # if a file of it was opened
-    found += [zipfile.BadZipFile, zlib.error, *([zstandard.ZstdError] if zstandard else [])]
-    return tuple(found)
+    found += [OverflowError, csv.Error, lzma.LZMAError, zipfile.BadZipFile, zlib.error]
+    return (*found, zstandard.ZstdError) if zstandard else tuple(found)
 
 
 def one_line(error: Exception) -> str:
@@ -88,13 +81,11 @@ def one_line(error: Exception) -> str:
     return " ".join(text.split())
 
 
-@contextmanager
-def decompressed(
-    file: BufferedReader, name: str, table: str = COLUMN_ALONE
-) -> Iterator[BufferedReader]:
-    """Yield the text of an open file, a pipe or stdin, decompressed; raises as `open_text`.
+def decompressed(file: BufferedReader, name: str, table: str) -> BufferedReader:
+    """The text of an open file, a pipe or stdin, decompressed.
 
-    `table` is what the message says if the file is a table, such as parquet.
+    UserError if it is no text; `table` is what the message says if the file is a table, such as
+    parquet.
     """
     head, member = file.peek(HEAD_BYTES), None
     compression = next((new for start, new in COMPRESSIONS.items() if start.match(head)), None)
@@ -111,7 +102,7 @@ def decompressed(
     is_plain = compression is None and member is None
     if problem := no_text(file.peek(HEAD_BYTES), name if is_plain else "FILE", table):
         raise DataError(f"{name}: the file is {problem}")
-    yield file
+    return file
 
 
 def no_text(head: bytes, name: str, table: str = COLUMN_ALONE) -> str | None:
@@ -124,7 +115,7 @@ def no_text(head: bytes, name: str, table: str = COLUMN_ALONE) -> str | None:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file is one of the compressed files that `open_text` reads."""
+    """Whether a file is one of the compressed files that `decompressed` reads."""
     with open_to_read(path) as file:
         head = file.read(HEAD_BYTES)
     return any(start.match(head) for start in (ZIP, *COMPRESSIONS))

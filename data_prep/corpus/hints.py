@@ -63,12 +63,9 @@ def find_text(path: Path, field: str | None) -> TextFile:
     found = [each[0] for each in likely if len(each) == 1] if field is None else [field]
     if not found or not all(isinstance(cell, str) for cell in cells.get(found[0], [0])):
         columns = ", ".join(map(repr, names))
-        problem = f"{found[0]!r} is no column of text: " if found else ""
-        problem += (
-            "name the column of the text (those of a table of events: --items USER ITEM TIME)"
-        )
-        problem += f", --text-field=NAME, of {columns}"
-        raise DataError(f"{path}: {problem}")
+        wrong = f"{found[0]!r} is no column of text: " if found else ""
+        remedy = "name the column of the text (those of a table of events: --items USER ITEM TIME)"
+        raise DataError(f"{path}: {wrong}{remedy}, --text-field=NAME, of {columns}")
     if field is None and len(names) > 1 and _num_spaces(cells[found[0]]) < least:
         text = "%s, column %s has few words: a table of events needs --items USER ITEM TIME"
         logger.warning(text, path, found[0])
@@ -87,7 +84,7 @@ def _first_rows(path: Path, format: str) -> tuple[list[dict[str, Any]], list[str
         rows = list(islice(records(path, format), NUM_LINES))
     if not rows:
         raise DataError(f"{path}: the file has no row")
-    return rows, [str(name) for name in dict.fromkeys(chain.from_iterable(rows))]
+    return rows, [*dict.fromkeys(chain.from_iterable(rows))]
 
 
 def _format(path: Path) -> str:
@@ -107,7 +104,7 @@ def _format_of_lines(lines: Iterable[str], name: str) -> str:
 
 def _num_spaces(cells: list[str]) -> float:
     """Spaces in a cell, on average."""
-    return sum(cell.count(" ") for cell in cells) / len(cells)
+    return sum(cell.count(" ") for cell in cells) / max(1, len(cells))
 
 
 def _is_text(value: Any) -> bool:

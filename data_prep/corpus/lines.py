@@ -192,8 +192,8 @@ def read_text(name: str, table: str = COLUMN_ALONE) -> Iterator[str]:
     cannot be read or is no text, or a line is not UTF-8 or contains a NUL character.
     """
     file = sys.stdin.buffer if name == "-" else open_to_read(Path(name))
-    with file, reading(name), decompressed(cast(BufferedReader, file), name, table) as text:
-        yield from _decoded(text, name)
+    with file, reading(name):
+        yield from _decoded(decompressed(cast(BufferedReader, file), name, table), name)
 
 
 class TextFile(NamedTuple):
@@ -257,11 +257,19 @@ def records(path: Path, format: str, field: str | None = None) -> Iterator[dict[
 
 
 def csv_rows(lines: Iterator[str], *, strict: bool = True) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a CSV file; with `strict`, quotes that are not closed are a `csv.Error`."""
+    """Yield the rows of a CSV file.
+
+    With `strict`, quotes that are not closed and cells without a name are a `csv.Error`.
+    """
     csv.field_size_limit(sys.maxsize)
     header = next(lines, "")
-    rows = (f"{line}\n" for line in chain([header], lines))
-    yield from csv.DictReader(rows, delimiter=max(CSV_SEPARATORS, key=header.count), strict=strict)
+    text = (f"{line}\n" for line in chain([header], lines))
+    separator = max(CSV_SEPARATORS, key=header.count)
+    for number, row in enumerate(csv.DictReader(text, delimiter=separator, strict=strict), 1):
+        if strict and None in row and any(row.pop(None)):
+            problem = "more cells than the first line has names: quote those with separators"
+            raise csv.Error(f"row {number} has {problem}")
+        yield row
 
 
 def _json_value(line: str, number: int) -> Any:

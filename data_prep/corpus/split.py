@@ -15,7 +15,7 @@ from typing import Literal
 
 from tqdm import tqdm
 
-from data_prep.corpus.formats import is_compressed, open_text
+from data_prep.corpus.formats import is_compressed
 from data_prep.corpus.lines import TextFile
 from data_prep.errors import DataError
 from data_prep.settings import BYTE_ORDER_MARK
@@ -77,8 +77,7 @@ def read_sample(text: TextFile) -> Sample:
     """
     num_bytes, num_rows, num_read, lines = text.path.stat().st_size, 0, 0, list[str]()
     if text.format == "text" and num_bytes > SAMPLE_BYTES and not is_compressed(text.path):
-        with open_text(text.path):
-            pass  # which is an error if it is no text
+        next(text.lines())  # which is an error if it is no text
         lines = [line.removeprefix(BYTE_ORDER_MARK) for line in _spread_lines(text.path, num_bytes)]
         num_read = sum(len(line.encode()) + 1 for line in lines)
     else:

@@ -53,7 +53,9 @@ def counted_literals(lines: Iterable[str], counts: dict[str, int]) -> Iterator[s
         yield line
 
 
-def counted_known(lines: Iterable[str], split: str, counts: list[int]) -> Iterator[str]:
+def counted_known(
+    lines: Iterable[str], split: str, counts: list[int], *, lowercase: bool
+) -> Iterator[str]:
     """Pass sequences of items on; appends the number of those before a tab, which are known.
 
     UserError if a line has several tabs, or one in the training split; or an item is `<eos>`.
@@ -64,7 +66,7 @@ def counted_known(lines: Iterable[str], split: str, counts: list[int]) -> Iterat
             allowed = "none in the training split" if split == "train" else "at most one"
             problem = f"expected {allowed}: it separates known items from those to predict"
             raise UserError(f"{split}, line {number}: a tab, {problem}; spaces separate items")
-        if EOS in line.split():
+        if EOS in (line.lower() if lowercase else line).split():
             raise UserError(f"{split}, line {number}: {EOS} is no item: it ends each sequence")
         counts.append(len(known.split()) if tab else 0)
         yield line

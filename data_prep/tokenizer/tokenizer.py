@@ -246,10 +246,9 @@ class SentencePieceTokenizer(Tokenizer):
         starts = [word.start() for word in re.finditer(r"\S+", text)]
         word_of_id, next_word = [0] * len(ids), len(starts)
         for place in reversed(range(len(ids))):
-            begin = ends[place - 1] if place else 0
-            covered = text[begin : ends[place]]
-            visible = covered.rstrip()
-            if visible or not covered:  # not covered: a further byte of the character before
+            # A further byte of a character covers that character.
+            begin = min(ends[place - 1], ends[place] - 1) if place else 0
+            if visible := text[begin : ends[place]].rstrip():
                 next_word = bisect_right(starts, begin + len(visible) - 1) - 1
             word_of_id[place] = next_word
         return AlignedLine(text.split(), np.array(ids, np.int32), np.array(word_of_id, np.int64))

@@ -43,7 +43,7 @@ class Description(Strict):
     word_table: WordTable  # the section, resolved
     context: Positive  # T that the model was trained with
     eos_id: NonNegative
-    unk_id: NonNegative | None  # None if the tokenizer has none
+    unk_id: NonNegative
     tokenizer_sha256: str  # of the tokenizer that the word ids belong to
     weights_sha256: str = ""  # of `model.safetensors`; `save_model` fills it in
     step: NonNegative  # optimizer steps that led to the weights
@@ -100,7 +100,7 @@ def load_model(
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{weights} does not fit {DESCRIPTION}: {error}") from error
     for name, id in (("eos_id", description.eos_id), ("unk_id", description.unk_id)):
-        if id is not None and id >= model.output.vocab_size:
+        if id >= model.output.vocab_size:
             raise CheckpointError(
                 f"{folder / DESCRIPTION} is damaged: {name} is {id}, and the model has"
                 f" {model.output.vocab_size} words"

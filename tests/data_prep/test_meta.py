@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,63 +19,42 @@ from data_prep.meta import (
 from data_prep.settings import ClassesConfig, DataConfig, Files, SplitFiles, TokenizerConfig
 from tests.data_prep.conftest import FILES, Corpus
 
-
-def edit(name: str, text: str) -> Callable[[Corpus], None]:
-    return lambda corpus: corpus.write(name, text)
+CLASSES, VALID, REMOVED = {"classes.npy"}, {"valid.npy"}, "valid: valid.txt removed"
 
 
-def files(train: Files, valid: Files) -> Callable[[Corpus], None]:
-    def change(corpus: Corpus) -> None:
-        corpus.write("more.txt", "more\n")
-        corpus.data = replace(corpus.data, files=SplitFiles(train=train, valid=valid))
-
-    return change
-
-
-def lowercase(corpus: Corpus) -> None:
-    corpus.tokenizer = TokenizerConfig(lowercase=True)
-
-
-def two_classes(corpus: Corpus) -> None:
-    corpus.classes = ClassesConfig(method="frequency", num_word_classes=2)
-
-
-def shortlist_of_two(corpus: Corpus) -> None:
-    assert corpus.prepare().shortlist == 0
-    corpus.classes = ClassesConfig(method="frequency", shortlist=2)
-
-
-def skip_empty(corpus: Corpus) -> None:
-    corpus.data = replace(corpus.data, keep_empty_lines=False)
+def files(train: Files, valid: Files) -> dict[str, SplitFiles]:
+    return {"files": SplitFiles(train=train, valid=valid)}
 
 
 @pytest.mark.parametrize(
-    ("change", "message", "redone"),
+    ("what", "change", "message", "redone"),
     [
-        (lowercase, "tokenizer.lowercase: False → True", FILES),
-        (skip_empty, "data.keep_empty_lines: True → False", FILES),
-        (edit("train.txt", "a b\n"), "train: train.txt changed", FILES),
-        (edit("valid.txt", "the\n"), "valid: valid.txt changed", {"valid.npy"}),
-        (two_classes, "classes.num_word_classes: None → 2", {"classes.npy"}),
-        (shortlist_of_two, "classes.shortlist: 0 → 2", {"classes.npy"}),
-        (files(["train.txt", "more.txt"], "valid.txt"), "train: more.txt added", FILES),
-        (
-            files("train.txt", "more.txt"),
-            "valid: valid.txt removed; valid: more.txt added",
-            {"valid.npy"},
-        ),
-        (files("train.txt", None), "valid: valid.txt removed", set()),
+        ("tokenizer", {"lowercase": True}, "tokenizer.lowercase: False → True", FILES),
+        ("data", {"keep_empty_lines": False}, "data.keep_empty_lines: True → False", FILES),
+        ("data", {"text_field": "other"}, "data.text_field: text → other", FILES),
+        ("train.txt", "a b\n", "train: train.txt changed", FILES),
+        ("valid.txt", "the\n", "valid: valid.txt changed", VALID),
+        ("classes", {"num_word_classes": 2}, "classes.num_word_classes: None → 2", CLASSES),
+        ("classes", {"shortlist": 2}, "classes.shortlist: 0 → 2", CLASSES),
+        ("data", files(["train.txt", "more.txt"], "valid.txt"), "train: more.txt added", FILES),
+        ("data", files("train.txt", "more.txt"), f"{REMOVED}; valid: more.txt added", VALID),
+        ("data", files("train.txt", None), REMOVED, set()),
     ],
 )
 def test_a_change_is_named_and_redoes_what_depends_on_it_unless_a_run_continues(
     corpus: Corpus,
     caplog: pytest.LogCaptureFixture,
-    change: Callable[[Corpus], None],
+    what: str,
+    change: str | dict[str, Any],
     message: str,
     redone: set[str],
 ) -> None:
+    corpus.write("more.txt", "more\n")
     corpus.prepare()
-    change(corpus)
+    if isinstance(change, str):
+        corpus.write(what, change)
+    else:
+        setattr(corpus, what, replace(getattr(corpus, what), **change))
     before = corpus.written()
     with pytest.raises(UserError) as refused:
         corpus.prepare(keep=True)
@@ -166,11 +144,3 @@ def test_every_setting_of_a_tokenizer_is_recorded(kind: Any, options: dict[str, 
     )
     expected = [f"tokenizer.{key}: {getattr(base, key)} → {options[key]}" for key in options]
     assert setting_changes(before, after) == {"tokenizer": expected}
-
-
-def test_another_column_is_another_text(corpus: Corpus) -> None:
-    corpus.write("train.jsonl", '{"text": "the cat", "other": "a dog"}\n')
-    corpus.data = replace(corpus.data, files=SplitFiles(train="train.jsonl"), format="json")
-    assert corpus.text() == "the cat\n"
-    corpus.data = replace(corpus.data, text_field="other")
-    assert corpus.text() == "a dog\n"

@@ -39,7 +39,8 @@ def prepared(folder: Path, **lines: str) -> Prepared:
         (folder / f"{split}.txt").write_text(text)
     files = SplitFiles(**{split: f"{split}.txt" for split in lines})
     data = DataConfig(dir=str(folder), files=files, sequences="independent")
-    return prepare(data, TokenizerConfig(), None, folder / "data", progress=False)
+    tokenizer = TokenizerConfig(lowercase=True)
+    return prepare(data, tokenizer, None, folder / "data", progress=False)
 
 
 def test_a_tab_separates_the_items_that_are_known(tmp_path: Path) -> None:
@@ -68,6 +69,7 @@ def test_a_damaged_record_of_known_items_is_made_again(tmp_path: Path) -> None:
         ({"train": "a b\na\tb\n"}, "train, line 2: a tab, expected none in the training split"),
         ({"train": "a b\n", "valid": "a\tb\ta\n"}, "valid, line 1: a tab, expected at most one"),
         ({"train": "a <eos> b\n"}, "train, line 1: <eos> is no item"),
+        ({"train": "a\n", "valid": "a\tb <EOS> b\n"}, "valid, line 1: <eos> is no item"),
     ],
 )
 def test_other_tabs_and_ends_are_refused(

@@ -93,8 +93,6 @@ def test_settings_that_contradict_the_file_are_refused(tmp_path: Path) -> None:
     settings = ClassesConfig(method="file", file="map", num_word_classes=4)
     with pytest.raises(UserError, match=r"classes\.num_word_classes: 4 requested, .* 3 classes"):
         build(settings, tmp_path)
-    with pytest.raises(UserError, match=r"classes\.file: .* needs the name"):
-        build(replace(settings, file=None), tmp_path)
     with pytest.raises(UserError, match=r"nowhere cannot be read: No such file"):
         build(replace(settings, file="nowhere"), tmp_path)
 
@@ -125,6 +123,7 @@ def test_given_vectors_are_clustered_by_their_directions(
         ("a 1 2\nb 1\n", "line 2: expected a word and 2 numbers, got 'b 1'"),
         ("a x y\n", "line 1: expected a word and numbers, got 'a x y'"),
         ("a nan 1\n", "line 1: expected a word and numbers"),
+        ("a 1e99 1\n", "line 1: expected a word and numbers"),
         ("a 1 2\na 1 2\n", "line 2: 'a' already has another vector"),
         ("z 1 2\n", "no word of the vocabulary has a vector"),
     ],

@@ -234,7 +234,7 @@ def test_a_line_makes_the_classes_of_a_configuration(method: Any) -> None:
     tokens, _ = planted_text(6, 15, 3_000)
     options = {"method": method, "shortlist": 4, "seed": 2}
     expected = built(tokens, 90, num_word_classes=6, **options)
-    for text in (tokens, tokens.tolist()):
+    for text in (tokens, tokens.tolist(), tokens.astype(np.uint64)):
         assert np.array_equal(data_prep.word_classes(text, 90, 6, **options), expected)
 
 
@@ -259,12 +259,16 @@ def test_classes_of_what_is_no_text_of_the_vocabulary_are_refused() -> None:
     for tokens in ([0, 4], [-1], [[0, 1]], [0.5]):
         with pytest.raises(ValueError, match=r"tokens: expected \[T\] integers in \[0, 4\)"):
             data_prep.word_classes(tokens, 4)
-    with pytest.raises(ValueError, match=r"num_word_classes: expected at least 1, got 0"):
-        data_prep.word_classes([0, 1], 4, 0)
-    with pytest.raises(ValueError, match=r"depth: expected at least 2, got 1"):
-        data_prep.class_levels([0, 1], 4, depth=1)
-    with pytest.raises(ValueError, match=r"shortlist = 5 is more than 4 words"):
-        data_prep.word_classes([0, 1], 4, shortlist=5)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"num_word_classes": 0}, "num_word_classes: expected at least 1, got 0"),
+        ({"depth": 1}, "depth: expected at least 2, got 1"),
+        ({"shortlist": -1}, "shortlist: expected at least 0, got -1"),
+        ({"shortlist": 5}, "shortlist = 5 is more than 4 words"),
+        ({"method": "magic"}, "method: expected one of exchange, embedding, .*, got 'magic'"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            data_prep.class_levels([0, 1], 4, **options)
     assert sorted(data_prep.word_classes(np.empty(0, int), 4).tolist()) == [0, 0, 1, 1]
 
 

@@ -1,10 +1,11 @@
 """Tables of events: formats, order, splits, items as they are, and what is refused."""
 
-import datetime
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
@@ -74,25 +75,24 @@ def test_splits_by_the_last_items_and_by_time(
     assert list(read_lines(unsorted, "train")) == ["7 3 5 7", "1 2 3", "9"]
 
 
-def test_columns_may_be_categories_and_a_table_without_rows_is_refused(tmp_path: Path) -> None:
+def test_columns_have_any_type_of_text_and_a_table_without_rows_is_refused(tmp_path: Path) -> None:
     data = write(tmp_path, "parquet", EVENTS)
     table = parquet.read_table(tmp_path / "events.parquet")
-    for number, name in enumerate(("who", "what")):
-        table = table.set_column(number, name, table[name].dictionary_encode())
-    parquet.write_table(table, tmp_path / "events.parquet")
-    assert lines(data, split="leave_one_out") == LEAVE_ONE_OUT
+    for kind in (pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())):
+        who, what = (table[name].cast(pa.string()).cast(kind) for name in ("who", "what"))
+        typed = pa.table({"who": who, "what": what, "when": table["when"]})
+        parquet.write_table(typed, tmp_path / "events.parquet")
+        assert lines(data, split="leave_one_out") == LEAVE_ONE_OUT
     with pytest.raises(UserError, match="the table has no row"):
         list(read_lines(write(tmp_path, "csv", []), "train"))
 
 
-def dates(number: int, as_text: bool) -> Any:
-    date = datetime.datetime(2024, 1, 1) + datetime.timedelta(hours=number)
-    return date.isoformat() if as_text else date
-
-
-@pytest.mark.parametrize("as_text", [False, True])
-def test_times_may_be_dates(as_text: bool, tmp_path: Path) -> None:
-    rows = [(user, item, dates(time, as_text)) for user, item, time in EVENTS]
+@pytest.mark.parametrize("unit", ["s", "us", "ns"])
+@pytest.mark.parametrize("kind", [np.datetime64, str])
+def test_times_may_be_dates(kind: type[Any], unit: Any, tmp_path: Path) -> None:
+    start = np.datetime64("2024-01-01", unit) + np.timedelta64(unit == "ns", unit)
+    dates = [start + np.timedelta64(time, "h") for _, _, time in EVENTS]
+    rows = [(*row[:2], kind(date)) for row, date in zip(EVENTS, dates, strict=True)]
     data = write(tmp_path, "parquet", rows)
     limits = {"valid_from": "2024-01-01T15:00", "test_from": "2024-01-02 16:00:00"}
     assert lines(data, split="time", **limits) == BY_TIME
@@ -106,6 +106,9 @@ def test_by_default_80_and_90_percent_of_the_events_are_before_the_limits(tmp_pa
     assert found["train"] == ["0 1 2 3 4 5 6 7"] * 2
     assert found["valid"] == ["0 1 2 3 4 5 6 7\t8"] * 2
     assert found["test"] == ["0 1 2 3 4 5 6 7 8\t9"] * 2
+    for given in ("8", None):
+        with pytest.raises(UserError, match=r"^data\.test_from is earlier than data\.valid_from"):
+            lines(data, split="time", valid_from=given, test_from="4")
 
 
 def test_items_are_kept_as_they_are(tmp_path: Path) -> None:
@@ -130,13 +133,15 @@ def test_items_are_kept_as_they_are(tmp_path: Path) -> None:
             " data.item_field what: 2, the first in row 2; row 1 is the first): remove them",
         ),
         ([("", 1, 1)], "data.user_field who: row 1 is empty"),
+        ([("u", 1, "")], "data.time_field when: row 1 is empty"),
         ([("u", 1, "soon")], "data.time_field when: expected numbers or dates (ISO 8601)"),
         ([("u", 1, float("inf"))], "data.time_field when: expected numbers or dates (ISO 8601)"),
+        ([("u", 10**25, 1)], "events.json cannot be read: OverflowError: "),
     ],
 )
 def test_values_of_other_types_are_refused(rows: list[Row], problem: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=re.escape(problem)):
-        list(read_lines(write(tmp_path, "parquet", rows), "train"))
+        list(read_lines(write(tmp_path, "json", rows), "train"))
 
 
 @pytest.mark.parametrize("format", ["csv", "parquet"])

@@ -46,8 +46,9 @@ def table(rows: Sequence[Mapping[str, object]], separator: str = ",") -> str:
         ("a.csv", table(ONE, ";"), ("csv", "sentence")),
         ("a.tsv", table(TWO, "\t"), ("csv", "sentence")),
         ("a.jsonl", lines([{"id": 1}, {"text": None}, *ROWS]), ("json", "text")),
+        ("a.jsonl", lines([*[{"id": 1, "text": None}] * NUM_LINES, *ROWS]), ("json", "text")),
         ("a.jsonl", lines([{"sentence": None}, *ONE, {"sentence": ""}]), ("json", "sentence")),
-        ("a.csv", f"{table(ONE)}\n3,", ("csv", "sentence")),
+        ("a.csv", f"{table(ONE)},\n3,", ("csv", "sentence")),
         ("a.csv", '"text"\n' + "the cat sat\n" * 3, ("csv", "text")),
     ],
 )
@@ -97,6 +98,7 @@ def test_the_column_of_parquet_is_found_in_a_file_of_any_name(tmp_path: Path) ->
         ("a.json", '[{"text": "a"},', None, "cannot be read: JSONDecodeError: "),
         ("a.json", "[" * 100_000, None, "cannot be read: RecursionError: "),
         ("a.csv", 'text\n"a', None, "cannot be read: Error: unexpected end of data$"),
+        ("a.csv", "text\na\na, b", None, "cannot be read: Error: row 2 has more cells than the fi"),
     ],
 )
 def test_a_column_that_is_not_clear_is_asked_for(

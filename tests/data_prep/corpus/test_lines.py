@@ -5,6 +5,7 @@ import json
 import logging
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
@@ -217,10 +218,16 @@ def test_the_splits_given_are_those_with_files() -> None:
         splits(DataConfig(files=SplitFiles(valid="x")))
 
 
-def test_text_of_every_arrow_type_of_strings_is_text(tmp_path: Path) -> None:
+def test_text_of_every_arrow_type_of_strings_is_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for kind in (pa.string(), pa.large_string(), pa.string_view()):
         parquet.write_table(pa.table({"text": pa.array(["a", "é"], kind)}), tmp_path / "a.parquet")
         assert read(tmp_path, "a.parquet", format="parquet") == ["a", "é"]
     parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"the corpus has no line \(.*a\.parquet\)$"):
+        read(tmp_path, "a.parquet", format="parquet")
+    unknown = Mock(side_effect=pa.ArrowNotImplementedError("128 bits"))
+    monkeypatch.setattr(parquet, "ParquetFile", unknown)
+    with pytest.raises(UserError, match=r"a\.parquet cannot be read: .*Error: 128 bits$"):
         read(tmp_path, "a.parquet", format="parquet")

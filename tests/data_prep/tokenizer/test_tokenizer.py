@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
@@ -56,11 +56,8 @@ def test_a_literal_mark_of_spaces_is_no_space(
     for tokenizer in (pieces, byte_pieces):
         aligned = tokenizer.align(marks)
         assert aligned.ids.tolist() == tokenizer.encode(marks)
-        assert (aligned.words, aligned.word_of_id[0], aligned.word_of_id[-1]) == (
-            marks.split(),
-            0,
-            2,
-        )
+        assert aligned.words == marks.split()
+        assert aligned.word_of_id[[0, -1]].tolist() == [0, 2]
 
 
 def test_lowercase_folds_special_words_and_others() -> None:
@@ -144,10 +141,19 @@ def test_pieces_keep_every_space(pieces: SentencePieceTokenizer) -> None:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\n\r<")))
-def test_byte_fallback_restores_every_text(byte_pieces: SentencePieceTokenizer, line: str) -> None:
+@example("\u3000a\u3000b\u3000")
+def test_byte_fallback_restores_every_text_and_word(
+    byte_pieces: SentencePieceTokenizer, line: str
+) -> None:
     ids = byte_pieces.encode(line)
     assert byte_pieces.unk_id not in ids
     assert byte_pieces.decode([*ids, byte_pieces.eos_id, *ids]) == f"{line}\n{line}"
+    aligned = byte_pieces.align(line)
+    assert (aligned.ids.tolist(), aligned.words) == (ids, line.split())
+    assert set(aligned.word_of_id.tolist()) <= set(range(len(aligned.words) + 1))
+    for place, word in enumerate(aligned.words):
+        spelled = byte_pieces.decode(aligned.ids[aligned.word_of_id == place].tolist())
+        assert spelled.split() == [word]
 
 
 def test_a_stream_holds_bytes_until_the_character_is_complete(

@@ -157,19 +157,6 @@ def test_a_mistake_in_the_corpus_reaches_the_user_through_sentencepiece() -> Non
         train_sentencepiece(broken(), pieces(20))
 
 
-def test_ids_are_positions_and_newlines_may_have_one() -> None:
-    words = [f"{i:x}" for i in range(5_000)]
-    index = WordIndex.of(words)
-    assert (len(index), list(index), index[4_999]) == (5_000, words, "1387")
-    assert [index.id(word) for word in words] == list(range(5_000))
-    assert (index.id("nothing"), index.id("")) == (-1, -1)
-    text = " ".join(words[::-1])
-    assert index.ids(text, 9).tolist() == list(range(5_000))[::-1]
-    assert index.ids("1\n\n 2 zebra\n", 9).tolist() == [1, 2, 9]
-    assert index.ids("1\n\n 2 zebra\n", 9, line_end=3).tolist() == [1, 3, 3, 2, 9, 3]
-    assert index.ids("", 9, line_end=3).tolist() == []
-
-
 def test_a_vocabulary_file_has_a_word_and_a_count_on_each_line() -> None:
     words = WordIndex.parse("<eos>\t5\né\u2028\t12\n<unk>\t0\n".encode())
     assert list(words) == ["<eos>", "é\u2028", "<unk>"]
