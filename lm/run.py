@@ -136,7 +136,7 @@ class Run:
     def word_table(self) -> WordTable:
         """The section `word_table`, resolved for this tree and the devices."""
         num_rows = self.prepared.vocab_size if self.tree is None else self.tree.num_rows
-        return resolve_word_table(self.config, num_rows, self.num_devices, on_gpu=self.on_gpu)
+        return resolve_word_table(self.config, num_rows, self.world_size, on_gpu=self.on_gpu)
 
     @cached_property
     def on_gpu(self) -> bool:
@@ -174,6 +174,14 @@ class Run:
                 " each machine: omit train.devices, or set it to auto"
             )
         return found.per_machine
+
+    @property
+    def world_size(self) -> int:
+        """The number of devices that it trains on, on all machines."""
+        from lm.device import launch
+
+        found = launch()
+        return self.num_devices * (1 if found is None else found.machines)
 
     @cached_property
     def available_bytes(self) -> int | None:

@@ -28,6 +28,7 @@ import os
 import re
 import subprocess
 import tarfile
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import ExitStack
 from hashlib import blake2b
@@ -37,6 +38,7 @@ import pyarrow
 from pyarrow import parquet
 from tqdm import tqdm
 
+from data_prep.corpus.lines import SPLITS
 from data_prep.errors import DataError, UserError
 from data_prep.storage import make_folder, new_folder, write_atomically
 from scripts import run
@@ -47,7 +49,6 @@ SUFFIXES = (
     " td tcl ts tsx v vala vb vhd zig"
 )
 """Suffixes of files of source code, in lower case."""
-SPLITS = "train", "valid", "test"
 WORD = re.compile(
     rb"[A-Za-z_\x80-\xff][\w\x80-\xff]*"
     rb"|\d\w*(?:\.\d\w*)*"
@@ -56,7 +57,6 @@ WORD = re.compile(
     rb"|[!-~]|\n"
 )
 """A word of source code, or the end of a line."""
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LINE_ENDS = re.compile(rb" ?\n[ \n]*")
 SMALLEST = 1e-6
 """The smallest share of a split."""
@@ -68,7 +68,7 @@ def code_text(content: bytes) -> bytes:
     >>> code_text(b"if (x->next_1 >= 0x1F)\n\n\treturn 1.5e3; // no")
     b'if ( x -> next_1 >= 0x1F )\nreturn 1.5e3 ; // no\n'
     """
-    words = WORD.findall(content.removeprefix(BYTE_ORDER_MARK))
+    words = WORD.findall(content.removeprefix(BOM_UTF8))
     text = LINE_ENDS.sub(b"\n", b" ".join(words)).strip(b" \n")
     return text and text + b"\n"
 

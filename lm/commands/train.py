@@ -25,18 +25,14 @@ def run(options: argparse.Namespace) -> None:
     if run.config.model.backbone == "transformer" and run.config.optim.optimizer == "sgd":
         _log.warning(_SGD_TRANSFORMER)
     # Imported after the configuration is known to be valid: torch takes seconds.
-    from lm.model.build import check_tree
     from lm.training.devices import check_devices
     from lm.training.loggers import check_wandb
     from lm.training.loop import train
-    from lm.training.run_folder import check_folder
+    from lm.training.run_folder import prepare_run
 
     # Before the preparation, which can take hours.
     check_wandb(run.config)
     check_devices(run)
-    checkpoint = check_folder(run.config, options.resume)
-    if checkpoint is None:
-        check_tree(run.config.output)
-    run = run.prepare(keep=checkpoint is not None, progress=progress)
+    run = prepare_run(run, options.resume, progress=progress)
     if train(run, resume=options.resume, progress=progress):
         print(run.folder)

@@ -31,12 +31,8 @@ class Batch(NamedTuple):
     inputs: Tensor  # [T, B] int64
     targets: Tensor  # [T, B] int64, one step ahead of `inputs`
     continues: bool  # whether each column continues the same column of the previous batch
-    num_ignored: int | None = None  # targets that are padding, -100; None: there never are any
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of targets that are no padding."""
-        return self.targets.numel() - (self.num_ignored or 0)
+    num_tokens: int  # targets on all devices that are no padding, -100
+    weight: float = 1.0  # of this device's mean loss in the mean over devices
 
 
 class Batches:
@@ -121,7 +117,8 @@ class Batches:
         words = self._text[places].astype(np.int64)
         words[0, places[0] < 0] = self.eos_id
         tokens = torch.from_numpy(words)
-        return Batch(tokens[:-1], tokens[1:], continues=index > 0 and self.is_stream)
+        continues = index > 0 and self.is_stream
+        return Batch(tokens[:-1], tokens[1:], continues, length * self.batch_size)
 
 
 @lru_cache(maxsize=1)  # all batches of an epoch need the same
@@ -163,10 +160,12 @@ class SequenceBatches(Batches):
         for column, (a, b) in enumerate(zip(begin, end, strict=True)):
             # Before a sequence is the `<eos>` of another one, before the first that of the last.
             tokens[: b - a + 1, column] = self.sequences.tokens[np.arange(a - 1, b)]
-        tokens = tokens[:, self.rank :: self.world_size]
-        inputs = np.where(tokens[:-1] == IGNORED, self.eos_id, tokens[:-1])
-        num_ignored = int((tokens[1:] == IGNORED).sum())
-        return Batch(torch.from_numpy(inputs), torch.tensor(tokens[1:]), False, num_ignored)
+        read = np.where(tokens[:-1] == IGNORED, self.eos_id, tokens[:-1])
+        is_target, own = tokens[1:] != IGNORED, slice(self.rank, None, self.world_size)
+        num_tokens = int(is_target.sum())
+        weight = self.world_size * int(is_target[:, own].sum()) / num_tokens
+        inputs, targets = (torch.tensor(each[:, own]) for each in (read, tokens[1:]))
+        return Batch(inputs, targets, continues=False, num_tokens=num_tokens, weight=weight)
 
 
 @lru_cache(maxsize=1)  # all batches of an epoch need the same

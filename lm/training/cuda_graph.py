@@ -60,12 +60,11 @@ class InputBuffers:
 
     Args:
         num_batches: those of a step.
-        shape: T and B of a batch on this device.
+        shape: T and B of the longest batch on this device.
         device: where the model is.
     """
 
     def __init__(self, num_batches: int, shape: tuple[int, int], device: torch.device) -> None:
-        self.shape = shape
         self.tokens = torch.empty((num_batches, 2, *shape), dtype=torch.int64, device=device)
         self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
         for _ in range(2 if device.type == "cuda" else 0):
@@ -78,15 +77,18 @@ class InputBuffers:
         if self._pinned:
             host, copied = self._pinned.pop(0)
             copied.synchronize()  # at once, unless the device is two steps behind
-        for tokens, batch in zip(host, batches, strict=True):
-            tokens[0].copy_(batch.inputs)
-            tokens[1].copy_(batch.targets)
+        loaded = []
+        for tokens, written, batch in zip(self.tokens, host, batches, strict=True):
+            length = len(batch.inputs)
+            written[0, :length] = batch.inputs
+            written[1, :length] = batch.targets
+            inputs, targets = tokens[:, :length]
+            loaded.append(batch._replace(inputs=inputs, targets=targets))
         if host is not self.tokens:
             self.tokens.copy_(host, non_blocking=True)
             copied.record()
             self._pinned.append((host, copied))
-        pairs = zip(self.tokens, batches, strict=True)
-        return [batch._replace(inputs=tokens[0], targets=tokens[1]) for tokens, batch in pairs]
+        return loaded
 
 
 class StepGraph:
@@ -123,12 +125,12 @@ class StepGraph:
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def run(self, step: Callable[[], None]) -> None:
-        """Run a step, in every call the same function of the same tensors."""
-        if self._graph is not None:
-            self._graph.replay()
-        elif not self.records:
+    def run(self, step: Callable[[], None], *, is_usual: bool = True) -> None:
+        """Run a step: if it is usual, in every call the same function of the same tensors."""
+        if not (is_usual and self.records):
             step()
+        elif self._graph is not None:
+            self._graph.replay()
         elif self._num_steps < WARM_UP:
             self._warm_up(step)
         else:

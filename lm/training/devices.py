@@ -23,14 +23,12 @@ def build_fabric(run: Run) -> Fabric:
     config = run.config
     strategy: str | DDPStrategy = "auto"
     found = launch()
-    machines = 1 if found is None else found.machines
-    if config.train.strategy != "auto" or run.num_devices > 1:
+    if config.train.strategy != "auto" or run.world_size > 1:
         strategy = DDPStrategy(
             broadcast_buffers=False,  # the class tree is constant
             # Clusters without a target. It takes 4 % of a step, but DDP then keeps its buckets as
             # they are: a continued run adds up three or more gradients in the same order.
-            find_unused_parameters=config.output.tree == "adaptive"
-            or machines * run.num_devices > 2,
+            find_unused_parameters=config.output.tree == "adaptive" or run.world_size > 2,
         )
     alone = found is None and SLURMEnvironment.detect()  # as a job's script, which has no tasks
     if found is not None and found.launcher == "SLURM":  # Lightning requires the variable
@@ -38,7 +36,7 @@ def build_fabric(run: Run) -> Fabric:
     return Fabric(
         accelerator="cuda" if run.on_gpu else "cpu",
         devices=run.num_devices,
-        num_nodes=machines,
+        num_nodes=1 if found is None else found.machines,
         plugins=LightningEnvironment() if alone else None,
         strategy=strategy,
         precision=config.train.precision,

@@ -31,13 +31,16 @@ def describe_environment() -> dict[str, str | int | None]:
     }
 
 
+def process_bytes(field: str) -> int:
+    """Bytes of this process that Linux reports: VmRSS now, VmHWM at most so far; 0 elsewhere."""
+    return 1024 * int(_fields(STATUS).get(field, "0 kB").split()[0])
+
+
 def peak_memory() -> str | None:
     """The most memory that this process has held, and its tensors on a GPU; None if not known."""
-    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    if "VmHWM" not in fields:
+    if not (peak := process_bytes("VmHWM")):
         return None
-    text = f"{int(fields['VmHWM'].split()[0]) * 1024 / 1e6:,.0f} MB"
+    text = f"{peak / 1e6:,.0f} MB"
     if torch.cuda.is_available() and (of_gpu := torch.cuda.max_memory_allocated()):
         text += f", {of_gpu / 1e6:,.0f} MB on the GPU"
     return text
@@ -45,9 +48,14 @@ def peak_memory() -> str | None:
 
 def processor_name() -> str:
     """The model of the processor and those of `INSTRUCTIONS` that it has, separated by commas."""
-    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
-    pairs = [line.partition(":") for line in lines]
-    fields = {name.strip(): value.strip() for name, _, value in pairs}
+    fields = _fields(CPUINFO)
     model = fields.get("model name") or platform.processor() or platform.machine()
     flags = fields.get("flags", "").split()
     return ", ".join([model, *(name for name in INSTRUCTIONS if name in flags)])
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """The lines `name: value` of a file, by name; none without the file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    pairs = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _, value in pairs}

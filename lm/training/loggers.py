@@ -82,7 +82,7 @@ class WandbLogger(Logger):
 
         id_file = config.run_path / "wandb-id"
         run_id = id_file.read_text() if id_file.exists() else uuid.uuid4().hex[:8]
-        id_file.write_text(run_id)
+        write_atomically(id_file, lambda file: file.write(run_id.encode()))
         try:
             self.run: Any = wandb.init(
                 project=config.log.wandb_project,
@@ -160,8 +160,9 @@ class ProgressBar(Logger):
         figures = f"ppl {_short(metrics.train_perplexity, 1)}"
         figures += f", {metrics.tokens_per_second:.0f} tokens/s"
         self.bar.set_postfix_str(self._valid + figures, refresh=False)
-        is_milestone = valid is not None or metrics.step == self._clock.num_steps
-        if self.bar.disable and (is_milestone or time.monotonic() >= self._next_line):
+        is_last = metrics.step == self._clock.num_steps or self._clock.share == 1
+        is_due = valid is not None or is_last or time.monotonic() >= self._next_line
+        if self.bar.disable and is_due:
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
             of = "" if self._total is None else f" of {self._total}"
             text = f"step {metrics.step}{of}: epoch {metrics.epoch:.2f}, "

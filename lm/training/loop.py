@@ -184,24 +184,22 @@ def _fit(
 
 
 def train_step(state: TrainingState) -> float:
-    """Train on `train.accumulate` batches, update the parameters; returns the learning rate."""
+    """Train on `train.accumulate` batches, update the parameters; returns the learning rate.
+
+    On a GPU, `update` is recorded once and then launched as a whole, except for unusual batches.
+    """
     learning_rate = state.learning_rate
     set_learning_rate(state.optimizer, learning_rate)
     batches, is_usual = state.next_batches()
-    step = partial(update, state, batches)
-    if is_usual:
-        state.graph.run(step)  # on a GPU, recorded once and then launched as a whole
-    else:
-        step()
+    state.graph.run(partial(update, state, batches), is_usual=is_usual)
     return learning_rate
 
 
 def update(state: TrainingState, batches: Sequence[Batch]) -> None:
     """The device's part of a step, which reads nothing from the host but tensors."""
     fabric, optimizer, clip = state.fabric, state.optimizer, state.config.optim.clip
-    before, is_finite = None, True
-    if state.config.train.skip_nonfinite_steps:
-        before = state.carried_loss.nll.clone(), state.carried_loss.carried
+    carried_loss, is_finite = state.carried_loss, True
+    nll, carried = carried_loss.nll.clone(), carried_loss.carried  # before the step
     for number, batch in enumerate(batches, start=1):
         with fabric.no_backward_sync(state.loss, enabled=number < len(batches)):
             fabric.backward(state.loss(batch))
@@ -213,9 +211,10 @@ def update(state: TrainingState, batches: Sequence[Batch]) -> None:
         is_finite = state.scales_loss or state.is_finite(norm)
     if is_finite:
         optimizer.step()
-    elif before is not None:
-        state.carried_loss.undo(*before)
+    else:
+        carried_loss.nll.copy_(nll)
+        carried_loss.carried = carried
         state.num_tokens -= sum(batch.num_tokens for batch in batches)
     for parameter in state.parameters:
         parameter.grad = None
-    state.carried_loss.keep()
+    carried_loss.keep()

@@ -61,7 +61,7 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     table_element = 2 if word_table.dtype == "bf16" else element
     whole_table = sum(parameter.numel() for parameter in model.table)
     others = sum(parameter.numel() for parameter in model.parameters()) - whole_table
-    share = run.num_devices if config.train.strategy == "shard_output" else 1
+    share = run.world_size if config.train.strategy == "shard_output" else 1
     table, num_rows = whole_table // share, sum(map(len, model.table)) // share
     num_moments = 2 if config.optim.optimizer == "adamw" else int(config.optim.momentum > 0)
     table_state = {
@@ -71,7 +71,7 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         "adam": 2 * table * max(element, 4),
     }[word_table.optimizer]
     gradients = others * element + (0 if word_table.row_wise else table * table_element)
-    gradients *= 1 if run.num_devices == 1 else 2  # a copy is summed
+    gradients *= 1 if run.world_size == 1 else 2  # a copy is summed
     trees = [tree for tree in (run.tree, run.input_tree) if tree is not None]
     constants = [array for tree in trees for array in tree.arrays] + list(model.buffers())
     cuda = CUDA_LIBRARY_BYTES if torch.version.cuda and not run.on_gpu else 0
@@ -83,7 +83,7 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         "batch": _batch_bytes(run),
         "other": other + 12 * model.vocab_size,
     }
-    records = why_eager(config.train, run.num_devices, on_gpu=run.on_gpu) is None
+    records = why_eager(config.train, run.world_size, on_gpu=run.on_gpu) is None
     has_shorter = config.model.backbone == "lstm"
     parts["graph"] = parts["batch"] + parts["gradients"] if records and has_shorter else 0
     num_processes = 1 if run.on_gpu else run.num_devices
@@ -111,7 +111,7 @@ def check_memory(run: Run) -> None:
 def _batch_bytes(run: Run) -> int:
     """Hidden vectors of all layers and the output layer's saved state, with their gradients."""
     model, train, output = run.config.model, run.config.train, run.config.output
-    num_positions = train.batch_size // run.num_devices * train.seq_len
+    num_positions = train.batch_size // run.world_size * train.seq_len
     per_position = 12 if model.backbone == "lstm" else 24
     element = 8 if train.precision == "64-true" else 4
     num_others = 4 if model.input_pieces is None else 6

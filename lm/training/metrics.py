@@ -20,7 +20,7 @@ class Metrics:
     epoch: float  # passes over the training split, with a fraction
     tokens: int  # trained on so far, over all devices
     learning_rate: float  # of the last step
-    train_perplexity: float  # exp of the mean nll of the tokens since the previous line
+    train_perplexity: float  # of the tokens since the previous line; NaN if all were skipped
     valid_perplexity: float | None  # of the whole validation split; None where it was not measured
     seconds: float  # training time so far, without validation and checkpoints
     tokens_per_second: float  # tokens since the previous line over their training time

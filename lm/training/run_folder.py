@@ -6,6 +6,7 @@ from pathlib import Path
 from data_prep.errors import CheckpointError, UserError
 from data_prep.storage import write_hashed, write_json_atomically
 from lm.config import Config, differences, load_config, to_yaml
+from lm.model.build import check_tree
 from lm.model.files import DESCRIPTION
 from lm.run import Run
 from lm.training.checkpoint import BEST, LAST
@@ -66,6 +67,17 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
             " set these back to continue it, or start a new run in another folder"
         )
     return checkpoint
+
+
+def prepare_run(run: Run, resume: str | None, *, progress: bool = True) -> Run:
+    """Prepare the data of a run that can start, or continue with its data as they are.
+
+    Arguments and errors are those of `train`.
+    """
+    checkpoint = check_folder(run.config, resume)
+    if checkpoint is None:
+        check_tree(run.config.output)
+    return run.prepare(keep=checkpoint is not None, progress=progress)
 
 
 def report_new_length(state: TrainingState) -> None:

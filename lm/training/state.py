@@ -1,7 +1,6 @@
 """The state of a training run: everything that a continuation needs, and how it is restored."""
 
 import logging
-import math
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from data_prep.errors import CheckpointError, DataError, NotFiniteError
 from data_prep.storage import sync
 from lm.evaluation import evaluate
+from lm.figures import perplexity
 from lm.model.build import build_model, without_weights
 from lm.model.files import Description, save_model
 from lm.model.input_pieces import PIECES
@@ -33,12 +33,7 @@ from lm.training.clock import Clock, Progress
 from lm.training.cuda_graph import InputBuffers, StepGraph
 from lm.training.metrics import Metrics
 from lm.training.optimizers import build_optimizer, learning_rate
-from lm.training.shards import (
-    columns_of,
-    convert_optimizer_state,
-    convert_weights,
-    held_rows,
-)
+from lm.training.shards import columns_of, convert_optimizer_state, convert_weights, held_rows
 
 _log = logging.getLogger(__name__)
 MAX_NATS = 700.0
@@ -66,21 +61,15 @@ class CarriedLoss(nn.Module):
         self.nll = torch.zeros((), dtype=torch.float64, device=device)
 
     def forward(self, batch: Batch) -> Tensor:
-        """The mean nll of a batch, divided by `num_batches`."""
+        """The part of a batch in the loss of a step, which is the mean of the devices' parts."""
         carried = self.carried if batch.continues else None
         loss, state = self.model.loss(batch.inputs, batch.targets, carried)
         if self.model.backbone.carries_state and state is not None:
             self.carried = tuple(part.detach() for part in state)
-        targets: Tensor | int = batch.targets.numel()
-        if batch.num_ignored is not None:  # a recorded step reads its own number
-            targets = (batch.targets >= 0).sum()
-        self.nll += loss.detach().double() * targets
+        self.nll += loss.detach().double() * (batch.targets >= 0).sum()
+        if batch.weight != 1:
+            loss = loss * batch.weight
         return loss / self.num_batches
-
-    def undo(self, nll: Tensor, carried: State | None) -> None:
-        """Put the sum of losses and the carried state where they were before the step."""
-        self.nll.copy_(nll)
-        self.carried = carried
 
     def keep(self) -> None:
         """Put the carried state where it was before the step: a CUDA graph reads it there."""
@@ -127,7 +116,7 @@ class TrainingState:
         self.parameters = list(self.model.parameters())
         if saved is not None:
             self.restore(saved)
-        self.num_tokens = 0  # of this process, in `CarriedLoss.nll`
+        self.num_tokens = 0  # of all devices, in their sums `CarriedLoss.nll`
         self.num_nonfinite = torch.zeros_like(self.carried_loss.nll)  # steps since it was read
         self.graph = StepGraph(fabric, train, optimizer)
         shape = batches.seq_len, batches.batch_size // batches.world_size
@@ -194,43 +183,39 @@ class TrainingState:
         )
 
     def next_batches(self) -> tuple[list[Batch], bool]:
-        """The batches of the next step on the device, and whether they are usual: in `inputs`.
+        """The batches of the next step on the device, and whether they are usual.
 
-        Usual are those of full shape, of which at most the first one begins the carried state.
+        Usual are those of full length, of which at most the first one begins the carried state.
         """
         first, model = self.progress.batches_done, self.model
         batches = [self.batches[first + k] for k in range(self.config.train.accumulate)]
         self.progress.batches_done += len(batches)
         num_tokens = sum(batch.num_tokens for batch in batches)
-        self.progress.tokens_done += num_tokens * self.batches.world_size
+        self.progress.tokens_done += num_tokens
         self.num_tokens += num_tokens
-        is_usual = all(batch.targets.shape == self.inputs.shape for batch in batches)
+        is_usual = all(len(batch.targets) == self.batches.seq_len for batch in batches)
         is_usual &= not model.backbone.carries_state or all(each.continues for each in batches[1:])
-        if not is_usual:
-            return self.fabric.to_device(batches), False
-        batches = self.inputs.load(batches)
-        carried = self.carried_loss.carried
-        if self.graph.records and carried is not None:
+        batches, carried = self.inputs.load(batches), self.carried_loss.carried
+        if is_usual and self.graph.records and carried is not None:
             if not batches[0].continues:
                 torch._foreach_zero_(carried)
             batches[0] = batches[0]._replace(continues=True)
-        return batches, True
+        return batches, is_usual
 
     def gather_losses(self) -> None:
         """Add the losses since the last call, of all devices, to the progress."""
-        total = self.carried_loss.nll
-        sums = torch.stack([total, total.new_tensor(self.num_tokens), self.num_nonfinite])
-        total.zero_()
+        sums = torch.stack([self.carried_loss.nll, self.num_nonfinite])
+        self.carried_loss.nll.zero_()
         self.num_nonfinite.zero_()
-        self.num_tokens = 0
         self.fabric.all_reduce(sums, reduce_op="sum")
-        nll, num_tokens, num_nonfinite = sums.tolist()
+        nll, num_nonfinite = sums.tolist()
         if num_nonfinite:
             raise self._not_finite("the gradient was not finite before", "")
-        if num_tokens:
-            self._check_loss(nll / num_tokens)
+        if self.num_tokens:
+            self._check_loss(nll / self.num_tokens)
         self.progress.nll += nll
-        self.progress.num_tokens += int(num_tokens)
+        self.progress.num_tokens += self.num_tokens
+        self.num_tokens = 0
 
     def validate(self) -> float:
         """The validation perplexity."""
@@ -291,7 +276,7 @@ class TrainingState:
             epoch=round(progress.batches_done / self.batches.per_epoch, 4),
             tokens=progress.tokens_done,
             learning_rate=learning_rate,
-            train_perplexity=math.exp(progress.nll / max(progress.num_tokens, 1)),
+            train_perplexity=perplexity(progress.nll, progress.num_tokens),
             valid_perplexity=valid_perplexity,
             skipped_steps=progress.skipped_steps,
             seconds=round(progress.seconds, 3),

@@ -113,9 +113,8 @@ def ways(case: Case, hidden: Tensor, way: str) -> list[Finder]:
 
 def defined(case: Case, hidden: Tensor, way: str) -> Tensor:
     """The words of a way, by the definition."""
-    weight, tree, bias = case.weight, case.tree, case.bias
-    expander = Expander(checked_hidden(hidden, weight, tree, bias), weight, tree, bias)
-    words = distribution.finder(expander).topk(expander, tree.vocab_size)
+    tree = case.tree
+    words = distribution.topk(hidden, case.weight, tree, case.bias, k=tree.vocab_size)
     log_probs = torch.empty_like(words.log_prob).scatter_(1, words.word, words.log_prob)[0]
     return words.word[0, :TOP_K] if way == "top-k" else chosen(log_probs, way)
 

@@ -52,6 +52,7 @@ from lm.output import ClassTree
 from lm.run import Run, TrainedRun
 from lm.scoring.ranking import Ranked, Scores, popularity, rank_by
 from lm.training.loop import train
+from lm.training.run_folder import prepare_run
 from scripts import run
 from scripts.benchmarks.reporting import Table, benchmark_parser
 
@@ -147,15 +148,13 @@ class Comparison:
         if not seconds.exists():
             resumes = (folder / "config.yaml").exists()
             set_num_threads(run.config.train.threads)
-            run = run.prepare(progress=False)
+            run = prepare_run(run, "auto", progress=False)
             start = time.process_time()
             loss = patch("lm.model.build.SampledSoftmax", GeneralizedBCE)
             with loss if way == "gbce" else nullcontext():
                 train(run, resume="auto", progress=False)
-            used = (
-                None if resumes else time.process_time() - start
-            )  # not known of several processes
-            seconds.write_text(json.dumps(used))
+            used = time.process_time() - start
+            seconds.write_text(json.dumps(None if resumes else used))
         return TrainedRun.open(folder)
 
     def measure(

@@ -184,6 +184,8 @@ def main() -> None:
     streams = "the beginnings of so many parts, as a run of this train.batch_size reads first"
     add("--streams", type=int, default=1, metavar="B", help=streams)
     options = parser.parse_args()
+    if options.order < 2:
+        parser.error(f"--order must be at least 2, got {options.order}")
     prepared = open_prepared(options.folder)
     tokens = prepared.tokens("train")
     if options.tokens is not None:  # the beginnings of equal parts

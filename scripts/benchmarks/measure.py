@@ -21,13 +21,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from lm.output import ClassTree
 from lm.output.backends.visits import route
+from lm.training.environment import process_bytes
 from scripts.benchmarks.methods import Method, Problem
 from scripts.benchmarks.reporting import Row
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest relative difference of two losses that should be equal."""
-PROCESS = Path("/proc/self")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+"""File of Linux by which the most memory of this process is measured anew."""
 Result = TypeVar("Result")
 FIGURES = ("seconds_median", "seconds_min", "ratio_to_floor", "peak_bytes", "loss")
 """Fields of a row that a refused method does not have."""
@@ -146,23 +148,16 @@ def peak_bytes(method: Method) -> int | None:
         before = torch.cuda.memory_allocated()
         method.step()
         return torch.cuda.max_memory_allocated() - before
-    status, reset = PROCESS / "status", PROCESS / "clear_refs"
-    if not reset.exists():
+    if not CLEAR_REFS.exists():
         method.step()
         return None
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)  # otherwise the step reuses what other methods have freed
-    reset.write_text("5")
-    before = proc_bytes(status, "VmRSS")
+    CLEAR_REFS.write_text("5")
+    before = process_bytes("VmRSS")
     method.step()
-    return proc_bytes(status, "VmHWM") - before
-
-
-def proc_bytes(file: Path, field: str) -> int:
-    """Bytes in the line `field: … kB` of a file in /proc."""
-    line = next(line for line in file.read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
+    return process_bytes("VmHWM") - before
 
 
 def least_work(problem: Problem, tree: ClassTree) -> Work:

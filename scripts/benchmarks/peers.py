@@ -36,11 +36,7 @@ CrossEntropy = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def full_softmax(
-    problem: Problem,
-    name: str,
-    load: Callable[[], CrossEntropy],
-    *,
-    exact: bool = True,
+    problem: Problem, name: str, load: Callable[[], CrossEntropy], *, exact: bool = True
 ) -> Method:
     """A full softmax by the function that `load` returns."""
     refused = None

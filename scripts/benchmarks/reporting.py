@@ -29,7 +29,7 @@ FOLDER = re.compile(r"(^|=)/(?:[^/]+/)*")
 
 
 class Table:
-    """A Markdown table that is printed and logged row by row; see `append_row`.
+    """A Markdown table that is printed and, with a `log`, appended to it row by row.
 
     `columns` are titles → templates of cells, by default the fields of a row.
     """
@@ -50,14 +50,9 @@ class Table:
         for cells in lines:
             print(markdown.line(map(str.ljust, cells, widths)), flush=True)
         self.rows.append(row)
-        append_row(self.log, row, self.device)
-
-
-def append_row(log: Path | None, row: Row, device: str = "cpu") -> None:
-    """Append a row with its environment to a file of JSON lines; does nothing without a file."""
-    if log is not None:
-        with log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**row, **environment(device), **row}) + "\n")
+        if self.log is not None:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**row, **environment(self.device), **row}) + "\n")
 
 
 def benchmark_parser(

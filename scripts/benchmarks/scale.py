@@ -38,15 +38,9 @@ from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.base import row_size
 from lm.output.backends.visits import route
 from lm.output.rowwise import RowAdagrad
+from lm.training.environment import process_bytes
 from scripts.benchmarks import reporting
-from scripts.benchmarks.measure import (
-    DTYPES,
-    PROCESS,
-    in_new_process,
-    kernels,
-    memory_limit,
-    proc_bytes,
-)
+from scripts.benchmarks.measure import DTYPES, in_new_process, kernels, memory_limit
 from scripts.benchmarks.methods import captured, parameter, zipf
 from scripts.benchmarks.reporting import Row, Table
 
@@ -266,7 +260,7 @@ def measure(name: str, vocab_size: int, dtype: str, options: argparse.Namespace)
         "run_positions": options.positions,
         "microseconds_per_position": 1e6 * seconds / options.positions,
         "rows_visited": statistics.median(visited),
-        "peak_bytes": proc_bytes(PROCESS / "status", "VmHWM"),
+        "peak_bytes": process_bytes("VmHWM"),
         "device_peak_bytes": peak,
         "table_bytes": task.tree.num_rows * options.hidden * DTYPES[dtype].itemsize,
         "num_rows": task.tree.num_rows,

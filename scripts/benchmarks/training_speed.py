@@ -26,7 +26,7 @@ from lm.device import keep_freed_memory
 from lm.output import HierarchicalSoftmax
 from lm.output.backends.base import followed_by_zeros
 from lm.run import Run
-from lm.training.batches import Batches
+from lm.training.batches import make_batches
 from lm.training.devices import build_fabric
 from lm.training.loop import train_step
 from lm.training.state import TrainingState
@@ -59,7 +59,7 @@ def start_training(
     chosen += ["word_table.gradients=dense"] if name == "torch" else []
     run = Run.read(config_file, [*overrides, *(f"--{o}" for o in [*chosen, *others])]).prepare()
     keep_freed_memory()
-    fabric, batches = build_fabric(run), Batches(run.config, run.prepared)
+    fabric, batches = build_fabric(run), make_batches(run.config, run.prepared)
     batches.num_steps = num_steps
     state = TrainingState(fabric, run, batches, None)
     if name in LOSSES:

@@ -42,15 +42,6 @@ class Run:
         return re.sub(r"[^\w.]+", "_", self.row) + f"-{self.seed}"
 
     @property
-    def speed(self) -> dict[str, Any]:
-        """The last row of this run in the log of speeds, without its origin; empty if none."""
-        path = self.results / self.table / "speed.jsonl"
-        lines = path.read_text("utf-8").splitlines() if path.exists() else []
-        rows = [row for row in map(json.loads, lines) if row["row"] == self.row]
-        names = "tokens_per_second", "step_milliseconds"
-        return {name: rows[-1][name] for name in names} if rows else {}
-
-    @property
     def command(self) -> str:
         """The training command, without its folders."""
         return f"lm train {self.config} --data.dir=DIR {' '.join(self.options)}"

@@ -94,6 +94,11 @@ def read_log(results: Path, name: str, where: Mapping[str, Any] | None = None) -
     return [row for row in map(json.loads, lines) if (where or {}).items() <= row.items()]
 
 
+def last_row(results: Path, name: str, where: Mapping[str, Any]) -> Row:
+    """The last row of a log with the values of `where`; empty if there is none."""
+    return (read_log(results, name, where) or [{}])[-1]
+
+
 def last_rows(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, Row]:
     """The row of each key that tables and figures take: the last one, from the newest run."""
     return {key(row): row for row in rows}
@@ -145,7 +150,11 @@ def table_of_runs(table: RunTable, runs: Sequence[Run]) -> str:
     titles = [name.replace("_", " ").replace("oov", "OOV") for name in table.figures]
     rows = []
     for row in table.rows:
-        logs = [log | run.speed for run in runs if run.row == row and (log := run.log)]
+        logs = [
+            last_row(run.results / table.name, "speed", {"row": row}) | log
+            for run in runs
+            if run.row == row and (log := run.log)
+        ]
         figures = [[_figure(log, name) for log in logs] for name in table.figures]
         if logs:
             first = zip((log["seed"] for log in logs), map(short, figures[0]), strict=True)
@@ -160,7 +169,7 @@ def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
     for row in rows:
         if logs := [log for run in table.runs(results, [row]) if (log := run.log)]:
             where = {"config": Path(table.rows[row][0]).name, "tree": table.summary[row]}
-            speeds = read_log(results, "training_speed", where | {"precision": "bf16-mixed"})
+            speed = last_row(results, "training_speed", where | {"precision": "bf16-mixed"})
             figures = {
                 "corpus": "" if found else table.title,
                 "published": "" if found else table.published,
@@ -168,7 +177,7 @@ def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
                 "tokens": logs[0]["tokens"],
                 "perplexity": statistics.fmean(log["test"]["word_perplexity"] for log in logs),
             }
-            found.append((speeds or [{}])[-1] | figures)
+            found.append(speed | figures)
     return found
 
 
@@ -254,8 +263,8 @@ def overview(results: Path) -> list[Row]:
             each = [value - baseline[seed] for seed, value in finals[name].items()]
             row |= {"difference": statistics.fmean(each), "bound": upper_bound(each)}
         where = {"config": Path(declared["config"]).name, "precision": "bf16-mixed"}
-        speeds = read_log(results, "training_speed", where | {"tree": method.get("speed")})
-        found.append((speeds or [{}])[-1] | row)
+        speed = last_row(results, "training_speed", where | {"tree": method.get("speed")})
+        found.append(speed | row)
     return found
 
 

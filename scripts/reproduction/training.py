@@ -11,7 +11,7 @@ from lm.run import Run as TrainingRun
 from lm.run import TrainedRun
 from lm.training.loop import train
 from lm.training.metrics import Metrics, read_metrics
-from lm.training.run_folder import check_folder
+from lm.training.run_folder import prepare_run
 from scripts.benchmarks.reporting import commit
 from scripts.reproduction.runs import TOP, Run, append_log
 
@@ -73,6 +73,5 @@ def _train(
     """Prepare the corpus if necessary, then train or resume."""
     folders = [f"--data.dir={data_dir}", f"--run_dir={folder}"]
     opened = TrainingRun.read(TOP / run.config, [*run.options, *folders])
-    resumes = check_folder(opened.config, "auto") is not None
-    opened = opened.prepare(keep=resumes, progress=progress)
+    opened = prepare_run(opened, "auto", progress=progress)
     train(opened, resume="auto", progress=progress, stop_after_validation=stop_after_validation)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep.errors import UserError
 from lm.config import ModelConfig, OutputConfig, WordTable, validate
 from lm.model.build import build_model
 from lm.output import ClassTree
@@ -29,12 +28,6 @@ def test_the_default_cutoffs_are_a_tenth_and_a_third_of_the_vocabulary() -> None
     assert float(adaptive.softmax.head.weight.detach().abs().max()) <= 0.1
     assert adaptive.softmax.cutoffs == [3, 10, 30]
     assert int(adaptive.index_of_word[N - 1]) < 3  # the most frequent word
-
-
-def test_cutoffs_outside_the_vocabulary_are_the_users_mistake() -> None:
-    output = OutputConfig(tree="adaptive", cutoffs=[99])
-    with pytest.raises(UserError, match=r"^output.cutoffs: cutoffs must increase within 1 … 29"):
-        build_model(ModelConfig(hidden=H), output, WordTable(), None, T, counts=COUNTS)
 
 
 @pytest.mark.parametrize(("hidden", "heads"), [(200, 5), (300, 6), (256, 8), (650, 5), (6, 3)])

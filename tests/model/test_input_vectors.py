@@ -136,9 +136,7 @@ def test_a_word_loses_its_own_vector_with_the_probability_of_its_count(
 
 
 @pytest.mark.parametrize("size", [4, 300])
-def test_the_sum_is_as_large_as_one_vector_and_init_range_bounds_them(size: int) -> None:
+def test_the_sum_of_pieces_is_as_large_as_one_vector(size: int) -> None:
     module = InputPieces(torch.arange(4000, dtype=torch.int32).view(1000, 4), 4000, size)
     squares = module(torch.arange(1000)).detach().square().sum(1)
     assert float(squares.mean()) == pytest.approx(1, rel=0.1)
-    largest = float(weight_of(make(init_range=0.01)).detach().abs().max())
-    assert 0.009 < largest <= 0.01

@@ -20,7 +20,7 @@ from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.rowwise import RowAdam
 from tests.models import new_model, words
 
-N, H, T, B = 11, 12, 5, 3
+N, H, T = 11, 12, 5
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 COUNTS = torch.arange(N) ** 2
 TREE = ClassTree.two_level(torch.arange(N) % 3)
@@ -66,35 +66,8 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
-@pytest.mark.parametrize("num_pieces", [None, 8])
-@BACKBONES
-def test_word_by_word_with_the_state_equals_all_at_once(
-    backbone: str, num_pieces: int | None
-) -> None:
-    model = make(backbone, input_pieces=num_pieces).eval()
-    tokens, _ = words(N)
-    state, parts = model.init_state(B), []
-    for t in range(T):
-        hidden, new_state = model(tokens[t : t + 1], state)
-        assert new_state is not None
-        state = new_state
-        parts.append(hidden)
-    torch.testing.assert_close(torch.cat(parts), model(tokens)[0], rtol=1e-10, atol=1e-12)
-
-
 def test_no_lines_have_no_hidden_vectors() -> None:
     assert list(read_lines(make().eval(), [], eos_id=0)) == []
-
-
-@BACKBONES
-def test_selected_sequences_continue_unchanged(backbone: str) -> None:
-    model, (tokens, _) = make(backbone).eval(), words(N)
-    index = torch.tensor([2, 0, 2])
-    _, state = model(tokens[:2], model.init_state(B))
-    assert state is not None
-    whole, _ = model(tokens[2:], state)
-    chosen, _ = model(tokens[2:, index], model.backbone.select_state(state, index))
-    torch.testing.assert_close(chosen, whole[:, index], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("embedding", ["word", "path_sum"])
@@ -118,11 +91,13 @@ def test_moments_and_row_of_a_dropped_word_do_not_change(embedding: Any) -> None
 
 
 @BACKBONES
-def test_init_range_bounds_embedding_and_output(backbone: str) -> None:
-    model = make(backbone, init_range=0.01)
+def test_init_range_bounds_embedding_pieces_and_output(backbone: str) -> None:
+    model = make(backbone, init_range=0.01, input_pieces=8)
     assert model.embedding is not None
-    assert not softmax_of(model).weight[:, H:].any()
-    for weight in (model.embedding.weight, softmax_of(model).weight[:, :H]):
+    assert model.input_pieces is not None
+    rows = softmax_of(model).weight
+    assert not rows[:, H:].any()
+    for weight in (model.embedding.weight, model.input_pieces.weight, rows[:, :H]):
         assert 0.009 < float(weight.detach().abs().max()) <= 0.01
 
 

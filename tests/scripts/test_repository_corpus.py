@@ -17,7 +17,7 @@ from tests.scripts.conftest import Run
 
 FILES = {
     "README.md": b"not code",
-    "b/z.PY": b"\xef\xbb\xbfx = 1  # \xc3\xa9t\xc3\xa9\r\n\r\n",
+    "b/z.PY": b"\xef\xbb\xbf\n\nx = 1  # \xc3\xa9t\xc3\xa9\r\n\t\r\n  \ny\r\n\r\n",
     "b/copy.c": b"int main(void);\n",
     "a.c": b"int main(void);\n",
     "latin.c": b"\xe9",
@@ -59,16 +59,11 @@ def test_words_are_names_numbers_and_the_longest_operators(line: str, words: str
     assert code_text(line.encode()).decode() == f"{words}\n"
 
 
-def test_lines_stay_lines_without_empty_ones() -> None:
-    assert code_text(b"\n\n a b\r\n\t\r\n  \nc") == b"a b\nc\n"
-    assert code_text(b" \n\n") == b""
-
-
 def test_a_folder_and_its_archive_give_each_file_once_in_the_split_of_its_path(
     tree: Path, tmp_path: Path, make: Run
 ) -> None:
     expected = dict.fromkeys(("train", "valid", "test"), "")
-    text = {"a.c": "int main ( void ) ;\n", "b/z.PY": "x = 1 # été\n"}
+    text = {"a.c": "int main ( void ) ;\n", "b/z.PY": "x = 1 # été\ny\n"}
     text |= {f"n/{i:02}.rs": f"{i}\n" for i in range(40)}
     for name in sorted(text):
         expected[split_of(name.encode(), 0.2)] += text[name]

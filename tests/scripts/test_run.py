@@ -23,10 +23,7 @@ from scripts.reproduction.runs import TOP
     ],
 )
 def test_a_script_ends_with_one_line(
-    stop: BaseException,
-    code: int | str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    stop: BaseException, code: int | str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def main() -> None:
         raise stop

@@ -1,7 +1,5 @@
 """The synthetic corpus has the stated distribution and depends on its arguments alone."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,22 +7,19 @@ import pytest
 from numpy.typing import NDArray
 
 from scripts.synthetic_corpus import WordModel, Zipf
-
-TOP = Path(__file__).resolve().parents[2]
+from tests.scripts.conftest import Run
 
 Ranks = NDArray[np.int64]
 
 
-def make(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "scripts.synthetic_corpus", "--no-progress"]
-    command += [f"--out={folder}", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=TOP, check=False)
-
-
-def test_equal_arguments_give_equal_text_and_other_seeds_other_text(tmp_path: Path) -> None:
-    options = ("--types=300", "--tokens=1007", "--held-out-tokens=205")
+def test_equal_arguments_give_equal_text_and_other_seeds_other_text(
+    tmp_path: Path, run_benchmark: Run
+) -> None:
+    options = ("--types=300", "--tokens=1007", "--held-out-tokens=205", "--no-progress")
     for name, seed in (("a", 4), ("b", 4), ("c", 5)):
-        assert make(tmp_path / name, *options, f"--seed={seed}").stderr == ""
+        chosen = f"--out={tmp_path / name}", f"--seed={seed}"
+        done = run_benchmark("scripts.synthetic_corpus", *options, *chosen)
+        assert (done.returncode, done.stderr) == (0, "")
     a, b, c = (
         [(tmp_path / name / f"{split}.txt").read_text() for split in ("train", "valid", "test")]
         for name in "abc"

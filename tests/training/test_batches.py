@@ -13,7 +13,10 @@ import torch
 from data_prep.errors import UserError
 from data_prep.sequences import Sequences, find_sequences
 from lm.config import validate
+from lm.output import ClassTree
 from lm.training.batches import IGNORED, Batch, Batches, make_batches
+from lm.training.state import CarriedLoss
+from tests.models import small_model
 
 EOS, UNK = 65_000, 1
 SEQ_LEN = 4
@@ -112,7 +115,25 @@ def test_the_columns_of_all_ranks_are_the_batch_of_one_device(kind: str, num: in
         part = make(kind, rank=rank, world_size=num)
         for number in range(2 * one.per_epoch):
             assert torch.equal(part[number].inputs, one[number].inputs[:, rank::num])
-            assert torch.equal(part[number].targets, one[number].targets[:, rank::num])
+            targets = one[number].targets[:, rank::num]
+            assert torch.equal(part[number].targets, targets)
+            num_tokens = part[number].num_tokens
+            assert num_tokens == one[number].num_tokens
+            assert part[number].weight == num * int((targets != IGNORED).sum()) / num_tokens
+
+
+@pytest.mark.parametrize("num", [2, 6])
+def test_the_mean_of_the_losses_of_all_devices_is_the_loss_of_one(num: int) -> None:
+    model = small_model(ClassTree.two_level(num_words=EOS + 1))
+    loss = CarriedLoss(model, 1, torch.device("cpu"))
+    devices = [make("sequences", 37, rank=rank, world_size=num) for rank in range(num)]
+    one, weights = make("sequences", 37), set()
+    for number in range(one.per_epoch):
+        batches = [device[number] for device in devices]
+        parts = torch.stack([loss(batch) for batch in batches])
+        torch.testing.assert_close(parts.mean(), loss(one[number]), rtol=1e-12, atol=0)
+        weights |= {batch.weight for batch in batches}
+    assert len(weights) > 2
 
 
 @pytest.mark.parametrize(("kind", "shortest"), [("streams", 3), ("windows", 15)])
@@ -144,9 +165,9 @@ def test_each_epoch_has_each_item_once_after_the_items_before_it() -> None:
     batches = make("sequences", sequences=sequences)
     for epoch in range(3):
         predicted: list[int] = []
-        for inputs, targets, continues, num_ignored in epoch_of(batches, epoch):
-            assert num_ignored == int((targets == IGNORED).sum())
-            assert not continues
+        for inputs, targets, continues, num_tokens, weight in epoch_of(batches, epoch):
+            assert num_tokens == int((targets != IGNORED).sum())
+            assert (continues, weight) == (False, 1)
             assert targets.shape[1] == 6
             assert len(targets) <= SEQ_LEN
             for column, target in zip(inputs.T.tolist(), targets.T.tolist(), strict=True):

@@ -26,6 +26,7 @@ from lm.output import ClassTree, HierarchicalSoftmax
 from lm.run import Run
 from lm.training.batches import Batches
 from lm.training.checkpoint import save_checkpoint
+from lm.training.environment import process_bytes
 from lm.training.loop import train as train_run
 
 VOCAB_SIZE, HIDDEN = 200_000, 300
@@ -48,32 +49,25 @@ def save_table(folder: Path) -> None:
     save_model(folder, model.state_dict(), description)
 
 
-def resident(kind: str) -> int:
-    """Bytes of this process in memory: VmRSS now, VmHWM at most so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(kind))
-    return int(line.split()[1]) * 1024
-
-
 def measure(folder: Path) -> dict[str, float]:
     """Peak memory of evaluating the model on a few tokens and of saving it, as multiples of the
     table; and of continuing a run as far as its first batch, as a multiple of its checkpoint.
     """
     layer = HierarchicalSoftmax(HIDDEN, ClassTree.two_level(num_words=100))
     layer.loss(torch.zeros(1, HIDDEN), torch.zeros(1, dtype=torch.int64))  # imports libraries
-    start = resident("VmRSS")
+    start = process_bytes("VmRSS")
     model, description = load_model(folder)
     tokens = np.arange(0, VOCAB_SIZE, VOCAB_SIZE // 16)
     counts = TextCounts(words=16, lines=1, utf8_bytes=16)
     evaluate(model, tokens, counts, eos_id=description.eos_id, unk_id=1, context=8)
-    figures = {"evaluate": (resident("VmHWM") - start) / TABLE_BYTES}
-    before = resident("VmRSS")
+    figures = {"evaluate": (process_bytes("VmHWM") - start) / TABLE_BYTES}
+    before = process_bytes("VmRSS")
     continue_run(folder / "run")
-    figures["resume"] = (resident("VmHWM") - before) / DEEP_BYTES
+    figures["resume"] = (process_bytes("VmHWM") - before) / DEEP_BYTES
     save_model(folder, model.state_dict(), description)
-    figures["save"] = (resident("VmHWM") - start) / TABLE_BYTES
+    figures["save"] = (process_bytes("VmHWM") - start) / TABLE_BYTES
     save_checkpoint({"model": model.state_dict()}, folder / "table.ckpt")
-    figures["checkpoint"] = (resident("VmHWM") - start) / TABLE_BYTES
+    figures["checkpoint"] = (process_bytes("VmHWM") - start) / TABLE_BYTES
     return figures
 
 

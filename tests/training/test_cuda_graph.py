@@ -132,7 +132,7 @@ def trained_plainly(folder: Path, options: list[str]) -> dict[str, Any]:
             rate = learning_rate(config.optim, step=step, epoch=epoch, **settings)
             group["lr"] = rate * group["scale"]
         for number in numbers:
-            inputs, targets, continues, _ = state.batches[number]
+            inputs, targets, continues, *_ = state.batches[number]
             with state.fabric.autocast():
                 loss, new = model.loss(inputs, targets, carried if continues else None)
             carried = None if new is None else tuple(part.detach() for part in new)
@@ -152,7 +152,7 @@ def records(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     def set_reason(value: bool) -> None:
         monkeypatch.setattr(cuda_graph, "why_eager", lambda *_, **__: None if value else "")
 
-    monkeypatch.setattr(StepGraph, "run", lambda _, step: step())
+    monkeypatch.setattr(StepGraph, "run", lambda _, step, **__: step())
     set_reason(True)
     return set_reason
 
@@ -242,11 +242,11 @@ def test_pinned_memory_is_written_after_it_was_copied() -> None:
     inputs = InputBuffers(2, (3, 4), torch.device("cpu"))
     pinned = [(torch.zeros_like(inputs.tokens), Event(name)) for name in "ab"]
     inputs._pinned = cast(Any, list(pinned))
-    for step in range(3):
-        one, two = (torch.full((3, 4), 10 * step + k) for k in range(2))
-        loaded = inputs.load([Batch(one, -one, True), Batch(two, -two, False)])
-        assert torch.equal(inputs.tokens, torch.stack([one, -one, two, -two]).view(2, 2, 3, 4))
-        assert [batch.continues for batch in loaded] == [True, False]
+    for step, length in enumerate((3, 3, 2)):
+        given = [torch.full((length, 4), 10 * step + k) for k in range(2)]
+        batches = [Batch(each, -each, continues=True, num_tokens=4) for each in given]
+        loaded = inputs.load(batches)
+        torch.testing.assert_close(loaded, batches, rtol=0, atol=0)
         assert loaded[1].targets.data_ptr() == inputs.tokens[1, 1].data_ptr()
     assert done == ["wait a", "copy a", "wait b", "copy b", "wait a", "copy a"]
 
@@ -277,7 +277,7 @@ def test_recorded_steps_with_a_stop_equal_those_that_run_as_they_are(
     options, stop = ON_GPU[recipe], 31
     recorded = trained(tmp_path / "recorded", options, 60, stop, gpu=True)
     assert caplog.text.count("launched as a CUDA graph") == 2
-    monkeypatch.setattr(StepGraph, "run", lambda _, step: step())
+    monkeypatch.setattr(StepGraph, "run", lambda _, step, **__: step())
     eager = [trained(tmp_path / name, options, 60, stop, gpu=True) for name in ("one", "two")]
     assert_equal_as_far_as_runs_repeat(recorded, *eager)
 

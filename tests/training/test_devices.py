@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.strategies.ddp import DDPStrategy
 
 from data_prep.errors import UserError
 from lm.cli import main
 from lm.config import validate
 from lm.device import launch
 from lm.model.files import load_model
+from lm.output import ClassTree
 from lm.run import Run
 from lm.training import devices as module
 from lm.training.batches import Batches
@@ -79,7 +81,10 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
 SHARDED = ["--train.strategy=shard_output", "--optim.optimizer=sgd", "--optim.lr=0.5"]
 TIED_ADAGRAD = ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"]
 ALIKE = {
-    "pieces of words": ["--model.input_pieces=40"],
+    "pieces of items of independent sequences": [
+        *("--model.input_pieces=40", "--data.sequences=independent", "--data.prepared_dir=null"),
+        "--train.batch_size=50",  # one process has more items than the other
+    ],
     # The batches of a process may have no target in a cluster.
     "adaptive": ["--output.tree=adaptive", "--output.cutoffs=[15,21]"],
     "by class, clipped, pieces": [
@@ -109,7 +114,9 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
     assert finish(two(*options, "--train.max_steps=4"))[0] == f"{run}\n"  # once
     finish(two(*options, "--resume", "auto", devices=1 if is_dealt else 2))
     both, truth = (read_metrics(folder / "metrics.csv") for folder in (run, one))
-    assert [(line.step, line.tokens) for line in both] == [(n, 32 * n) for n in (2, 4, 6, 8)]
+    steps = [[(line.step, line.tokens) for line in lines] for lines in (both, truth)]
+    assert [step for step, _ in steps[0]] == [2, 4, 6, 8]
+    assert steps[0] == steps[1]
     perplexities = [[line.train_perplexity for line in lines] for lines in (both, truth)]
     assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-5)
     assert both[-1].valid_perplexity == pytest.approx(truth[-1].valid_perplexity, rel=1e-5)
@@ -180,11 +187,7 @@ def train_and_continue(folder: Path, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("devices", [2, 3])
 def test_several_processes_continue_bit_for_bit_or_refuse_another_number_of_them(
-    tiny: Path,
-    prepared_dir: Path,
-    tmp_path: Path,
-    complaint: Callable[..., str],
-    devices: int,
+    tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Callable[..., str], devices: int
 ) -> None:
     from scripts.benchmarks.faults.work import outcome  # processes run this file without `scripts`
 
@@ -250,6 +253,24 @@ def test_launchers_are_known_by_their_variables(
             assert str(caught.value).startswith(
                 f"train.devices: 3, but {found.launcher} started {found.per_machine} on each"
             )
+
+
+def test_one_process_on_each_of_several_machines_is_one_of_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    first |= {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": ""}
+    for name, value in (SLURM | first).items():
+        monkeypatch.setenv(name, value)
+    values: dict[str, Any] = {"name": "run", "train": {"max_steps": 1, "accelerator": "cpu"}}
+    values |= {"word_table": {"gradients": "row_wise", "optimizer": "sgd"}}
+    run = Run.of(validate(values, "c"), tree=ClassTree.full(5))
+    assert run.num_devices == 1
+    with pytest.raises(UserError, match=r"cannot be combined with .* which are 3 here"):
+        run.word_table  # noqa: B018
+    strategy = module.build_fabric(run).strategy
+    assert isinstance(strategy, DDPStrategy)
+    assert strategy._ddp_kwargs["broadcast_buffers"] is False
 
 
 def long_run(two: Two, run: Path, *options: str) -> subprocess.Popen[str]:

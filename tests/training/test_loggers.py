@@ -145,9 +145,13 @@ def test_lines_without_a_terminal_have_the_time_left_and_a_validation_once(
         "step 85 of 150: epoch 12.50, ppl 123.5, 13061 tokens/s, 0:04:20 left",
     ]
     clock.limit = clock.progress.elapsed_seconds + 100  # by which the run ends, before step 150
-    ProgressBar(85, clock).log(figures(85, None))
+    bar = ProgressBar(85, clock)
+    bar.log(figures(85, None))
     assert caplog.messages[-1].startswith("step 85: epoch 12.50, ppl 123.5")
     assert caplog.messages[-1].endswith("0:01:40 left")
+    clock.share = 1.0  # the last step, though soon after the line before it
+    bar.log(figures(86, None))
+    assert caplog.messages[-1].startswith("step 86: ")
 
 
 def test_the_curve_leaves_out_perplexities_of_few_steps(

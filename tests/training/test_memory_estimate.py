@@ -10,13 +10,17 @@ import torch
 
 from data_prep.errors import UserError
 from lm import device
-from lm.config import Config, load_config
+from lm.config import load_config
 from lm.output import ClassTree
 from lm.output.backends import saved_bytes
 from lm.output.backends.base import Problem
 from lm.run import Run
-from lm.training import memory_estimate as module
-from lm.training.memory_estimate import TOLERANCE, MemoryEstimate
+from lm.training.memory_estimate import (
+    TOLERANCE,
+    MemoryEstimate,
+    check_memory,
+    estimate_memory,
+)
 
 CPU = torch.device("cpu")
 NUM_WORDS, NUM_CLASSES = 10_000, 100
@@ -29,19 +33,7 @@ TIED, DENSE, PIECES = TABLE + LSTM, TABLE + VECTORS + LSTM, TABLE + VECTORS + LS
 ROW_WISE_ADAM = ("word_table.gradients=row_wise", "word_table.optimizer=adam")
 ROW_WISE_ADAGRAD = ("word_table.gradients=row_wise", "word_table.optimizer=adagrad")
 BF16 = ("word_table.tied=true", "word_table.dtype=bf16", "train.precision=bf16-mixed")
-Configured = Callable[..., Config]
-
-
-def run_of(config: Config) -> Run:
-    return Run.of(config, tree=TREE)
-
-
-def estimate(config: Config) -> MemoryEstimate:
-    return module.estimate_memory(run_of(config))
-
-
-def check(config: Config) -> None:
-    module.check_memory(run_of(config))
+Configured = Callable[..., Run]
 
 
 def enough(need: MemoryEstimate) -> int:
@@ -50,13 +42,17 @@ def enough(need: MemoryEstimate) -> int:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Configured:
-    """`config(*overrides)`: an LSTM of 1 × 300 with AdamW."""
+def run(tmp_path: Path) -> Configured:
+    """`run(*overrides)`: of an LSTM of 1 × 300 with AdamW, over the words of `TREE`."""
     path = tmp_path / "config.yaml"
     path.write_text(
         "name: run\nmodel: {hidden: 300, layers: 1}\ntrain: {max_steps: 1, accelerator: cpu}\n"
     )
-    return lambda *overrides: load_config(path, [f"--{override}" for override in overrides])
+
+    def configured(*overrides: str) -> Run:
+        return Run.of(load_config(path, [f"--{each}" for each in overrides]), tree=TREE)
+
+    return configured
 
 
 @pytest.fixture
@@ -79,10 +75,10 @@ def available(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     ids=["adamw", "tied", "sgd", "momentum", "bf16", "pieces", "row-wise"],
 )
 def test_a_run_needs_weights_gradients_and_states(
-    config: Configured, overrides: list[str], weights: int, gradients: int, optimizer: int
+    run: Configured, overrides: list[str], weights: int, gradients: int, optimizer: int
 ) -> None:
     """A row-wise table has no dense gradient, and one number of state per row."""
-    need = estimate(config(*overrides))
+    need = estimate_memory(run(*overrides))
     assert (need.weights, need.gradients, need.optimizer) == (weights, gradients, optimizer)
     assert need.total == weights + gradients + optimizer + need.batch + need.other
     assert need.graph == 0  # on a CPU
@@ -98,70 +94,71 @@ def test_a_run_needs_weights_gradients_and_states(
     ],
 )
 def test_a_recorded_step_keeps_its_memory_next_to_that_of_a_shorter_batch(
-    config: Configured, options: list[str], steps: int, monkeypatch: pytest.MonkeyPatch
+    run: Configured, options: list[str], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Run, "on_gpu", True)
-    run = run_of(config(*options, "train.accelerator=gpu", "output.backend=reference"))
-    need = module.estimate_memory(run)
+    options = [*options, "train.accelerator=gpu", "output.backend=reference"]
+    need = estimate_memory(run(*options))
     assert need.graph == steps * (need.gradients + need.batch)
     rest = need.weights + need.gradients + need.optimizer + need.batch + need.other
     assert need.total == rest + need.graph
 
 
 def test_a_run_that_does_not_fit_is_refused_with_changes_that_add_up_until_they_suffice(
-    config: Configured, available: Callable[[int], None]
+    run: Configured, available: Callable[[int], None]
 ) -> None:
-    adam, adagrad = config(*ROW_WISE_ADAM), estimate(config(*ROW_WISE_ADAGRAD))
-    need, least = estimate(adam), enough(estimate(adam))
+    adam, adagrad = run(*ROW_WISE_ADAM), estimate_memory(run(*ROW_WISE_ADAGRAD))
+    need, least = estimate_memory(adam), enough(estimate_memory(adam))
     available(least)
-    check(adam)
+    check_memory(adam)
     available(least - 2)
     with pytest.raises(UserError) as caught:
-        check(adam)
+        check_memory(adam)
     assert str(caught.value) == (
         f"training run needs {need.total / 1e9:.1f} GB of memory (weights 0.0 GB, gradients 0.0 GB,"
         f" optimizer 0.1 GB, a batch {need.batch / 1e9:.1f} GB, other {need.other / 1e9:.1f} GB),"
         f" {least / 1e9:.1f} GB are available: --word_table.optimizer=adagrad would fit, with"
         f" {adagrad.total / 1e9:.1f} GB"
     )
-    least = enough(estimate(config(*ROW_WISE_ADAGRAD, *BF16)))
+    least = enough(estimate_memory(run(*ROW_WISE_ADAGRAD, *BF16)))
     options = "--word_table.optimizer=adagrad --word_table.tied=true --word_table.dtype=bf16"
     available(least)
     with pytest.raises(UserError, match=f": {options} --train.precision=bf16-mixed would fit"):
-        check(adam)
+        check_memory(adam)
     available(least - 2)
     with pytest.raises(UserError, match=rf"even {options} .* would need .*; use fewer words"):
-        check(adam)
+        check_memory(adam)
 
 
 def test_settings_that_would_be_refused_or_need_more_are_not_proposed(
-    config: Configured, available: Callable[[int], None]
+    run: Configured, available: Callable[[int], None]
 ) -> None:
     available(1000)
     prepared = SimpleNamespace(vocab_size=NUM_WORDS, counts=lambda: [1] * NUM_WORDS)
-    adaptive = Run.of(config("output.tree=adaptive"), prepared=prepared)
+    adaptive = Run.of(run("output.tree=adaptive").config, prepared=prepared)
     with pytest.raises(UserError, match=r": even --word_table\.optimizer=adagrad would need"):
-        module.check_memory(adaptive)
+        check_memory(adaptive)
     for options in (["model.embedding=8", "train.devices=2"], ["model.hidden=1000000"]):
         with pytest.raises(UserError, match=r"0\.0 GB are available: use fewer words or a smaller"):
-            check(config(*options, "word_table.optimizer=adagrad"))
+            check_memory(run(*options, "word_table.optimizer=adagrad"))
 
 
-def test_processes_on_a_cpu_share_its_memory(config: Configured) -> None:
-    one, two = (
-        estimate(config("optim.optimizer=sgd", f"train.devices={devices}")) for devices in (1, 2)
+def test_processes_on_a_cpu_share_its_memory(run: Configured) -> None:
+    one, two, auto = (
+        estimate_memory(run("optim.optimizer=sgd", f"train.devices={devices}"))
+        for devices in (1, 2, "auto")
     )
     assert (two.weights, two.other) == (2 * one.weights, 2 * one.other)
     assert two.gradients == 4 * one.gradients  # with a copy of each, to be summed
     assert two.batch == pytest.approx(one.batch, rel=0.01)  # half of it for each
-    assert estimate(config("optim.optimizer=sgd", "train.devices=auto")) == one
+    assert auto == one
 
 
-def test_processes_divide_the_rows_that_are_dealt_to_them(config: Configured) -> None:
+def test_processes_divide_the_rows_that_are_dealt_to_them(run: Configured) -> None:
     """A copy of the table and its state is gathered for a checkpoint."""
     table = ["word_table.optimizer=adagrad", "word_table.gradients=row_wise"]
-    one = estimate(config(*table))
-    two = estimate(config(*table, "train.devices=2", "train.strategy=shard_output"))
+    one = estimate_memory(run(*table))
+    two = estimate_memory(run(*table, "train.devices=2", "train.strategy=shard_output"))
     rows = 4 * 300 * 2 * TREE.num_rows
     assert 0 <= two.weights - one.weights < 0.2 * rows  # the backbone is in both
     gathered = two.other - 2 * one.other
@@ -175,12 +172,12 @@ def test_a_batch_counts_what_the_backend_saves_with_its_gradient(
     sequences: int,
     backend: str,
     gradients: str,
-    config: Configured,
+    run: Configured,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: backend == "triton")
-    need = estimate(
-        config(
+    need = estimate_memory(
+        run(
             *("optim.optimizer=sgd", f"word_table.gradients={gradients}", "train.seq_len=1024"),
             *(f"train.batch_size={sequences}", f"output.backend={backend}"),
             f"train.accelerator={'gpu' if backend == 'triton' else 'cpu'}",
@@ -197,8 +194,8 @@ def test_a_batch_counts_what_the_backend_saves_with_its_gradient(
 
 
 def test_unknown_memory_refuses_nothing(
-    config: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "PROC", tmp_path / "none")
     assert device.available_bytes(CPU) is None
-    check(config())
+    check_memory(run())

@@ -1,5 +1,6 @@
 """Gradients that are not finite: the run stops before the update, or it is left out and counted."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,7 @@ def test_skipped_steps_change_no_parameter_and_are_counted(
     assert [line.skipped_steps for line in lines] == [0, 0, 0, 1, 2]
     assert [line.step for line in lines] == [1, 2, 3, 4, 5]
     assert [line.tokens_per_second for line in lines[3:]] == [0, 0]  # their tokens are not counted
+    assert [math.isnan(line.train_perplexity) for line in lines] == [False] * 3 + [True] * 2
     poison({1})
     message = failed(run, *options, "--train.max_steps=6", "--resume=auto")
     assert re.match(r"the gradient is not finite in step 6 \(batch \d+ of epoch 1\)", message)

@@ -62,9 +62,7 @@ def _signals_are_not_ignored() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def test_signals_stop_training_unless_that_of_a_closed_terminal_is_ignored(
-    tmp_path: Path,
-) -> None:
+def test_signals_stop_training_unless_that_of_a_closed_terminal_is_ignored(tmp_path: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         with StopSignals() as signals:
             os.kill(os.getpid(), number)
@@ -135,10 +133,7 @@ def test_interrupted_again_and_again_equals_uninterrupted(
 
 
 def test_a_run_begins_again_from_its_seed_and_is_continued_without_a_change(
-    lstm_run: Path,
-    train: Train,
-    tmp_path: Path,
-    contents: Contents,
+    lstm_run: Path, train: Train, tmp_path: Path, contents: Contents
 ) -> None:
     same = train(tmp_path / "same", "--resume", "auto")  # there is no checkpoint
     assert outcome(same) == outcome(lstm_run)
@@ -152,11 +147,7 @@ def test_a_run_begins_again_from_its_seed_and_is_continued_without_a_change(
 
 @pytest.mark.parametrize("change", ["none", "last.ckpt is deleted", "auto is row-wise"])
 def test_a_longer_training_continues_where_the_shorter_ended(
-    change: str,
-    train: Train,
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    change: str, train: Train, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without `last.ckpt`, `best.ckpt` is the last one. `auto` depends on a size that versions may
     change: gradients remain dense.

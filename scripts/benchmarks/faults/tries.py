@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +46,8 @@ MOST_KILOBYTES = 160
 """More than a run writes."""
 LONGEST_SECONDS = 120.0
 """A process that takes longer hangs."""
-_saved = mmap.mmap(-1, 8)  # shared with the forked processes
+_saved = mmap.mmap(-1, 8)
+"""Steps of the last checkpoint that the last process, which is forked, said it had saved."""
 
 
 class Tries:
@@ -101,8 +102,8 @@ class Tries:
         shutil.rmtree(journal, ignore_errors=True)
         journal.mkdir()
         disk = Disk(self.tried, journal)
-        during = _watching(disk, Moments(self.tried), self._moment(phase))
-        run_forked(self._arguments(phase), during)
+        moment = Moments(self.tried).acting(self._moment(phase), _kill)
+        run_forked(self._arguments(phase), disk.watching(), moment)
         disk.lose_power(after, self.rng.choice(("dropped", "any")), self.rng)
         replace_folder(self.tried, after)
         return self._continued(phase)
@@ -182,7 +183,8 @@ class Tries:
 
     def _continued(self, phase: str) -> Verdict:
         """Continue without a fault."""
-        if phase != "preparing" and steps_done(self.tried) < steps_saved():
+        (saved,) = struct.unpack("q", _saved[:8])
+        if phase != "preparing" and steps_done(self.tried) < saved:
             return "lost"
         ended = run_forked(self._arguments(phase))
         if ended.code:
@@ -200,12 +202,6 @@ def _kill() -> None:
 
 
 @contextmanager
-def _watching(disk: Disk, moments: Moments, moment: int) -> Iterator[None]:
-    with disk.watching(), moments.acting(moment, _kill):
-        yield
-
-
-@contextmanager
 def _mounted(path: Path, options: str, *, source: Path | None = None) -> Iterator[None]:
     """A `with` block in which a tmpfs, or the folder itself, is mounted on a folder."""
     kind = [] if source else ["-t", "tmpfs"]
@@ -217,15 +213,9 @@ def _mounted(path: Path, options: str, *, source: Path | None = None) -> Iterato
         subprocess.run(["umount", path], check=True)
 
 
-def steps_saved() -> int:
-    """Steps of the last checkpoint that the last process said it had saved."""
-    return int(struct.unpack("q", _saved[:8])[0])
-
-
 def run_forked(
     arguments: Sequence[str],
-    during: AbstractContextManager[None] | None = None,
-    *,
+    *during: AbstractContextManager[None],
     number: int = 0,
     after_seconds: float = 0.0,
 ) -> Ended:
@@ -251,7 +241,7 @@ def run_forked(
         return Ended(128 - code if code < 0 else code, err.read().decode(errors="replace"))
 
 
-def _be(arguments: Sequence[str], during: AbstractContextManager[None] | None, err: int) -> None:
+def _be(arguments: Sequence[str], during: Sequence[AbstractContextManager[None]], err: int) -> None:
     """Be the command from now on."""
     code = 1
     try:
@@ -260,12 +250,10 @@ def _be(arguments: Sequence[str], during: AbstractContextManager[None] | None, e
         sys.stderr, sys.stdout = os.fdopen(2, "w"), os.fdopen(1, "w")
         logging.getLogger().handlers.clear()
         sys.argv = ["lm", *arguments]
-        with prepared_to_fail(_note):
-            if during is None:
-                command()
-            else:
-                with during:
-                    command()
+        with ExitStack() as stack:
+            for context in (prepared_to_fail(_note), *during):
+                stack.enter_context(context)
+            command()
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException:

@@ -113,3 +113,6 @@ def test_a_part_of_the_text_is_the_beginnings_of_its_streams(
     known = log_prob[valid != prepared.unk_id]
     assert (len(known), len(valid)) == (5, 6)
     assert row["perplexity_excluding_oov"] == pytest.approx(np.exp(-known.mean()))
+    done = run_benchmark("kneser_ney", prepared.folder, "--split=valid", "--order=1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("--order must be at least 2, got 1\n")

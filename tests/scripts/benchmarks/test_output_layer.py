@@ -7,14 +7,9 @@ import pytest
 import torch
 
 from lm.output import ClassTree
+from lm.training.environment import process_bytes
 from scripts.benchmarks import output_layer, peers
-from scripts.benchmarks.measure import (
-    PROCESS,
-    Work,
-    least_work,
-    make_row,
-    proc_bytes,
-)
+from scripts.benchmarks.measure import Work, least_work, make_row
 from scripts.benchmarks.methods import Method, Problem
 from tests.scripts.conftest import Parse, Run
 
@@ -128,7 +123,7 @@ def test_the_floor_of_a_tiny_problem_is_the_count_by_hand() -> None:
 def test_a_method_that_does_not_fit_is_left_out_and_the_others_run(
     parse: Parse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit = proc_bytes(PROCESS / "status", "VmData") + 300e6  # less than the logits, 400 MB
+    limit = process_bytes("VmData") + 300e6  # less than the logits, 400 MB
     monkeypatch.setattr(output_layer, "available_bytes", lambda device: limit)
     options = parse(
         output_layer, *TINY, "--positions", "1000", "--methods", "random", "full", "grouped"

@@ -65,17 +65,7 @@ def test_each_measurement_is_a_process_and_its_row_a_json_line(
 def test_a_method_that_does_not_fit_into_the_limit_of_memory_ends_the_benchmark(
     parse: Parse,
 ) -> None:
-    parse(
-        scale,
-        *TINY,
-        "--sizes",
-        "10000",
-        "--methods",
-        "layer",
-        "--memory-limit-gb",
-        "2",
-        "--hidden",
-        "50000",
-    )
+    options = ["--sizes=10000", "--methods=layer", "--memory-limit-gb=2", "--hidden=50000"]
+    parse(scale, *TINY, *options)
     with pytest.raises(SystemExit, match="layer at 10,000 words ended with exit code 1"):
         scale.main()  # a table of 2.02 GB

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lm.output import HierarchicalSoftmax
+from lm.training.batches import SequenceBatches
 from scripts.benchmarks.training_speed import start_training, torch_loss
 from tests.scripts.conftest import Run
 
@@ -29,6 +30,13 @@ def test_training_steps_are_timed_side_by_side(
     assert full["step_seconds"] == pytest.approx(32 / full["tokens_per_second_median"])
     assert all(peer["tokens_per_second_median"] > 0 for peer in peers)
     assert str(tmp_path) not in full["command"]
+
+
+def test_a_recipe_on_independent_sequences_trains_on_these(tiny: Path, tmp_path: Path) -> None:
+    options = [f"--run_dir={tmp_path}", "--data.sequences=independent"]
+    state = start_training(str(tiny), options, "two_level", num_steps=1)
+    assert isinstance(state.batches, SequenceBatches)
+    assert not any(state.batches[number].continues for number in range(3))
 
 
 def test_the_peer_of_training_steps_has_the_same_loss(tiny: Path, tmp_path: Path) -> None:

@@ -8,13 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from data_prep.errors import UserError
-from scripts.reproduction.pages import (
-    VOCABULARIES,
-    all_tables,
-    draw_vocabularies,
-    pages,
-    update,
-)
+from scripts.reproduction.pages import VOCABULARIES, all_tables, draw_vocabularies, pages, update
 from scripts.reproduction.runs import RESULTS, TOP
 from scripts.reproduction.tables import table_of_log
 
