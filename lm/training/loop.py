@@ -69,7 +69,7 @@ def train(
     config, folder = run.config, run.folder
     fabric = build_fabric(run)
     is_main = fabric.is_global_zero
-    check_memory(run)
+    check_memory(run)  # which builds the tree
     batches = make_batches(config, run.prepared, fabric.global_rank, fabric.world_size)
     if is_main:
         make_folder(folder)
@@ -196,9 +196,9 @@ def train_step(state: TrainingState) -> float:
 
 
 def update(state: TrainingState, batches: Sequence[Batch]) -> None:
-    """The device's part of a step, which reads nothing from the host but tensors."""
+    """The device's part of a step; where it is recorded, the host reads nothing of it."""
     fabric, optimizer, clip = state.fabric, state.optimizer, state.config.optim.clip
-    carried_loss, is_finite = state.carried_loss, True
+    carried_loss, may_update = state.carried_loss, True
     nll, carried = carried_loss.nll.clone(), carried_loss.carried  # before the step
     for number, batch in enumerate(batches, start=1):
         with fabric.no_backward_sync(state.loss, enabled=number < len(batches)):
@@ -208,8 +208,8 @@ def update(state: TrainingState, batches: Sequence[Batch]) -> None:
         # the result must not depend on how parameters are grouped.
         fabric.strategy.precision.unscale_gradients(optimizer.optimizer)
         norm = clip_gradients(state.model, state.parameters, clip)
-        is_finite = state.scales_loss or state.is_finite(norm)
-    if is_finite:
+        may_update = state.scales_loss or state.may_update(norm)
+    if may_update:
         optimizer.step()
     else:
         carried_loss.nll.copy_(nll)

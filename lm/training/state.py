@@ -72,7 +72,7 @@ class CarriedLoss(nn.Module):
         return loss / self.num_batches
 
     def keep(self) -> None:
-        """Put the carried state where it was before the step: a CUDA graph reads it there."""
+        """Move the carried state into the memory that it had before: a CUDA graph reads it there."""
         if self.carried is not None and self._kept is not None:
             torch._foreach_copy_(self._kept, self.carried)
             self.carried = self._kept
@@ -108,7 +108,7 @@ class TrainingState:
         ignored = [f"model.{name}" for name in self.model.dealt_tables]
         ignored += [name for name, _ in self.carried_loss.named_buffers()] if ignored else []
         vars(self.carried_loss)["_ddp_params_and_buffers_to_ignore"] = ignored
-        self.loss: Any = fabric.setup_module(self.carried_loss)
+        self.loss: Any = fabric.setup_module(self.carried_loss)  # a call of it is one of that
         # With fp16, a fused optimizer would unscale gradients after they have been clipped.
         fused = train.precision != "16-mixed"
         optimizer = build_optimizer(self.model, run.config.optim, self.word_table, fused=fused)
@@ -183,9 +183,10 @@ class TrainingState:
         )
 
     def next_batches(self) -> tuple[list[Batch], bool]:
-        """The batches of the next step on the device, and whether they are usual.
+        """The batches of the next step, in `inputs`, and whether they are usual.
 
         Usual are those of full length, of which at most the first one begins the carried state.
+        They count as done from now on.
         """
         first, model = self.progress.batches_done, self.model
         batches = [self.batches[first + k] for k in range(self.config.train.accumulate)]
@@ -236,8 +237,8 @@ class TrainingState:
         if not loss < MAX_NATS:
             raise self._not_finite(f"the loss became {loss:.4g} nats per token before", "")
 
-    def is_finite(self, norm: Tensor) -> bool:
-        """Whether the gradient of a step is finite, by its norm; if not, the step may be skipped.
+    def may_update(self, norm: Tensor) -> bool:
+        """Whether a step updates: not if its gradient is not finite, by its norm, and it is skipped.
 
         On a GPU the host does not wait for the answer, unless `train.skip_nonfinite_steps` is set:
         such steps are counted, and it is True. The count is read with the losses.

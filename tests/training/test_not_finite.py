@@ -119,9 +119,9 @@ def test_on_a_gpu_steps_that_are_not_finite_are_found_when_losses_are_read(
     state.gather_losses()
     gpu: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), all_reduce=fabric.all_reduce)
     state.fabric = gpu
-    assert state.is_finite(torch.tensor(1.0))
+    assert state.may_update(torch.tensor(1.0))
     state.gather_losses()
-    assert state.is_finite(torch.tensor(float("inf")))
+    assert state.may_update(torch.tensor(float("inf")))
     with pytest.raises(NotFiniteError, match=r"^the gradient was not finite before step 24; the"):
         state.gather_losses()
     state.gather_losses()
