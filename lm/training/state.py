@@ -72,7 +72,7 @@ class CarriedLoss(nn.Module):
         return loss / self.num_batches
 
     def keep(self) -> None:
-        """Move the carried state into the memory that it had before: a CUDA graph reads it there."""
+        """Move the carried state into the memory it had before, where a CUDA graph reads it."""
         if self.carried is not None and self._kept is not None:
             torch._foreach_copy_(self._kept, self.carried)
             self.carried = self._kept
@@ -238,7 +238,7 @@ class TrainingState:
             raise self._not_finite(f"the loss became {loss:.4g} nats per token before", "")
 
     def may_update(self, norm: Tensor) -> bool:
-        """Whether a step updates: not if its gradient is not finite, by its norm, and it is skipped.
+        """Whether a step updates: it is skipped if its gradient is not finite, by its norm.
 
         On a GPU the host does not wait for the answer, unless `train.skip_nonfinite_steps` is set:
         such steps are counted, and it is True. The count is read with the losses.
