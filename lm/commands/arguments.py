@@ -1,6 +1,7 @@
 """Options that several verbs share: the same name means the same everywhere."""
 
 import argparse
+import sys
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ OVERRIDES = (
 )
 
 
-def at_least_one(text: str, limit: int | None = None) -> int:
+def at_least_one(text: str, limit: int = sys.maxsize) -> int:
     """A positive integer, at most `limit`; argparse reports anything else."""
     try:
         value = int(text)
@@ -22,7 +23,7 @@ def at_least_one(text: str, limit: int | None = None) -> int:
         raise argparse.ArgumentTypeError(f"must be an integer, got {text[:40]!r}") from error
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    if limit is not None and value > limit:
+    if value > limit:
         raise argparse.ArgumentTypeError(f"must be at most {limit}, got {value}")
     return value
 
