@@ -80,7 +80,6 @@ BAD_INPUTS = """\
 3 | prepare {tiny} --classes.method=file --classes.file={absent} | absent
 3 | prepare {tiny} --classes.method=file --classes.file={binary} | binary.txt
 2 | classes {run} --words=0 | --words
-2 | classes {run} --nodes=99999999999999999999 | --nodes: must be at most 9223372036854775807
 3 | classes {tiny} | data is not a prepared folder: it has no meta.json
 2 | classes {folder} | no run here (config.yaml is missing): lm train CONFIG begins
 3 | info {tiny} | data is not a prepared folder: it has no meta.json

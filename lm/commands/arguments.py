@@ -1,7 +1,6 @@
 """Options that several verbs share: the same name means the same everywhere."""
 
 import argparse
-import sys
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ OVERRIDES = (
 )
 
 
-def at_least_one(text: str, limit: int = sys.maxsize) -> int:
+def at_least_one(text: str, limit: int | None = None) -> int:
     """A positive integer, at most `limit`; argparse reports anything else."""
     try:
         value = int(text)
@@ -23,7 +22,7 @@ def at_least_one(text: str, limit: int = sys.maxsize) -> int:
         raise argparse.ArgumentTypeError(f"must be an integer, got {text[:40]!r}") from error
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    if value > limit:
+    if limit is not None and value > limit:
         raise argparse.ArgumentTypeError(f"must be at most {limit}, got {value}")
     return value
 
