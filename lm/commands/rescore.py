@@ -184,6 +184,9 @@ def _models(
     opened = [TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)]
     if options.second_run is not None:
         opened.append(TrainedRun(Path(options.second_run), options.device))
+    for run in opened:
+        if not run.predicts_eos:
+            raise UserError(f"{run.folder} has items, but no end of a sequence, which lists have")
     words = {word for run in opened for word in run.tokenizer.literals}
     literals = {word: sum(text.count(word) for text in hypotheses) for word in sorted(words)}
     log_literals("hypotheses", literals)

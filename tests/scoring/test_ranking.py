@@ -336,6 +336,9 @@ def test_options_that_do_not_fit_are_refused(
     history = tmp_path / "users.txt"
     assert "has independent sequences" in complaint("evaluate", items_run, "--by-frequency")
     assert "has items, but no end of a sequence: use" in complaint("score", items_run, history)
+    history.write_text("u\t-1\titem%203\n")
+    rescore = ("rescore", items_run, history, "--lm-weight=1")
+    assert "has items, but no end of a sequence, which lists" in complaint(*rescore)
     assert complaint("evaluate", items_run, "--ranking", "--k=21").startswith("--k 21: the cat")
     recommend = ("recommend", items_run, f"--history={history}")
     for content, problem in (
