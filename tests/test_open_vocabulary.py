@@ -114,7 +114,7 @@ def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
 
 
 def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
-    bytes_run: Path, letters: Callable[..., Path]
+    bytes_run: Path, letters: Callable[..., Path], printed: Callable[..., str]
 ) -> None:
     plain, spelled = (
         evaluate_split(TrainedRun(bytes_run), "test", progress=False, open_vocabulary=is_open)
@@ -128,6 +128,8 @@ def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
         evaluate_split(TrainedRun(partial), "test", progress=False, open_vocabulary=True)
     with pytest.raises(UserError, match="run has pieces that do not spell every word"):
         lm.load(partial, open_vocabulary=True)
+    command = ("evaluate", bytes_run, "--open-vocabulary", "--by-frequency")
+    assert "spelling of" not in printed(*command)  # there are no unknown words
     with pytest.raises(UserError, match="run has pieces that spell every word, and no speller"):
         lm.load(bytes_run).generate(spell_unk=True)
     scores = [lm.load(bytes_run, open_vocabulary=each).score(SENTENCES) for each in (False, True)]
