@@ -280,8 +280,9 @@ class TrainedRun:
         """The prepared data, with the tokenizer of the model."""
         from data_prep.prepared import open_prepared
 
+        expected = self.description.tokenizer_sha256  # UserError if there is no model
         prepared = open_prepared(self.config.prepared_path)
-        if prepared.tokenizer_sha256 != self.description.tokenizer_sha256:
+        if prepared.tokenizer_sha256 != expected:
             raise UserError(
                 f"{prepared.folder} was prepared again, with another tokenizer than that of"
                 f" {self.folder}"

@@ -87,6 +87,7 @@ BAD_INPUTS = """\
 4 | extend {tiny} | tiny.yaml is a file, not the folder of a run
 2 | evaluate | the following arguments are required: RUN
 4 | evaluate {absent} | no trained model here (model.json is missing); there is no such folder
+4 | evaluate {absent} --ranking | no trained model here
 4 | evaluate {folder} | no trained model here (model.json is missing); `lm train CONFIG` trains one
 4 | evaluate {text} | text.txt
 2 | evaluate {run} --split=dev | argument --split: invalid choice: 'dev'
