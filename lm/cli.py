@@ -2,7 +2,6 @@
 
 import argparse
 import codecs
-import difflib
 import io
 import json
 import logging
@@ -10,7 +9,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -31,6 +30,7 @@ from lm.commands import (
     train,
 )
 from lm.commands.arguments import OVERRIDES
+from lm.config.load import nearest
 from lm.config.reference import describe_usual_keys
 
 _VERBS = {
@@ -172,13 +172,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _similar(option: str, known: Iterable[str]) -> str:
+def _similar(option: str, known: Collection[str]) -> str:
     """A hint at a known option that is much like an unknown one; empty if none is."""
-    found = difflib.get_close_matches(option.partition("=")[0], known, n=1, cutoff=0.75)
-    return f"; did you mean {found[0]}?" if found else ""
+    return nearest(option.partition("=")[0], known, cutoff=0.75)
 
 
-def _overrides(rest: list[str], known: Iterable[str]) -> list[str]:
+def _overrides(rest: list[str], known: Collection[str]) -> list[str]:
     """The overrides of the configuration; `UserError` for `--key value` and for other options."""
     for option, after in pairwise([*rest, "VALUE"]):
         name, _, value = option.partition("=")

@@ -110,6 +110,7 @@ def evaluate(
     model.train(was_training)
     if sequences is not None:
         oov = int(sequences.num_left_out.sum())
+    is_spelled = not oov and num_tokens == len(tokens)
     return Evaluation(
         tokens=num_tokens,
         words=counts.words,
@@ -120,7 +121,7 @@ def evaluate(
         perplexity=perplexity(nll, num_tokens),
         perplexity_excluding_oov=perplexity(nll - oov_nll, num_tokens - oov * (sequences is None)),
         word_perplexity=perplexity(nll, counts.words + counts.lines),
-        bits_per_byte=None if oov else nll / math.log(2) / counts.utf8_bytes,
+        bits_per_byte=nll / math.log(2) / counts.utf8_bytes if is_spelled else None,
         class_perplexity=perplexity(class_nll, num_tokens),
         within_class_perplexity=perplexity(nll - class_nll, num_tokens),
         context=_context_in_words(model, context, sequences),
@@ -289,8 +290,7 @@ def encode_text(
         lines=len(text),
         utf8_bytes=sum(len(line.encode()) + 1 for line in text),
     )
-    ids = [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_lines(text)]
-    return np.concatenate(ids), counts
+    return tokenizer.encode_stream(text), counts
 
 
 def _described(

@@ -137,6 +137,8 @@ def _check(trained: TrainedRun, config: Config) -> None:
         raise UserError("lm extend writes another run: name its folder, --run_dir=FOLDER")
     if config.run_path.exists():  # before the data are read
         raise UserError(f"{config.run_path} already exists: delete it, or choose another name")
+    if trained.config.data.predict_eos:
+        raise UserError(f"{name}: lm extend requires data.predict_eos: false, as an end is no item")
     if trained.config.output.tree != "two_level":
         raise UserError(f"{name}: lm extend requires output.tree: two_level")
     if trained.model.input_tree is not None or trained.model.input_pieces is not None:

@@ -26,8 +26,8 @@ WITHOUT_EMPTY_LINES = EOS_RULE.replace("empty lines too", "empty lines left out"
 
 
 def as_json(figures: Any) -> dict[str, Any]:
-    """The fields of a dataclass for JSON, which has no infinity and no NaN: these are None."""
-    text = json.dumps(asdict(figures))
+    """Figures as JSON has them: dataclasses are dictionaries, infinities and NaN are None."""
+    text = json.dumps(figures, default=asdict)
     found: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
     return found
 

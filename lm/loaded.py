@@ -250,7 +250,9 @@ class LoadedModel:
         if any(len(word_tokens) > 1 for word_tokens in tokens):
             pairs = [(state, word) for state in states for word in words]
             steps = self.step_many([state for state, _ in pairs], [word for _, word in pairs])
-            return hidden.new_tensor([step.log_prob for step in steps]).view(len(states), -1)
+            dtype = torch.promote_types(hidden.dtype, torch.float32)
+            found = hidden.new_tensor([step.log_prob for step in steps], dtype=dtype)
+            return found.view(len(states), -1)
         word = torch.tensor(tokens, dtype=torch.int64, device=hidden.device).flatten()
         word = word.repeat(len(states), 1)
         log_prob = self.model.output.candidate_log_prob(hidden, word)
@@ -353,11 +355,12 @@ class LoadedModel:
         """Token ids of words or items; items that are not in the catalogue are left out."""
         words = listed("tokens or items", words)
         if self._catalogue is None:
-            return self._ids(self.id(word) if isinstance(word, str) else word for word in words)
+            return self._ids([self.id(word) if isinstance(word, str) else word for word in words])
         return self._catalogue.ids(words)
 
     def _excluded(self, allow_unk: bool) -> tuple[int, ...]:
-        return () if allow_unk else (self.unk_id,)
+        excluded = () if allow_unk else (self.unk_id,)
+        return excluded if self._run.predicts_eos else (*excluded, self.eos_id)
 
     def _state(self, prefix: Prefix) -> State:
         return self._own(prefix) if isinstance(prefix, State) else self.start(prefix)
@@ -383,17 +386,14 @@ class LoadedModel:
         num_unknown = [sum(token == self.unk_id for token in each) for each in tokens]
         for i, word in enumerate(words):
             has_no_spelling = self._open_vocabulary and not isinstance(word, str)
-            if num_unknown[i] and (has_no_spelling or not self._scorer.tells_unknown_apart):
-                self._warn_of(word)
+            is_any_word = has_no_spelling or not self._scorer.tells_unknown_apart
+            if self._warns and num_unknown[i] and is_any_word:
+                warn_of(word)
+                self._warns = False
             num_unknown[i] *= not has_no_spelling
         log_prob = self._scorer.unknown_log_prob(texts, sum(num_unknown))
         word_of = np.repeat(np.arange(len(words)), num_unknown)
         return tokens, np.bincount(word_of, log_prob, len(words)).tolist()
 
-    def _warn_of(self, word: Word) -> None:
-        if self._warns:
-            warn_of(word)
-        self._warns = False
-
-    def _ids(self, tokens: Iterable[Any]) -> list[int]:
+    def _ids(self, tokens: Sequence[Any]) -> list[int]:
         return checked_ids(tokens, self.vocab_size)

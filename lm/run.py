@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class Run:
             return
         try:
             levels = np.load(path)
-        except (ValueError, EOFError) as error:
+        except (ValueError, EOFError, SyntaxError, TokenError) as error:  # the header is Python
             raise UserError(f"{path} is damaged, or not an array of numbers") from error
         if not np.array_equal(levels, self.prepared.class_levels().ravel()):
             problem = f"was prepared again: its classes are not those of {path}"
@@ -266,6 +267,11 @@ class TrainedRun:
         """Whether it has `data.sequences: independent`; not without a configuration."""
         return self.has_config and self.config.data.sequences == "independent"
 
+    @property
+    def predicts_eos(self) -> bool:
+        """Whether the end of a line is predicted, which is not learned from items without one."""
+        return not self.is_independent or self.config.data.predict_eos
+
     @cached_property
     def keeps_empty_lines(self) -> bool:
         """Whether an empty line of a text is a line, as in the corpus: `data.keep_empty_lines`.
@@ -282,8 +288,9 @@ class TrainedRun:
         """The prepared data, with the tokenizer of the model."""
         from data_prep.prepared import open_prepared
 
+        expected = self.description.tokenizer_sha256  # UserError if there is no model
         prepared = open_prepared(self.config.prepared_path)
-        if prepared.tokenizer_sha256 != self.description.tokenizer_sha256:
+        if prepared.tokenizer_sha256 != expected:
             raise UserError(
                 f"{prepared.folder} was prepared again, with another tokenizer than that of"
                 f" {self.folder}"
@@ -300,7 +307,8 @@ class TrainedRun:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model was trained with."""
-        if sha256_file(self.folder / TOKENIZER) != self.description.tokenizer_sha256:
+        expected = self.description.tokenizer_sha256  # UserError if there is no model
+        if sha256_file(self.folder / TOKENIZER) != expected:
             raise UserError(
                 f"{self.folder}: the tokenizer is not the one that the model was trained with"
             )
@@ -312,6 +320,8 @@ class TrainedRun:
         path = self.folder / SPELLER
         if self.is_independent:
             raise UserError(f"{self.folder} has items, which are not spelled: no open vocabulary")
+        if self.tokenizer.has_bytes:
+            raise UserError(f"{self.folder} has pieces that spell every word, and no speller")
         if self.tokenizer.kind != "words":
             raise UserError(
                 f"{self.folder} has pieces that do not spell every word: an open vocabulary"
@@ -320,11 +330,6 @@ class TrainedRun:
         if not path.exists():
             return self.prepared.speller()
         return Speller.load(path, self.description.tokenizer_sha256)
-
-    @property
-    def open_speller(self) -> "Speller | None":
-        """The speller for an open vocabulary; None: pieces with bytes leave no word unknown."""
-        return None if self.tokenizer.has_bytes else self.speller
 
     @cached_property
     def model(self) -> "LanguageModel":

@@ -46,10 +46,8 @@ def listed(what: str, values: object) -> list[Any]:
     return list(values)
 
 
-def checked_ids(tokens: Iterable[Any], vocab_size: int) -> list[int]:
+def checked_ids(tokens: Sequence[Any], vocab_size: int) -> list[int]:
     """Token ids; ValueError if they are none, or outside of a vocabulary."""
-    if isinstance(tokens, bytes):
-        raise ValueError(f"expected text or token ids, got {tokens!r}")
     try:
         ids = [index(token) for token in tokens]
     except TypeError as error:

@@ -125,6 +125,23 @@ def test_a_terminal_shows_progress_bars_unless_they_are_switched_off(
     (lstm_run / "evaluate-valid.json").unlink()
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["evaluate RUN --text=- --arpa=- --mixture=0.5", "rescore RUN - --arpa=- --lm-weight=1"],
+)
+def test_stdin_is_only_one_of_the_files(
+    lstm_run: Path,
+    tmp_path: Path,
+    command: str,
+    complaint: Complaint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "list").write_text("u\tthe cat\n")
+    monkeypatch.setattr(sys, "stdin", (tmp_path / "list").open())
+    message = complaint(*command.replace("RUN", str(lstm_run)).split())
+    assert message == "stdin (-) can be only one of the files"
+
+
 @pytest.mark.parametrize("tree", ["full", "balanced", "huffman", "adaptive"])
 def test_a_tree_without_classes_neither_prepares_nor_reports_them(
     tiny: Path, tmp_path: Path, complaint: Complaint, printed: Callable[..., str], tree: str

@@ -133,9 +133,12 @@ def test_data_prepared_with_other_classes_are_an_error(
     assert untouched(verb, copied_run) == (
         f"{data} was prepared again: its classes are not those of {copied_run}/classes.npy"
     )
-    (copied_run / "classes.npy").write_bytes(b"not an array")
-    message = "classes.npy is damaged, or not an array of numbers"
-    assert untouched(verb, copied_run) == f"{copied_run}/{message}"
+    content = bytearray((copied_run / "classes.npy").read_bytes())
+    content[8] ^= 0x40  # the size of the header
+    for damaged in (content, b"not an array"):
+        (copied_run / "classes.npy").write_bytes(damaged)
+        message = "classes.npy is damaged, or not an array of numbers"
+        assert untouched(verb, copied_run) == f"{copied_run}/{message}"
     (copied_run / "classes.npy").unlink()
     (data / "classes.npy").write_bytes(b"short")
     assert untouched(verb, copied_run).startswith(f"{data}/classes.npy is damaged: 5 bytes")

@@ -30,7 +30,6 @@ FIELDS = (
     "tokens words lines utf8_bytes oov nll_nats perplexity perplexity_excluding_oov word_perplexity"
     " bits_per_byte class_perplexity within_class_perplexity context eos_rule unit spelling_nats"
 )
-BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 
 
 def make(backbone: str, context: int = 6) -> LanguageModel:
@@ -90,7 +89,7 @@ def test_the_sum_is_that_of_a_loop_over_the_tokens_in_chunks_of_any_size(
         assert (result.oov, result.context) == (whole.oov, whole.context)
 
 
-@BACKBONES
+@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 def test_the_figures_follow_from_sums_and_counts(backbone: str) -> None:
     model, tokens = make(backbone).train(), text(40)
     assert measured(model, tokens) == measured(model, tokens)

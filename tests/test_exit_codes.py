@@ -26,7 +26,8 @@ WRONG_VALUES = """\
 --optim.warmup_steps=-1 --optim.decay=2 --train.max_steps=0 --train.max_minutes=0
 --train.batch_size=0 --train.seq_len=0 --train.accumulate=0
 --train.precision=int8 --train.precision=16-mixed --train.accelerator=tpu --train.devices=0
---train.strategy=fsdp --train.threads=0 --train.keep_checkpoints=-1 --train.cuda_graph=maybe
+--train.strategy=fsdp --train.threads=0 --train.threads=100000
+--train.keep_checkpoints=-1 --train.cuda_graph=maybe
 --train.skip_nonfinite_steps=-1 --train.checkpoint_every_steps=0 --train.val_every_steps=0
 --log.every_steps=0 --log.wandb=yes --seed=-1 --seed=x --data.format=xml --data.sequences=tree
 --data.split=random --tokenizer.kind=bytes --tokenizer.vocab_size=0 --tokenizer.min_count=0
@@ -83,8 +84,10 @@ BAD_INPUTS = """\
 2 | classes {folder} | no run here (config.yaml is missing): lm train CONFIG begins
 3 | info {tiny} | data is not a prepared folder: it has no meta.json
 2 | info {folder} | no run here (config.yaml is missing): lm train CONFIG begins
+4 | extend {tiny} | tiny.yaml is a file, not the folder of a run
 2 | evaluate | the following arguments are required: RUN
 4 | evaluate {absent} | no trained model here (model.json is missing); there is no such folder
+4 | evaluate {absent} --ranking | no trained model here
 4 | evaluate {folder} | no trained model here (model.json is missing); `lm train CONFIG` trains one
 4 | evaluate {text} | text.txt
 2 | evaluate {run} --split=dev | argument --split: invalid choice: 'dev'
@@ -93,6 +96,7 @@ BAD_INPUTS = """\
 3 | evaluate {run} --text={absent} | absent
 3 | evaluate {run} --text={binary} | binary.txt
 3 | evaluate {run} --text={empty} | empty.txt
+3 | evaluate {run} --text={empty} --by-frequency | empty.txt
 2 | evaluate {run} --k=3 | --k and --exclude require --ranking
 2 | evaluate {run} --ranking | --ranking requires data.sequences: independent
 2 | evaluate {run} --ranking --by-frequency | --ranking is of a split, and excludes other figures
@@ -160,6 +164,7 @@ BAD_INPUTS = """\
 2 | rescore {run} {nbest} --lm-weight=1 --first-pass-share=0.5 | has no scores of the first pass
 2 | rescore {run} {nbest} --lm-weight=1 --mixture=0.5 | --mixture requires a second model
 2 | rescore {run} {nbest} --lm-weight=1 --vocabulary-size=3 | vocabulary size 3: expected at least
+4 | rescore {folder} {nbest} --lm-weight=1 | no trained model here
 4 | rescore {run} {nbest} --lm-weight=1 --with={folder} | no trained model here
 2 | rescore {run} {nbest} --lm-weight=1 --beam=3 | --beam applies to lattices
 3 | rescore {run} {nbest} --lm-weight=1 '--non-words=(' | --non-words '(': no regular expression
@@ -260,7 +265,6 @@ def test_bad_inputs_end_with_one_line_that_names_them_and_change_nothing(
     ("code", "options", "named"),
     [
         (2, ["--model.hidden=16"], "model.hidden: 12 → 16"),
-        (4, ["--resume=no.ckpt"], "no.ckpt"),
         (5, ["--optim.lr=0.01"], "step 25"),
         (7, ["--train.batch_size=4"], "out of memory"),
     ],
@@ -294,12 +298,9 @@ def test_files(code: int, what: str, run: Path, code_of: Callable[..., int]) -> 
     assert code_of() == code
 
 
-def test_models(run: Path) -> None:
-    (run / "model.safetensors").write_bytes(b"")
-    assert main(["evaluate", str(run)]) == 4
-    (run / "model.json").write_bytes(b"")
-    assert main(["evaluate", str(run)]) == 4
-    (run / "model.json").unlink()
+@pytest.mark.parametrize("name", ["model.safetensors", "model.json"])
+def test_models(name: str, run: Path) -> None:
+    (run / name).write_bytes(b"")
     assert main(["evaluate", str(run)]) == 4
 
 

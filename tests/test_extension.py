@@ -201,6 +201,11 @@ def test_an_extended_run_is_a_run(
         ({}, ["--run_dir=x", "--optim.lr=1"], "the data alone, not optim.lr: 0.5 → 1.0"),
         ({"output.tree": "adaptive"}, ["--run_dir=x"], "output.tree: two_level"),
         (
+            {"data.split": "files", "data.predict_eos": "true"},
+            ["--run_dir=x"],
+            "data.predict_eos: false",
+        ),
+        (
             {"model.input_embedding": "word", "model.input_pieces": "30"},
             ["--run_dir=x"],
             "cannot extend model.input_tree",

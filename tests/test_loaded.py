@@ -178,6 +178,7 @@ def test_generation_equals_that_of_the_command(run: Path, printed: Callable[...,
             for word in (None, b"fox", ["fox"])
         ),
         (lambda m: m.log_prob(b"fox"), "expected a list of tokens or items, got b'fox'"),
+        (lambda m: m.start([None]), r"expected text or token ids, got \[None\]"),
         (lambda m: m.encode("a \udcff"), r"the text 'a \\udcff' is not valid Unicode"),
         (lambda m: m.unknown_words("a \udcff"), r"the text 'a \\udcff' is not valid Unicode"),
         (lambda m: m.generate(None), "expected text, got None"),
@@ -213,35 +214,52 @@ def test_a_state_of_another_model_is_refused(lstm_run: Path, transformer_run: Pa
         lm.load(transformer_run).step(state, "cat")
 
 
-def test_all_probabilities_agree_where_unknown_words_share_theirs(run: Path) -> None:
-    plain = lm.load(run)
+@pytest.mark.parametrize("spelled", [False, True])
+def test_all_ways_to_score_agree_where_unknown_words_are_told_apart(
+    run: Path, spelled: bool
+) -> None:
+    plain, num_unseen = lm.load(run), 7
+    size = None if spelled else plain.vocab_size - 1 + num_unseen
+    apart = lm.load(run, vocabulary_size=size, open_vocabulary=spelled)
     plain.model.double()
-    num_unseen = 7
-    shared = lm.load(run, vocabulary_size=plain.vocab_size - 1 + num_unseen)
-    shared.model.double()
-    sentence = "the zebra sees a gnu"
-    words: list[Word] = [*sentence.split(), shared.eos_id]
-    (score,) = shared.score([sentence])
-    (before,) = plain.score([sentence])
-    lower = [math.log(num_unseen) if word in ("zebra", "gnu") else 0 for word in words]
-    assert score.log_prob == pytest.approx(before.log_prob - lower, abs=1e-12)
-    assert score.is_oov.tolist() == [word in ("zebra", "gnu") for word in words]
-    states = [shared.start()]
+    apart.model.double()
+    sentence, phrase = "the zebra sees <unk> gnu", "zebra gnu"  # the latter has two tokens
+    words: list[Word] = [*sentence.split(), apart.eos_id]
+    spelling = TrainedRun(run).speller.log_prob(["zebra", "<unk>", "gnu"]).tolist()
+    shares = spelling if spelled else [-math.log(num_unseen)] * 3
+    of_unknown: dict[Word, float] = dict(zip(["zebra", "<unk>", "gnu"], shares, strict=True))
+    (score,), (before,) = apart.score([sentence]), plain.score([sentence])
+    added = [of_unknown.get(word, 0.0) for word in words]
+    assert score.log_prob == pytest.approx(before.log_prob + added, abs=1e-12)
+    assert score.is_oov.tolist() == [word in of_unknown for word in words]
+    state = apart.start()
     for word, expected in zip(words, score.log_prob, strict=True):
-        state = states[-1]
-        log_prob, after = shared.step(state, word)
+        (several,) = apart.step_many([state], [phrase])
+        found = apart.candidate_log_probs([state, state], [word, phrase])[1].tolist()
+        assert found == pytest.approx([expected, several.log_prob], abs=1e-12)
+        (single,) = apart.candidate_log_prob(state, [word])
+        assert float(single) == pytest.approx(expected, abs=1e-12)
+        if not spelled:
+            whole = apart.log_prob(state)
+            assert float(whole[apart.id(word)]) == pytest.approx(expected, abs=1e-12)
+            total = whole.exp().sum() + (num_unseen - 1) * whole[apart.unk_id].exp()
+            assert float(total) == pytest.approx(1, abs=1e-12)
+        log_prob, state = apart.step(state, word)
         assert log_prob == pytest.approx(expected, abs=1e-12)
-        (many,) = shared.step_many([state], [word])
-        assert many.log_prob == pytest.approx(expected, abs=1e-12)
-        candidates = shared.candidate_log_prob(state, [word, "zebra gnu"])  # one of two tokens
-        (single,) = shared.candidate_log_prob(state, [word])
-        assert [float(candidates[0]), float(single)] == pytest.approx([expected] * 2, abs=1e-12)
-        (token,) = shared.encode(word) if isinstance(word, str) else [word]
-        whole = shared.log_prob(state)
-        assert float(whole[token]) == pytest.approx(expected, abs=1e-12)
-        total = whole.exp().sum() + (num_unseen - 1) * whole[shared.unk_id].exp()
-        assert float(total) == pytest.approx(1, abs=1e-12)
-        states.append(after)
+    by_id = [model.step(model.start(), model.unk_id).log_prob for model in (apart, plain)]
+    assert by_id[0] == pytest.approx(by_id[1] + (0 if spelled else shares[0]), abs=1e-12)
+
+
+def test_log_probabilities_have_at_least_fp32_whatever_the_parameters_have(
+    lstm_run: Path,
+) -> None:
+    loaded = lm.load(lstm_run)
+    loaded.model.bfloat16()
+    state, phrase = loaded.start("the"), "cat sees a dog"
+    found = loaded.candidate_log_probs([state], [phrase, "cat"])
+    assert found.dtype == torch.float32
+    steps = loaded.step_many([state, state], [phrase, "cat"])
+    assert found[0].tolist() == pytest.approx([step.log_prob for step in steps], rel=1e-6)
 
 
 def test_a_vocabulary_size_leaves_texts_and_their_perplexity_unchanged(run: Path) -> None:

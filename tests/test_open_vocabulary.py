@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import lm
@@ -43,11 +42,6 @@ def loaded(run: Path) -> LoadedModel:
     return loaded
 
 
-def log_shares(loaded: LoadedModel, words: list[str]) -> Any:
-    """log P(word | `<unk>`) by the run's speller."""
-    return TrainedRun(loaded._run.folder).speller.log_prob(words)
-
-
 def test_known_words_and_all_spellings_add_up_to_1(loaded: LoadedModel) -> None:
     types = list(dict.fromkeys(word for line in LETTERS for word in line.split()))
     definition = Definition([word for word in types if word != "<unk>"], 7)
@@ -72,40 +66,12 @@ def test_known_words_and_all_spellings_add_up_to_1(loaded: LoadedModel) -> None:
         assert total == pytest.approx(1, abs=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:.* the probability of all unknown words")
-def test_all_ways_to_score_agree(loaded: LoadedModel) -> None:
-    plain = lm.load(loaded._run.folder)
-    plain.model.double()
-    words: list[str | int] = ["ab", "baba", "<unk>", "b é", "日本", loaded.eos_id, "aba"]
-    shares = np.zeros(len(words))
-    for place in (1, 2, 3, 4, 6):
-        shares[place] = log_shares(loaded, [str(words[place]).split()[-1]])[0]
-    states, plain_states = ([each.start("b ab")] * len(words) for each in (loaded, plain))
-    steps = plain.step_many(plain_states, words)
-    expected = (np.array([step.log_prob for step in steps]) + shares).tolist()
-    assert [step.log_prob for step in loaded.step_many(states, words)] == pytest.approx(expected)
-    assert loaded.candidate_log_prob("b ab", words).tolist() == pytest.approx(expected)
-    (row,) = loaded.candidate_log_probs(states[:1], words).tolist()
-    assert row == pytest.approx(expected)
-    single = [word for word in words if word != "b é"]  # one token each
-    expected = [value for value, word in zip(expected, words, strict=True) if word != "b é"]
-    assert loaded.candidate_log_prob("b ab", single).tolist() == pytest.approx(expected)
-    assert loaded.candidate_log_probs(states[:2], single)[1].tolist() == pytest.approx(expected)
-    unk = loaded.unk_id
-    assert loaded.step(states[0], unk).log_prob == plain.step(plain_states[0], unk).log_prob
-    for sentence, score in zip(SENTENCES, loaded.score(SENTENCES), strict=True):
-        state, each = loaded.start(), []
-        units: list[str | int] = [*sentence.split(), loaded.eos_id]
-        for word in units:
-            log_prob, state = loaded.step(state, word)
-            each.append(log_prob)
-        assert score.log_prob == pytest.approx(each)
-
-
-def test_evaluation_and_stream_add_the_spellings(loaded: LoadedModel, run: Path) -> None:
+def test_evaluation_and_stream_add_the_spellings(run: Path) -> None:
     text = "\n".join(SENTENCES)
     plain = lm.load(run).evaluate(text)
-    spelling = -log_shares(loaded, ["baba", "bbb", "é", "<unk>", "aba", "日本"]).sum()
+    opened = TrainedRun(run)
+    unknown = ["baba", "bbb", "é", "<unk>", "aba", "日本"]
+    spelling = float(-opened.speller.log_prob(unknown).sum())
     nll = plain.nll_nats + spelling
     num_bytes = len(text.encode()) + 1
     figures: dict[str, Any] = {
@@ -117,7 +83,6 @@ def test_evaluation_and_stream_add_the_spellings(loaded: LoadedModel, run: Path)
     }
     approximate: dict[str, Any] = {name: pytest.approx(each) for name, each in figures.items()}
     expected = replace(plain, **approximate)
-    opened = TrainedRun(run)
     assert evaluate_text(opened, SENTENCES, progress=False, open_vocabulary=True) == expected
     assert evaluate_split(opened, "test", progress=False, open_vocabulary=True) == expected
     assert lm.load(run, open_vocabulary=True).evaluate(text) == expected
@@ -149,7 +114,7 @@ def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
 
 
 def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
-    bytes_run: Path, letters: Callable[..., Path]
+    bytes_run: Path, letters: Callable[..., Path], printed: Callable[..., str]
 ) -> None:
     plain, spelled = (
         evaluate_split(TrainedRun(bytes_run), "test", progress=False, open_vocabulary=is_open)
@@ -163,6 +128,10 @@ def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
         evaluate_split(TrainedRun(partial), "test", progress=False, open_vocabulary=True)
     with pytest.raises(UserError, match="run has pieces that do not spell every word"):
         lm.load(partial, open_vocabulary=True)
+    command = ("evaluate", bytes_run, "--open-vocabulary", "--by-frequency")
+    assert "spelling of" not in printed(*command)  # there are no unknown words
+    with pytest.raises(UserError, match="run has pieces that spell every word, and no speller"):
+        lm.load(bytes_run).generate(spell_unk=True)
     scores = [lm.load(bytes_run, open_vocabulary=each).score(SENTENCES) for each in (False, True)]
     for one, other in zip(*scores, strict=True):
         assert one.log_prob.tolist() == other.log_prob.tolist()

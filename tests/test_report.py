@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,22 +15,12 @@ from tests.conftest import corpus_of
 
 from .output.decoding.truth import TREES
 
-Reported = Callable[..., Any]
 
-
-@pytest.fixture
-def reported(lstm_run: Path, printed: Callable[..., str]) -> Reported:
-    """`reported(verb, *options)`: what a command prints as JSON about a run, and as text."""
-
-    def run(verb: str, *options: str) -> tuple[dict[str, Any], str]:
-        values = json.loads(printed(verb, lstm_run, "--json", *options))
-        return values, printed(verb, lstm_run, *options)
-
-    return run
-
-
-def test_info_counts_the_parameters_of_the_model(reported: Reported) -> None:
-    info, table = reported("info")
+def test_info_counts_the_parameters_of_the_model(
+    lstm_run: Path, printed: Callable[..., str]
+) -> None:
+    command = ["info", lstm_run]
+    info, table = json.loads(printed(*command, "--json")), printed(*command)
     assert re.search(rf"^parameters +{info['parameters']:,}$", table, re.MULTILINE)
     vocab_size, nodes, hidden = info["vocab_size"], info["tree_nodes"], 12
     assert info["embedding_parameters"] == vocab_size * hidden
@@ -46,7 +35,8 @@ def test_info_counts_the_parameters_of_the_model(reported: Reported) -> None:
     sizes += [info["batch_mib"], info["other_mib"]]
     assert info["memory_mib"] == pytest.approx(sum(sizes), abs=0.3)
     assert info["memory_available_mib"] > info["memory_mib"]
-    adaptive, _ = reported("info", "--output.tree=adaptive", "--output.cutoffs=[9]")
+    command += ["--output.tree=adaptive", "--output.cutoffs=[9]"]
+    adaptive = json.loads(printed(*command, "--json"))
     assert "tree_depth" not in adaptive
     rest = vocab_size - 9  # projected to a fourth of the hidden size
     tail = (hidden + rest) * (hidden // 4)

@@ -192,6 +192,8 @@ def read_text(name: str, table: str = COLUMN_ALONE) -> Iterator[str]:
     cannot be read or is no text, or a line is not UTF-8 or contains a NUL character.
     """
     file = sys.stdin.buffer if name == "-" else open_to_read(Path(name))
+    if file.closed:
+        raise DataError("stdin (-) can be only one of the files")
     with file, reading(name):
         yield from _decoded(decompressed(cast(BufferedReader, file), name, table), name)
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Callable
 from typing import Any
 
 from data_prep.errors import UserError
@@ -30,29 +29,25 @@ def run(options: argparse.Namespace) -> None:
     tree, counts = run.input_tree or run.tree, torch.tensor(run.prepared.counts())
     assert tree is not None
     report = tree_report(tree, counts, num_nodes=options.nodes, num_top_words=options.words)
-    name = _name(run)
+    token, are_items = run.prepared.tokenizer().token, run.config.data.user_field is not None
     for node in report["nodes"]:
-        node["top_words"] = list(map(name, node["top_words"]))
+        words = list(map(token, node["top_words"]))
+        node["top_words"] = _items(words) if are_items else words
     print(json.dumps(report, ensure_ascii=False) if options.json else _lines(report))
 
 
-def _name(run: Run) -> Callable[[int], str]:
-    """The word of an id; an item of a table as it is there, in quotation marks if it has spaces."""
-    token = run.prepared.tokenizer().token
-    if run.config.data.user_field is None:
-        return token
-
+def _items(words: list[str]) -> list[str]:
+    """The items of a table that words stand for."""
     from data_prep.corpus.events import word_item  # imports pyarrow
 
-    def item(id: int) -> str:
-        found = word_item(token(id))
-        return json.dumps(found, ensure_ascii=False) if " " in found else found
-
-    return item
+    return list(map(word_item, words))
 
 
 def _lines(report: dict[str, Any]) -> str:
-    """Lines of text: the levels, then the heaviest nodes below their parents."""
+    """Lines of text: the levels, then the heaviest nodes below their parents.
+
+    Items with spaces are in quotation marks.
+    """
     lines = [
         f"{report['num_nodes']:,} nodes, depth {report['depth']}",
         f"nodes per token     {report['visits_per_token']:.2f}",
@@ -69,7 +64,8 @@ def _lines(report: dict[str, Any]) -> str:
         )
     lines += ["", "mass %     words  top words"]
     for node in report["nodes"]:
-        words = " ".join(node["top_words"])
+        names = node["top_words"]
+        words = " ".join(json.dumps(n, ensure_ascii=False) if " " in n else n for n in names)
         indent = "  " * node["level"]
         lines.append(f"{100 * node['token_mass']:6.2f} {node['words']:9,d}  {indent}{words}")
     shown = len(report["nodes"])

@@ -77,8 +77,8 @@ def run(options: argparse.Namespace) -> None:
     if options.ranking:
         _rank(options, run)
         return
-    _check_text(options, run)
     others = [TrainedRun(Path(each), options.device) for each in options.compare]
+    _check_text(options, [run, *others])
     lines = None
     if options.text is not None:
         lines = list(noted_words(run.tokenizer, read_text(options.text), options.text))
@@ -86,12 +86,13 @@ def run(options: argparse.Namespace) -> None:
     tables, further = list[str](), dict[str, Any]()
     tokens: Any = None
     if options.arpa or options.by_frequency or others:
-        split = options.split
-        tokens = run.prepared.tokens(split) if lines is None else encode_text(run, lines)[0]
+        if lines is None:
+            tokens = run.prepared.tokens(options.split)
+        else:
+            tokens, _ = encode_text(run, lines, options.text)
     if options.arpa:
         path = Path(options.arpa)
-        mixture = evaluate_mixture(run, path, options.mixture, tokens)
-        further["mixture"] = as_json(mixture)
+        further["mixture"] = mixture = evaluate_mixture(run, path, options.mixture, tokens)
         tables.append(mixture.table(run.folder, path))
     settings = {"progress": not options.no_progress, "open_vocabulary": is_open}
     if lines is None:
@@ -106,13 +107,13 @@ def run(options: argparse.Namespace) -> None:
         losses, report = TextLosses.of(run, tokens, lines if is_open else None), None
     if options.by_frequency:
         report = frequency_report(run.prepared, tokens, losses.nats, losses.spelling)
-        further["by_frequency"] = as_json(report)
+        further["by_frequency"] = report
         tables.append(report.table())
     if others:
         found = [compare(losses, each, by_frequency=options.by_frequency) for each in others]
-        further["compared"] = list(map(as_json, found))
+        further["compared"] = found
         tables += [each.table(report.target if report else None) for each in found]
-    print(json.dumps(values | further) if options.json else "\n".join(tables))
+    print(json.dumps(values | as_json(further)) if options.json else "\n".join(tables))
     if options.text is None:
         suffix = "-open" if options.open_vocabulary else ""
         _write(run.folder / f"evaluate-{options.split}{suffix}.json", values)
@@ -145,13 +146,14 @@ def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
     _write(run.folder / f"evaluate-{options.split}-ranking.json", values)
 
 
-def _check_text(options: argparse.Namespace, run: TrainedRun) -> None:
-    """Raises UserError if the run is on independent sequences, and an option is not."""
+def _check_text(options: argparse.Namespace, runs: list[TrainedRun]) -> None:
+    """Raises UserError if a run is on independent sequences, and an option is not."""
     needs_text = ("open_vocabulary", "arpa", "by_frequency", "compare")
-    given = [name for name in needs_text if getattr(options, name)]
-    if given and run.is_independent:
-        option = f"--{given[0].replace('_', '-')}"
-        raise UserError(f"{option} requires a text, but {run.folder} has independent sequences")
+    given = [f"--{name.replace('_', '-')}" for name in needs_text if getattr(options, name)]
+    for run in runs:
+        if given and run.is_independent:
+            problem = f"requires a text, but {run.folder} has independent sequences"
+            raise UserError(f"{given[0]} {problem}")
 
 
 def _check(options: argparse.Namespace) -> None:

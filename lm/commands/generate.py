@@ -114,15 +114,19 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     excluded: tuple[int, ...] = () if has_unk else (tokenizer.unk_id,)
     stop = [text.replace("\\n", "\n") for text in options.stop or ()]
     if has_items := run.is_independent and run.config.data.user_field is not None:
-        prompts = list(map(_words_of_items, prompts))
-        if run.config.data.predict_eos:
-            stop.append("\n")
-        else:  # it has no probability that was learned
-            excluded += (tokenizer.eos_id,)
-    if words := unknown_words(tokenizer, prompts):
-        shown = [word if word.isprintable() else repr(word) for word in words[:MAX_WORDS_NAMED]]
-        rest = f" and {len(words) - len(shown)} more" if len(words) > len(shown) else ""
-        _log.warning("unknown words of the prompt, read as <unk>: %s%s", ", ".join(shown), rest)
+        what = "items of the prompt that are not in the catalogue, left out"
+        prompts, unknown = _known_items(run, prompts)
+    else:
+        what = "unknown words of the prompt, read as <unk>"
+        unknown = unknown_words(tokenizer, prompts)
+    if unknown:
+        shown = [word if word.isprintable() else repr(word) for word in unknown[:MAX_WORDS_NAMED]]
+        rest = f" and {len(unknown) - len(shown)} more" if len(unknown) > len(shown) else ""
+        _log.warning("%s: %s%s", what, ", ".join(shown), rest)
+    if not run.predicts_eos:
+        excluded += (tokenizer.eos_id,)
+    elif run.is_independent:
+        stop.append("\n")
     streams = not options.json and options.beams is None and options.samples == len(prompts) == 1
     streams &= not has_items
     results: Iterable[list[Sample]]
@@ -182,12 +186,14 @@ def _print(
                 print(text, *["---"] * is_separated, sep="\n", flush=True)
 
 
-def _words_of_items(prompt: str) -> str:
-    """The words that stand for the items of a prompt, as `--history` of `lm recommend` has them."""
-    from data_prep.corpus.events import item_word  # imports pyarrow
-    from lm.generation.items import parse_items
+def _known_items(run: TrainedRun, prompts: list[str]) -> tuple[list[str], list[str]]:
+    """The words of items of prompts, given as to `lm recommend --history`, and unknown items."""
+    from lm.generation.items import Catalogue, parse_items
 
-    return " ".join(map(item_word, parse_items(prompt, "the prompt")))
+    catalogue = Catalogue(run)
+    found = [catalogue.find(parse_items(prompt, "the prompt")) for prompt in prompts]
+    known = [" ".join(map(run.tokenizer.token, ids)) for ids, _ in found]
+    return known, list(dict.fromkeys(str(item) for _, unknown in found for item in unknown))
 
 
 def _items_of_words(text: str) -> list[str]:

@@ -49,10 +49,10 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"{run.folder}: recommending requires data.sequences: independent")
     catalogue = Catalogue(run)
     excluded = [*catalogue.special, *_retired(options.retired, catalogue)]
-    users = enumerate(_users(options, run), 1)
+    users = _users(options, run)
     num_lost, num_without, first = 0, 0, ""
     while chunk := list(islice(users, AT_ONCE)):
-        found = [catalogue.find(items) for _, (_, items) in chunk]
+        found = [catalogue.find(items) for *_, items in chunk]
         known = [ids for ids, _ in found]
         try:
             best = recommend(
@@ -61,9 +61,9 @@ def run(options: argparse.Namespace) -> None:
         except ValueError as error:
             raise UserError(f"--k {options.k}: {error}") from error
         rows = zip(chunk, best.word.tolist(), best.log_prob.exp().tolist(), found, strict=True)
-        for (line, (named, _)), ids, probs, (has, unknown) in rows:
+        for (place, named, _), ids, probs, (has, unknown) in rows:
             if unknown and not num_lost:
-                first = f"the first is {unknown[0]!r} in line {line}"
+                first = f"the first is {unknown[0]!r} {place}"
             num_lost += len(unknown)
             num_without += bool(unknown and not has)
             items = list(map(catalogue.item, ids))
@@ -75,7 +75,9 @@ def run(options: argparse.Namespace) -> None:
                 print("\t".join([*named.values(), *shown]))
     if num_lost:
         text = "%s: %d items are not in the catalogue and are left out, %s; nothing is left of %d"
-        text += " users. Items with white space are given as JSON lists"
+        text += " users"
+        if options.history:
+            text += ". Items with white space are given as JSON lists"
         _log.warning(text, source, num_lost, first, num_without)
 
 
@@ -99,18 +101,18 @@ def _retired(name: str | None, catalogue: "Catalogue") -> list[int]:
 
 def _users(
     options: argparse.Namespace, run: TrainedRun
-) -> Iterator[tuple[dict[str, str], list[Any]]]:
-    """The name of each user, as a column if there is one, and the items."""
+) -> Iterator[tuple[str, dict[str, str], list[Any]]]:
+    """Where each user is in the file, the name as a column if there is one, and the items."""
     from data_prep.corpus.lines import read_text
     from lm.generation.items import parse_items
 
     if options.events is None:
         for number, line in enumerate(read_text(options.history), 1):
-            yield {}, parse_items(line, f"{options.history}, line {number}")
+            yield f"in line {number}", {}, parse_items(line, f"{options.history}, line {number}")
         return
     if run.config.data.user_field is None:
         raise UserError(f"--events: {run.folder} has no columns of a table, use --history")
     from data_prep.corpus.events import histories  # imports pyarrow
 
     for user, items in histories(run.config.data, options.events):
-        yield {"user": user}, items
+        yield f"of user {user!r}", {"user": user}, items

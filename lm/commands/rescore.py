@@ -4,7 +4,6 @@ import argparse
 import json
 import logging
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +24,12 @@ from lm.rescoring.formats import NON_WORDS
 from lm.run import TrainedRun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lm.loaded import LoadedModel
     from lm.rescoring.lattice_search import WordModel
-    from lm.rescoring.models import ArpaScores, WordScores
-    from lm.rescoring.nbest import Floats
+    from lm.rescoring.models import ArpaScores
+    from lm.rescoring.nbest import NBest
     from lm.rescoring.utterances import Utterances
+    from lm.rescoring.weights import ScoredList
 
 NUM_BEAMS = 16
 HELP = "choose from n-best lists or lattices of a speech recogniser"
@@ -92,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
     }
     _check(options, given)
     from lm.rescoring.models import unknown_counts
-    from lm.rescoring.weights import ScoredList, Weights, check_separate, tune
+    from lm.rescoring.weights import Weights, check_separate, tune
 
     second = options.second_run or options.arpa
     weights = None
@@ -106,10 +104,9 @@ def run(options: argparse.Namespace) -> None:
         check_separate(tuned.nbest, nbest)
     runs, arpa, rules = _models(options, [utterances] if tuned is None else [utterances, tuned])
     models: list[WordModel] = [*runs, *arpa]
-    scores: list[WordScores] = [*(partial(_word_scores, each) for each in runs), *arpa]
     figures: dict[str, Any] = {"development": None, "unused": None}
     if tuned is not None and tuned.errors is not None:
-        scored = ScoredList(tuned.nbest, scores)
+        scored = _scored(tuned.nbest, runs, arpa)
         weights = tune(scored, tuned.errors)
         best = scored.choose(scored.totals(weights))
         figures["development"] = tuned.errors.report(tuned.nbest, best)
@@ -120,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
     if utterances.lattices:
         utterances = utterances.searched(weights, models, options.beam or NUM_BEAMS)
     nbest, errors = utterances.nbest, utterances.errors
-    scored = ScoredList(nbest, scores)
+    scored = _scored(nbest, runs, arpa)
     chosen = scored.choose(scored.totals(weights))
     figures["weights"] = asdict(weights)
     pairs = zip(rules, runs, strict=True)
@@ -128,7 +125,7 @@ def run(options: argparse.Namespace) -> None:
         rule | unknown_counts(each.tokenizer, nbest, chosen, errors) for rule, each in pairs
     ]
     figures["report"] = errors and errors.report(nbest, chosen)
-    lines = scored.all_lines(weights) if options.all else scored.best_lines(weights)
+    lines = scored.all_lines(weights) if options.all else scored.best_lines(chosen)
     if options.json:
         print(json.dumps(figures | {"hypotheses": lines}, ensure_ascii=False))
         return
@@ -156,9 +153,12 @@ def _read(options: argparse.Namespace) -> "tuple[Utterances, Utterances | None]"
     return utterances, Utterances.read(name, references, costs, non_words=non_words)
 
 
-def _word_scores(model: "LoadedModel", texts: "Sequence[str]") -> "list[Floats]":
-    """The `WordScores` of a run."""
-    return [score.log_prob for score in model.score(texts)]
+def _scored(nbest: "NBest", runs: "list[LoadedModel]", arpa: "list[ArpaScores]") -> "ScoredList":
+    """A list with the log-probabilities of its words by each model."""
+    from lm.rescoring.weights import ScoredList
+
+    by_run = [[score.log_prob for score in run.score(nbest.texts)] for run in runs]
+    return ScoredList(nbest, [*by_run, *(model(nbest.texts) for model in arpa)])
 
 
 def _models(
@@ -170,7 +170,6 @@ def _models(
     """
     from data_prep.tokenizer.token_file import log_literals
     from lm.loaded import LoadedModel
-    from lm.model.files import read_description
     from lm.rescoring.models import (
         ArpaScores,
         common_vocabulary_size,
@@ -184,8 +183,10 @@ def _models(
     references = [text for each in lists if each.errors for text in each.errors.references]
     opened = [TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)]
     if options.second_run is not None:
-        read_description(second := Path(options.second_run))  # or there is no model
-        opened.append(TrainedRun(second, options.device))
+        opened.append(TrainedRun(Path(options.second_run), options.device))
+    for run in opened:
+        if not run.predicts_eos:
+            raise UserError(f"{run.folder} has items, but no end of a sequence, which lists have")
     words = {word for run in opened for word in run.tokenizer.literals}
     literals = {word: sum(text.count(word) for text in hypotheses) for word in sorted(words)}
     log_literals("hypotheses", literals)

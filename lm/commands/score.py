@@ -62,8 +62,10 @@ def run(options: argparse.Namespace) -> None:
 
     return_freed_memory()
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
-    if run.is_independent and not run.config.data.predict_eos:
+    if not run.predicts_eos:
         raise UserError(f"{run.folder} {_NO_END}")
+    if options.stream and run.is_independent:
+        raise UserError(f"--stream requires a text, but {run.folder} has independent sequences")
     scorer = Scorer.of(
         run,
         vocabulary_size=options.vocabulary_size,

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -118,10 +118,10 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Collection[str], cutoff: float = 0.5) -> str:
     """A hint at the known name that is most similar to an unknown one; empty if none is."""
     same_key = [each for each in known if each.split(".")[-1] == name.split(".")[-1]]
-    similar = same_key or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    similar = same_key or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"; did you mean {similar[0]}?" if similar else ""
 
 

@@ -46,8 +46,8 @@ def beam_search(
     *,
     num_tokens: int,
     num_beams: int,
+    eos_id: int,
     length_penalty: float = 1.0,
-    eos_id: int | None = None,
     excluded: Sequence[int] = (),
 ) -> list[Hypothesis]:
     """Searches for the continuations of a prompt with the largest score.
@@ -66,8 +66,8 @@ def beam_search(
         prompt: at least one token id.
         num_tokens: largest number of tokens of a continuation.
         num_beams: K.
+        eos_id: token that ends a continuation.
         length_penalty: α; 0 compares log-probabilities, 1 their mean per token.
-        eos_id: token that ends a continuation; None if there is none.
         excluded: tokens that no continuation has; P is conditioned on none of them being drawn.
 
     Returns:
@@ -100,7 +100,7 @@ def beam_search(
         log_prob, order = log_prob.flatten().sort(descending=True, stable=True)
         parent = order // best.word.shape[1]
         extended = torch.cat([live[parent], best.word.flatten()[order, None]], dim=1)  # [K M, L]
-        ended = extended[:, -1] == (-1 if eos_id is None else eos_id)
+        ended = extended[:, -1] == eos_id
         going = (~ended).nonzero().squeeze(1)[:num_beams]
         is_result = ended[:num_beams] | (length == num_tokens)
         ids, nats = (each[:num_beams][is_result].tolist() for each in (extended, log_prob))
@@ -135,8 +135,8 @@ def search_text(
         ids,
         num_tokens=num_tokens,
         num_beams=num_beams,
-        length_penalty=length_penalty,
         eos_id=tokenizer.eos_id,
+        length_penalty=length_penalty,
         excluded=excluded,
     )
     samples = []

@@ -92,7 +92,7 @@ def parse_items(line: str, name: str) -> list[Any]:
         return line.split()
     try:
         items = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON: {error}") from error
     if not all(isinstance(item, str | int) for item in items):
         raise UserError(f"{name}: expected items that are text or integers")

@@ -95,7 +95,7 @@ def read_lines(
     eos_id: int,
     num_known: Ints | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Ints]]:
-    """Read independent lines of at least one id, each from `<eos>`, in batches of similar length.
+    """Read independent lines, each from `<eos>`, in batches of similar length.
 
     The first num_known [L] tokens of each are not predicted; None: all are.
 
@@ -105,6 +105,8 @@ def read_lines(
     """
     for batch in _batches(lines):
         lengths = np.array([len(lines[index]) for index in batch])
+        if not lengths.any():
+            continue
         ids = np.full((lengths.max() + 1, len(batch)), eos_id)
         for column, index in enumerate(batch):
             ids[1 : lengths[column] + 1, column] = lines[index]

@@ -16,7 +16,7 @@ model its spellings are those outside the words of the ARPA file.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
@@ -31,9 +31,6 @@ from lm.rescoring.nbest import Floats, Ints, NBest
 from lm.rescoring.unknown import UnknownWords
 from lm.rescoring.word_errors import WordErrors
 from lm.scoring.ngram import NGramModel
-
-WordScores = Callable[[Sequence[str]], list[Floats]]
-"""A model: log-probabilities in nats of the words of each text and of its end, [words + 1] each."""
 
 NUM_UNSEEN = 1_000_000
 """U, the number of words that share P(`<unk>`), unless the lists have more; 10⁴ … 10⁷ are alike."""
@@ -99,7 +96,7 @@ class NGramStep(NamedTuple):
 
 
 class ArpaScores:
-    """The `WordScores` of an ARPA model without a tokenizer, and its states for a search.
+    """The scores of words by an ARPA model without a tokenizer, and its states for a search.
 
     A speller spells unknown words in place of V; without either each has all of P(`<unk>`).
 
@@ -140,7 +137,7 @@ class ArpaScores:
         return ids, of_unknown
 
     def __call__(self, texts: Sequence[str]) -> list[Floats]:
-        """Log-probabilities in nats of the words of each text and of its end."""
+        """Log-probabilities [words + 1] in nats of the words of each text and of its end."""
         each = [self._ids(text.split()) for text in texts]
         ids = [np.append(ids, self.eos_id) for ids, _ in each]
         values = self._model.log_prob(np.concatenate(ids))

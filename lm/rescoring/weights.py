@@ -16,7 +16,6 @@ from itertools import product
 import numpy as np
 
 from data_prep.errors import UserError
-from lm.rescoring.models import WordScores
 from lm.rescoring.nbest import Floats, Ints, NBest
 from lm.rescoring.word_errors import WordErrors
 from lm.scoring.mixture import mixed
@@ -49,16 +48,18 @@ class Weights:
 
 
 class ScoredList:
-    """An n-best list with the language-model scores of its words, by one or two models."""
+    """An n-best list, and the log-probabilities of its words by one or two models.
 
-    def __init__(self, nbest: NBest, models: Sequence[WordScores]) -> None:
+    Each model has those [words + 1] in nats of the words of each hypothesis and of its end.
+    """
+
+    def __init__(self, nbest: NBest, by_model: Sequence[Sequence[Floats]]) -> None:
         self.nbest = nbest
-        by_model = [model(nbest.texts) for model in models]
-        lengths = np.array([len(scores) for scores in by_model[0]])
+        lengths = np.array([len(log_prob) for log_prob in by_model[0]])
         self.num_words = lengths - 1
         self._first_word = np.cumsum(lengths) - lengths
-        self.num_models = len(models)
-        self._log_prob = [np.concatenate(scores) for scores in by_model]
+        self.num_models = len(by_model)
+        self._log_prob = [np.concatenate(log_probs) for log_probs in by_model]
         num_hypotheses = nbest.num_hypotheses
         place = nbest.first[:, None] + np.arange(num_hypotheses.max())
         self._is_absent = np.arange(num_hypotheses.max()) >= num_hypotheses[:, None]  # [U, K]
@@ -90,9 +91,9 @@ class ScoredList:
         chosen: Ints = self.nbest.first + padded.argmax(1)
         return chosen
 
-    def best_lines(self, weights: Weights) -> list[str]:
-        """Lines with the best hypothesis of each utterance, in the layout of the list."""
-        nbest, chosen = self.nbest, self.choose(self.totals(weights))
+    def best_lines(self, chosen: Ints) -> list[str]:
+        """Lines with the `chosen` hypotheses [U], in the layout of the list."""
+        nbest = self.nbest
         pairs = zip(nbest.ids, chosen, strict=True)
         return [f"{id}{nbest.separator}{nbest.texts[place]}" for id, place in pairs]
 

@@ -156,17 +156,17 @@ def check_comparable(
     None: a split, whose text may have some.
     """
     for other in others:
+        if _other_tokenizer(run, other) and not open_vocabulary:
+            raise UserError(
+                f"{other.folder} has another tokenizer than {run.folder}, so other tokens: add"
+                " --open-vocabulary"
+            )
         same_rule = other.keeps_empty_lines == run.keeps_empty_lines
         if not same_rule and not all(map(str.strip, lines or [""])):
             dropping, keeping = (run, other) if other.keeps_empty_lines else (other, run)
             raise UserError(
                 f"{dropping.folder} leaves out empty lines, {keeping.folder} does not"
                 " (data.keep_empty_lines): compare them with --text on a text without any"
-            )
-        if _other_tokenizer(run, other) and not open_vocabulary:
-            raise UserError(
-                f"{other.folder} has another tokenizer than {run.folder}, so other tokens: add"
-                " --open-vocabulary"
             )
 
 

@@ -56,9 +56,9 @@ class FrequencyReport:
                 shares = 100 * each.tokens / tokens, 100 * each.nll_nats / total
                 figures = f"{each.mean_nats:11.4f} {perplexity(each.nll_nats, each.tokens):11.2f}"
                 lines.append(f"  {ranks:<28} {shares[0]:9.2f} {figures} {shares[1]:7.2f}")
-            if self.spelling_nats is not None:
+            if self.spelling_nats is not None and self.num_spelled:
                 share, nats = 100 * self.num_spelled / tokens, self.spelling_nats
-                mean = nats / self.num_spelled if self.num_spelled else math.nan
+                mean = nats / self.num_spelled
                 figures = f"{share:9.2f} {mean:11.4f} {'':11} {100 * nats / total:7.2f}"
                 lines.append(f"  {'spelling of unknown words':<28} {figures}")
         return "\n".join(lines)

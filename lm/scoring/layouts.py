@@ -25,7 +25,7 @@ import numpy as np
 
 from data_prep.errors import DataError
 from data_prep.tokenizer.punctuation import EOS
-from lm.figures import perplexity
+from lm.figures import as_json, perplexity
 from lm.scoring.scorer import LineScore, Scorer
 
 _log = logging.getLogger(__name__)
@@ -182,7 +182,5 @@ class Layout:
         return float(str(np.float32(nats / UNITS[unit or self.unit])))
 
 
-def _json(values: Any) -> str:
-    """JSON, which has no infinity and no NaN: these are null."""
-    text = json.dumps(values, ensure_ascii=False)
-    return json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
+def _json(values: dict[str, Any]) -> str:
+    return json.dumps(as_json(values), ensure_ascii=False)

@@ -162,7 +162,7 @@ def evaluate_ranking(
     """
     ways = [lambda hidden, _: run.model.output.log_prob(hidden), popularity(run)]
     (model, by_count), excluded_targets = rank_by(run, split, ways, ks, exclude, progress=progress)
-    sequences = run.prepared.sequences(split)
+    sequences = _sequences(run, split)
     per_user = sequences.num_predicted + sequences.num_left_out
     return RankingReport(
         users=int((per_user > 0).sum()),
@@ -203,7 +203,7 @@ def rank_by(
     prepared, special = run.prepared, _special(run)
     if not prepared.is_independent:
         raise UserError(f"{run.folder}: --ranking requires data.sequences: independent")
-    sequences, ks = prepared.sequences(split), sorted(set(ks))
+    sequences, ks = _sequences(run, split), sorted(set(ks))
     num_items = prepared.vocab_size - len(special)
     if ks[-1] > num_items:
         raise UserError(f"--k {ks[-1]}: the catalogue has {num_items} items")
@@ -221,6 +221,12 @@ def rank_by(
     group = _popularity_groups(prepared.counts(), special)
     figures = [_figures(each, sequences, ks, group, num_items) for each in found]
     return figures, int(np.isinf(found[0].rank).sum())
+
+
+def _sequences(run: TrainedRun, split: str) -> Sequences:
+    """The sequences of a split, without their ends, which are no items."""
+    found = run.prepared.sequences(split)
+    return found._replace(end=found.end - run.config.data.predict_eos)
 
 
 def _special(run: TrainedRun) -> list[int]:

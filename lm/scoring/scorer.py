@@ -123,8 +123,11 @@ class Scorer:
 
     @classmethod
     def of(cls, run: TrainedRun, *, open_vocabulary: bool = False, **settings: Any) -> "Scorer":
-        """The scorer of a trained run, in an open vocabulary by its speller."""
-        speller = run.open_speller if open_vocabulary else None
+        """The scorer of a trained run, in an open vocabulary by its speller.
+
+        Pieces with bytes leave no word unknown.
+        """
+        speller = run.speller if open_vocabulary and not run.tokenizer.has_bytes else None
         context = run.description.context
         return cls(run.model, run.tokenizer, context=context, speller=speller, **settings)
 

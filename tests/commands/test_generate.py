@@ -140,12 +140,13 @@ def test_stop_strings_end_the_text_before_them(song_run: Path, printed: Printed)
 
 
 def test_prompts_of_a_file_are_continued_as_each_alone(
-    run: Path, printed: Printed, tmp_path: Path
+    run: Path, printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = ["the cat", "", "a dog", "the old woman sees", "the cat"]
+    monkeypatch.setattr("lm.generation.text.PROMPTS_AT_ONCE", 4)
+    prompts = ["the cat", "", "a dog", "the old woman sees", "the cat", "a man"]
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts) + "\n")
-    options = [run, "--tokens=12", "--samples=2", "--seed=3"]
+    options = [run, "--tokens=12", "--samples=2", "--seed=3", r"--stop=\n", "--stop=sees"]
     alone = [printed(*options, "--prompt", prompt, "--json") for prompt in prompts]
     assert printed(*options, "--prompts", file, "--json") == "".join(alone)
     text = [printed(*options, "--prompt", prompt) for prompt in prompts]

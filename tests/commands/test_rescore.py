@@ -1,8 +1,11 @@
-"""`lm rescore`: the choice, layouts, tuning, a second model, mistakes."""
+"""`lm rescore`: the choice, layouts, tuning, a second model, lattices, labels that are no words."""
 
+import json
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -12,12 +15,60 @@ from lm.cli import main
 from lm.rescoring.models import NUM_UNSEEN, ArpaScores
 from lm.rescoring.nbest import read_nbest
 from lm.rescoring.weights import Weights
+from lm.rescoring.word_errors import word_errors
 from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.ngram import NGramModel
+from tests.conftest import toy_sentences
 from tests.scoring.arpa_files import THE_CAT, write
 
 Rescored = Callable[..., tuple[list[str], dict[str, Any]]]
+
+
+def hypotheses(random: Random, line: str, number: int) -> list[tuple[float, str]]:
+    """Different copies of a sentence with errors, by noisy acoustic scores, the highest first."""
+    words, vocabulary = line.split(), " ".join(toy_sentences(0, 20)).split()
+    copies = set()
+    for _ in range(number):
+        chosen = [word if random.random() > 0.12 else random.choice(vocabulary) for word in words]
+        copies.add(" ".join(word for word in chosen if random.random() > 0.03))
+    found = []
+    for copy in sorted(copies):
+        errors = sum(word_errors(words, copy.split()))
+        found.append((random.gauss(-4 * errors, 12), copy))
+    return sorted(found, reverse=True)
+
+
+@pytest.fixture(scope="module")
+def lists(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """dev and test, each with an n-best list in both layouts and its references."""
+    folder = tmp_path_factory.mktemp("nbest")
+    random = Random(1)
+    for name, seed in (("dev", 7), ("test", 8)):
+        tabs, kaldi, acoustic, references = [], [], [], []
+        for number, line in enumerate(toy_sentences(seed, 60)):
+            id = f"{name}{number}"
+            references.append(f"{id} {line}")
+            for rank, (score, text) in enumerate(hypotheses(random, line, 6), 1):
+                tabs.append(f"{id}\t{score:.3f}\t{text}")
+                kaldi.append(f"{id}-{rank} {text}")
+                acoustic.append(f"{id}-{rank} {-score:.3f}")
+        for ending, rows in (("ref", references), ("nbest", tabs), ("kaldi", kaldi)):
+            (folder / f"{name}.{ending}").write_text("\n".join(rows) + "\n")
+        with (folder / "costs").open("a") as file:
+            file.write("\n".join(acoustic) + "\n")
+    return folder
+
+
+@pytest.fixture
+def rescored(printed: Callable[..., str]) -> Rescored:
+    """`rescored(*arguments)`: the lines and figures of `lm rescore --json`."""
+
+    def run(*arguments: object) -> tuple[list[str], dict[str, Any]]:
+        values = json.loads(printed("rescore", *arguments, "--json"))
+        return values.pop("hypotheses"), values
+
+    return run
 
 
 def test_both_layouts_and_the_printed_list_give_the_same_choice(
@@ -61,19 +112,6 @@ def test_files_of_costs_have_those_of_the_list_to_tune_on_too(
     assert error.endswith("has no cost in the files of costs")
 
 
-def test_a_vocabulary_size_applies_to_both_runs(
-    lstm_run: Path, transformer_run: Path, unknown: Path, rescored: Rescored
-) -> None:
-    size = TrainedRun(lstm_run, "cpu").model.vocab_size + 9
-    options = ["--lm-weight=1", "--all", f"--vocabulary-size={size}"]
-    mixing = ["--with", transformer_run]
-    for share, run in ((1, lstm_run), (0, transformer_run)):
-        alone = lm_column(rescored(run, unknown, *options)[0])
-        rows, values = rescored(lstm_run, unknown, *options, *mixing, f"--mixture={share}")
-        assert lm_column(rows) == pytest.approx(alone, rel=1e-5)
-        assert [each["vocabulary_size"] for each in values["unknown"]] == [size, size]
-
-
 def test_tuning_recovers_the_weights_that_the_references_were_made_with(
     lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path
 ) -> None:
@@ -92,19 +130,6 @@ def test_tuning_recovers_the_weights_that_the_references_were_made_with(
     given = [f"--{name.replace('_', '-')}={weights[name]}" for name in list(weights)[:2]]
     again, fixed = rescored(lstm_run, lists / "test.nbest", *references, *given)
     assert (again, fixed["report"]) == (rows, report)
-
-
-def test_a_second_run_and_an_arpa_model_take_their_share(
-    lstm_run: Path, transformer_run: Path, lists: Path, rescored: Rescored, tmp_path: Path
-) -> None:
-    mixed = [lists / "test.nbest", "--lm-weight=2", "--with", transformer_run]
-    alone, _ = rescored(lstm_run, *mixed, "--mixture=1")
-    assert alone == rescored(lstm_run, lists / "test.nbest", "--lm-weight=2")[0]
-    other, _ = rescored(lstm_run, *mixed, "--mixture=0")
-    assert other == rescored(transformer_run, lists / "test.nbest", "--lm-weight=2")[0]
-    path = write(tmp_path / "model.arpa", THE_CAT, 2)
-    arpa = [lists / "test.nbest", "--lm-weight=2", "--arpa", path]
-    assert rescored(lstm_run, *arpa, "--mixture=1")[0] == alone
 
 
 UNKNOWN = """\
@@ -126,6 +151,20 @@ def unknown(tmp_path: Path) -> Path:
 def lm_column(rows: list[str]) -> dict[str, float]:
     """The language-model score of each hypothesis printed by `--all`."""
     return {row.split("\t")[3]: float(row.split("\t")[2]) for row in rows}
+
+
+def test_a_second_run_takes_its_share_and_a_vocabulary_size_applies_to_both(
+    lstm_run: Path, transformer_run: Path, unknown: Path, rescored: Rescored
+) -> None:
+    num_words = TrainedRun(lstm_run, "cpu").model.vocab_size
+    for size, option in ((num_words - 1 + NUM_UNSEEN, "--all"), (num_words + 9, None)):
+        options = ["--lm-weight=1", "--all", option or f"--vocabulary-size={size}"]
+        for share, run in ((1, lstm_run), (0, transformer_run)):
+            alone = lm_column(rescored(run, unknown, *options)[0])
+            mixing = ["--with", transformer_run, f"--mixture={share}"]
+            rows, values = rescored(lstm_run, unknown, *options, *mixing)
+            assert lm_column(rows) == pytest.approx(alone, rel=1e-5)
+            assert [each["vocabulary_size"] for each in values["unknown"]] == [size, size]
 
 
 def test_unknown_words_share_p_unk(
@@ -250,3 +289,45 @@ def test_models_whose_tuned_weight_is_0_are_named(
         caplog.clear()
         assert main(["rescore", *map(str, arguments)]) == 0
         assert f"the tuned weight of {unused} is 0: it is not used" in caplog.messages
+
+
+def test_lattices_are_rescored_tuned_and_reported_as_lists(
+    lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    for name in ("dev", "test"):
+        tabs, lattices = list[str](), dict[str, list[str]]()
+        for number, line in enumerate((lists / f"{name}.nbest").read_text().splitlines(), 1):
+            id, score, text = line.split("\t")
+            tabs.append(f"{id}\t{score}\t0\t{text}\n")
+            words = text.split() or ["<eps>"]  # a chain of arcs
+            nodes = [0, *range(100 * number, 100 * number + len(words) - 1), 1]
+            costs = [f"0,{-float(score)}", *["0,0"] * (len(words) - 1)]
+            arcs = zip(pairwise(nodes), words, costs, strict=True)
+            rows = [f"{s} {t} {word} {cost}" for (s, t), word, cost in arcs]
+            lattices.setdefault(id, []).extend(rows)
+        (tmp_path / f"{name}.nbest").write_text("".join(tabs))
+        blocks = ("\n".join([id, *rows, "1", ""]) for id, rows in lattices.items())
+        (tmp_path / name).write_text("\n".join(blocks))
+    references = ["--references", lists / "test.ref"]
+    for weights in (
+        ["--lm-weight=2", "--insertion-penalty=0.5"],
+        ["--tune", tmp_path / "dev", lists / "dev.ref"],
+    ):
+        of_lists = [f"{each}.nbest" if each == tmp_path / "dev" else each for each in weights]
+        expected, figures = rescored(lstm_run, tmp_path / "test.nbest", *of_lists, *references)
+        rows, values = rescored(lstm_run, tmp_path / "test", *weights, *references, "--beam=99")
+        assert rows == expected
+        for name in ("wer_after", "wer_before", "wer_oracle", "substitutions", "hypotheses"):
+            assert values["report"][name] == figures["report"][name], name
+    option = f"--acoustic-costs={lists / 'costs'}"
+    error = complaint("rescore", lstm_run, tmp_path / "test", "--lm-weight=1", option)
+    assert error.endswith("files of costs belong to n-best lists in Kaldi's layout")
+
+
+def test_labels_that_are_no_words_are_left_out_unless_they_are_words(
+    lstm_run: Path, rescored: Rescored, tmp_path: Path
+) -> None:
+    (tmp_path / "nbest").write_text("u\t-3\tthe [noise] cat\n")
+    for options, text in (([], "the cat"), (["--non-words="], "the [noise] cat")):
+        rows, _ = rescored(lstm_run, tmp_path / "nbest", "--lm-weight=1", *options)
+        assert rows == [f"u\t{text}"]

@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -71,9 +72,9 @@ def test_excluded_tokens_are_conditioned_on(tree: str) -> None:
 
 
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0])
-@pytest.mark.parametrize(("num_beams", "eos"), [(3, EOS), (1, None)])
+@pytest.mark.parametrize("num_beams", [1, 3])
 def test_a_narrow_beam_has_the_results_of_a_search_that_does_not_stop_early(
-    penalty: float, num_beams: int, eos: int | None
+    penalty: float, num_beams: int
 ) -> None:
     for seed in range(5):
         torch.manual_seed(seed)
@@ -83,10 +84,10 @@ def test_a_narrow_beam_has_the_results_of_a_search_that_does_not_stop_early(
         for length in range(1, 8):
             extended = [[*tokens, word] for tokens in live for word in range(4)]
             extended.sort(key=lambda tokens: -log_prob(model, tokens))
-            done = [each for each in extended[:num_beams] if each[-1] == eos or length == 7]
+            done = [each for each in extended[:num_beams] if each[-1] == EOS or length == 7]
             results += [(log_prob(model, tokens) / length**penalty, tokens) for tokens in done]
-            live = [each for each in extended if each[-1] != eos][:num_beams]
-        options = {"num_tokens": 7, "num_beams": num_beams, "length_penalty": penalty}
-        found = beam_search(model, PROMPT, eos_id=eos, **options)  # type: ignore[arg-type]
+            live = [each for each in extended if each[-1] != EOS][:num_beams]
+        options: Any = {"num_tokens": 7, "num_beams": num_beams, "length_penalty": penalty}
+        found = beam_search(model, PROMPT, eos_id=EOS, **options)
         best = sorted(results, reverse=True)[:num_beams]
         assert [each.tokens for each in found] == [tokens for _, tokens in best]

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,9 +11,8 @@ from scipy.stats import chi2
 
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.generation import Sampling, generate_text, text
-from lm.generation.text import Continuation, encode_prompt, unknown_words
+from lm.generation.text import Continuation, encode_prompt
 from lm.output import ClassTree
-from lm.run import TrainedRun
 from tests.models import log_probs, small_model
 
 TOKENIZER = WordTokenizer(["<eos>", "<unk>", "a", "b"])
@@ -100,27 +98,6 @@ def test_frequencies_of_continuations_match_the_product_of_stated_distributions(
     assert chi2.sf(statistic, int(often.sum()) - 1) > 1e-4
 
 
-def test_texts_do_not_depend_on_how_they_are_batched(
-    lstm_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = TrainedRun(lstm_run, "cpu")
-    prompts = ["the cat", "a", "", "the dog", "a man sees the", "a dog"]
-    options: dict[str, Any] = {"num_tokens": 15, "stop": ["\n", "sees"], "seed": 5}
-
-    def texts() -> list[list[str]]:
-        results = generate_text(run.model, run.tokenizer, prompts, num_samples=3, **options)
-        return [[sample.text for sample in samples] for samples in results]
-
-    expected = texts()
-    for prompt, samples in zip(prompts, expected, strict=True):
-        pieces: list[str] = []
-        alone = generate_text(run.model, run.tokenizer, [prompt], on_piece=pieces.append, **options)
-        assert [sample.text for (sample,) in alone] == ["".join(pieces)] == samples[:1]
-    monkeypatch.setattr(text, "PROMPTS_AT_ONCE", 4)
-    assert texts() == expected
-
-
-def test_prompt_ids_and_unknown_words() -> None:
+def test_lines_of_prompts_are_separated_by_eos() -> None:
     assert encode_prompt(TOKENIZER, "") == [0]
     assert encode_prompt(TOKENIZER, "a b\n\na") == [0, 2, 3, 0, 0, 2]
-    assert unknown_words(TOKENIZER, ["a dog", "<unk> dog\nb bird"]) == ["dog", "bird"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 from lm.run import TrainedRun
 from lm.scoring import ranking
+from tests.conftest import OTHER_LETTERS
 from tests.models import log_probs, small_model
 
 N, EOS, UNK = 23, 0, 1
@@ -41,13 +43,12 @@ def make(backbone: str) -> LanguageModel:
     return small_model(ClassTree.two_level(torch.arange(N) % 4), backbone)
 
 
-def some_sequences(order: np.ndarray | None = None) -> Sequences:
+def some_sequences() -> Sequences:
     rng = np.random.default_rng(4)
     lines = [rng.integers(1, N, size=rng.integers(1, 15)) for _ in range(30)]
     known = np.array([rng.integers(len(line) + 1) for line in lines])
-    order = np.arange(len(lines)) if order is None else order
-    tokens = np.concatenate([np.append(lines[i], EOS) for i in order])
-    return find_sequences(tokens, eos_id=EOS, unk_id=UNK, num_known=known[order])
+    tokens = np.concatenate([np.append(line, EOS) for line in lines])
+    return find_sequences(tokens, eos_id=EOS, unk_id=UNK, num_known=known)
 
 
 def distributions(model: LanguageModel, line: list[int]) -> np.ndarray:
@@ -56,7 +57,7 @@ def distributions(model: LanguageModel, line: list[int]) -> np.ndarray:
 
 
 def by_hand(model: LanguageModel, sequences: Sequences, exclude: str) -> dict[str, Any]:
-    """Figures by the definitions, one prediction after another."""
+    """Figures by the definitions, one prediction after another, and the rank of each target."""
     ranks, expected, recommended = [], [], set()
     for line, known in zip(sequences.lines(), sequences.num_known, strict=True):
         probs = distributions(model, line.tolist())
@@ -74,6 +75,7 @@ def by_hand(model: LanguageModel, sequences: Sequences, exclude: str) -> dict[st
     rank, total = np.array(ranks), len(ranks) + int(sequences.num_left_out.sum())
     ranked = np.isfinite(rank)
     return {
+        "rank": ranks,
         "mrr": (1 / rank).sum() / total,
         "hit_rate": [(rank <= k).sum() / total for k in KS],
         "ndcg": [(1 / np.log2(1 + rank[rank <= k])).sum() / total for k in KS],
@@ -101,26 +103,14 @@ def test_figures_equal_those_by_the_definitions(
         monkeypatch.setattr(ranking, "BLOCK_ELEMENTS", block)
         monkeypatch.setattr(reader, "BATCH_TOKENS", at_once)
         every = predicted(model, sequences, exclude)
+        by_user = every.sequence.argsort(kind="stable")
+        assert every.rank[by_user].tolist() == truth["rank"]
         found = ranking._figures(every, sequences, KS, np.zeros(N, np.int64), N - 2)
         assert found.mrr == pytest.approx(truth["mrr"])
-        for name in truth.keys() - {"mrr"}:
+        for name in truth.keys() - {"rank", "mrr"}:
             values = [getattr(each, name) for each in found.at]
             assert values == pytest.approx(truth[name]), name
     assert sequences.num_left_out.sum() > 0
-
-
-@BACKBONES
-def test_users_do_not_affect_each_other(backbone: str) -> None:
-    model, order = make(backbone), np.random.default_rng(1).permutation(30)
-    sequences, permuted = some_sequences(), some_sequences(order)
-    figures = []
-    for each in (sequences, permuted):
-        found = predicted(model, each, "seen")
-        ranks: list[list[float]] = [[] for _ in each.begin]
-        for user, rank in zip(found.sequence, found.rank, strict=True):
-            ranks[user].append(rank)
-        figures.append(ranks)
-    assert figures[1] == [figures[0][i] for i in order]
 
 
 @BACKBONES
@@ -139,6 +129,16 @@ def test_perplexity_is_that_of_the_items_to_predict(backbone: str) -> None:
     assert found.oov == sequences.num_left_out.sum() > 0
     assert found.perplexity == pytest.approx(math.exp(np.mean(nll)))
     assert found.unit == "item"
+
+
+def test_sequences_without_an_item_of_the_catalogue_are_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reader, "BATCH_TOKENS", 4)
+    tokens = np.array([*[UNK, EOS] * 9, 5, EOS])
+    sequences = find_sequences(tokens, eos_id=EOS, unk_id=UNK)
+    found = predicted(make("lstm"), sequences, "nothing")
+    assert (found.sequence.tolist(), found.target.tolist()) == ([9], [5])
 
 
 def test_groups_of_popularity_have_equal_shares_of_the_events() -> None:
@@ -240,6 +240,8 @@ def test_classes_show_items_as_their_table_has_them(
     shown = printed("classes", items_run, "--words=9")
     assert '"item 3"' in shown
     assert "%20" not in shown
+    nodes = json.loads(printed("classes", items_run, "--json"))["nodes"]
+    assert "item 3" in {word for node in nodes for word in node["top_words"]}
 
 
 def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
@@ -258,6 +260,61 @@ def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
     )
     retired.write_text('["item 3"]\n')
     assert main(["recommend", str(items_run), *files]) == 2
+    table = tmp_path / "events.csv"
+    table.write_text("user,item,time\nu7,item 3,1\nu8,Nope,2\n")
+    assert main(["recommend", str(items_run), f"--events={table}"]) == 0
+    assert caplog.messages[-1] == (
+        f"{table}: 1 items {lost} and are left out, the first is 'Nope' of user 'u8'; nothing is"
+        " left of 1 users"
+    )
+
+
+def test_ends_of_sequences_are_predicted_and_are_no_items(
+    letters: Callable[..., Path],
+    lstm_run: Path,
+    printed: Callable[..., str],
+    complaint: Callable[..., str],
+) -> None:
+    run = letters("ends", "--data.sequences=independent", "--data.predict_eos=true")
+    values = json.loads(printed("evaluate", run, "--ranking", "--json", "--k=1"))
+    items = [line.split() for line in OTHER_LETTERS]
+    assert values["predictions"] == sum(map(len, items))
+    assert values["users"] == sum(map(bool, items))
+    assert values["excluded_targets"] == 0
+    assert json.loads(printed("evaluate", run, "--json"))["tokens"] == (
+        values["predictions"] - values["unknown_targets"] + len(items)
+    )
+    drawn = json.loads(printed("generate", run, "--tokens=200", "--temperature=9", "--json"))
+    assert "\n" not in drawn["samples"][0]
+    for command in (["evaluate", lstm_run, "--compare", run], ["score", run, "--stream"]):
+        assert f"requires a text, but {run} has independent sequences" in complaint(*command)
+
+
+def test_unknown_items_of_a_prompt_are_left_out(
+    items_run: Path, printed: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = [
+        printed("generate", items_run, f"--prompt={prompt}", "--tokens=5")
+        for prompt in ('["item 3", "item 4"]', '["item 3", "Nope 1", "item 4", "Nope 1"]')
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith('["item 3", "item 4", "item ')
+    assert caplog.messages == [
+        "items of the prompt that are not in the catalogue, left out: Nope 1"
+    ]
+
+
+def test_an_end_of_a_sequence_that_was_not_learned_is_not_drawn(
+    items_run: Path, tmp_path: Path, printed: Callable[..., str]
+) -> None:
+    model = lm.load(items_run, device="cpu")
+    (text,) = model.generate(num_tokens=200, temperature=9)
+    assert "\n" not in text
+    assert len(model.search(num_tokens=3, num_beams=99)[-1].tokens) == 3
+    plain = shutil.copytree(items_run, tmp_path / "plain")
+    config = (plain / "config.yaml").read_text().replace("leave_one_out", "files")
+    (plain / "config.yaml").write_text(config.replace("user_field: user", "user_field: null"))
+    assert printed("generate", plain, "--tokens=200", "--temperature=9").count("\n") == 1
 
 
 def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path, tmp_path: Path) -> None:
@@ -265,6 +322,8 @@ def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path, tmp_p
     lines = list(read_lines(run.config.data, "test"))
     assert lines[0].count("\t") == 1
     assert evaluate_text(run, lines, progress=False) == evaluate_split(run, "test", progress=False)
+    valid = evaluate_split(run, "valid", progress=False)
+    assert (valid.oov, valid.bits_per_byte) == (0, None)  # known items are not predicted
     with pytest.raises(UserError, match="an open vocabulary requires a text"):
         evaluate_text(run, lines, open_vocabulary=True)
     with pytest.raises(UserError, match="has items, which are not spelled: no open vocabulary"):
@@ -277,9 +336,16 @@ def test_options_that_do_not_fit_are_refused(
     history = tmp_path / "users.txt"
     assert "has independent sequences" in complaint("evaluate", items_run, "--by-frequency")
     assert "has items, but no end of a sequence: use" in complaint("score", items_run, history)
+    history.write_text("u\t-1\titem%203\n")
+    rescore = ("rescore", items_run, history, "--lm-weight=1")
+    assert "has items, but no end of a sequence, which lists" in complaint(*rescore)
     assert complaint("evaluate", items_run, "--ranking", "--k=21").startswith("--k 21: the cat")
     recommend = ("recommend", items_run, f"--history={history}")
-    for content, problem in (("[1", "is not JSON"), ("[1.5]", "expected items that are text")):
+    for content, problem in (
+        ("[1", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1.5]", "expected items that are text"),
+    ):
         history.write_text(content)
         assert problem in complaint(*recommend)
     history.write_text('["item 1"]')

@@ -42,19 +42,28 @@ def pieces() -> SentencePieceTokenizer:
 
 
 @BACKBONES
-def test_each_token_has_the_log_prob_rank_and_entropy_of_the_definition(backbone: str) -> None:
-    scorer = make(backbone, details=True)
-    for line, score in zip(TEXT, scorer.sentences(TEXT), strict=True):
-        ids = scorer.tokenizer.encode(line)
-        log_prob = log_probs(scorer.model, [0, *ids])
-        target = log_prob.gather(1, torch.tensor([*ids, 0])[:, None])
+@pytest.mark.parametrize("has_pieces", [False, True])
+def test_tokens_have_the_log_prob_rank_and_entropy_of_the_definition_and_words_have_sums(
+    backbone: str, has_pieces: bool, pieces: SentencePieceTokenizer
+) -> None:
+    scorer = make(backbone, pieces if has_pieces else None, details=True)
+    tokenizer, model = scorer.tokenizer, scorer.model
+    lines = [*TEXT, "the cat sees", "  a  horse\u00e9 x ", "the <unk> fish <unk>", " "]
+    for line, score in zip(lines, scorer.sentences(lines), strict=True):
+        words, ids, word_of_id = tokenizer.align(line)
+        targets = np.append(ids, tokenizer.eos_id).astype(np.int64)
+        unit = np.append(word_of_id, len(words))
+        log_prob = log_probs(model, [tokenizer.eos_id, *ids.tolist()])
+        target = log_prob.gather(1, torch.from_numpy(targets)[:, None])
         entropy = -(log_prob.exp() * log_prob).sum(1)
-        assert score.words == line.split()
-        assert score.log_prob == pytest.approx(target[:, 0].numpy(), rel=1e-12)
+        assert score.tokens.log_prob == pytest.approx(target[:, 0].numpy(), rel=1e-12)
         assert score.tokens.rank is not None
         assert score.tokens.rank.tolist() == (1 + (log_prob > target).sum(1)).tolist()
         assert score.tokens.entropy == pytest.approx(entropy.numpy(), rel=1e-12)
-        assert score.is_oov.tolist() == [word == "zebra" for word in line.split()] + [False]
+        assert score.words == line.split()
+        sums = np.bincount(unit, target[:, 0].numpy(), len(words) + 1)
+        assert score.log_prob == pytest.approx(sums, rel=1e-12)
+        assert set(np.flatnonzero(score.is_oov)) == set(unit[targets == tokenizer.unk_id])
 
 
 def all_figures(scores: list[LineScore]) -> np.ndarray[Any, Any]:
@@ -141,19 +150,6 @@ def test_a_word_without_a_token_of_its_own_has_no_id(pieces: SentencePieceTokeni
     )
     row = next(layout.rows(["\u2603\t\u2603 the"], stream=False))
     assert [unit.split()[0] for unit in row.split("\t")[:2]] == ["\u2603=0", "\u2603=0"]
-
-
-def test_a_word_of_pieces_has_the_sum_of_its_pieces(pieces: SentencePieceTokenizer) -> None:
-    scorer = make("lstm", pieces)
-    lines = ["the cat sees", "  a  horse\u00e9 x ", "the <unk> fish <unk>", "", " "]
-    for line, score in zip(lines, scorer.sentences(lines), strict=True):
-        words, ids, word_of_id = pieces.align(line)
-        log_prob = log_probs(scorer.model, [pieces.eos_id, *ids.tolist()])
-        target = log_prob.gather(1, torch.tensor([*ids, pieces.eos_id])[:, None])[:, 0].numpy()
-        unit = np.append(word_of_id, len(words))
-        assert score.words == words
-        expected = np.bincount(unit, target, len(words) + 1)
-        assert score.log_prob == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("byte_fallback", [False, True])
