@@ -20,12 +20,16 @@ ONCE = "the loss of a tree is differentiable once: its gradient has no derivativ
 
 def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
     """`torch.compiler.disable`, which imports the compiler, only where it is already imported."""
+    disabled: list[Callable[P, R]] = []
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         compiler = sys.modules.get("torch._dynamo")
-        run: Callable[P, R] = function if compiler is None else compiler.disable(function)
-        return run(*args, **kwargs)
+        if compiler is None:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(compiler.disable(function))
+        return disabled[0](*args, **kwargs)
 
     return call
 
