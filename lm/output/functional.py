@@ -72,7 +72,7 @@ def hierarchical_cross_entropy(
         >>> print(f"{loss:.4f}")  # log 2 for the class and log 2 for the word
         1.3863
     """
-    refuse_transforms(*(each for each in (hidden, weight, bias) if isinstance(each, Tensor)))
+    refuse_transforms(hidden, weight, bias)
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
     needs = Needs.of(hidden, weight, bias, row_wise=row_wise)
     name = choose_backend(backend, problem, hidden.device)

@@ -3,25 +3,21 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lm.output.backends import BACKENDS, check_backend, choose_backend
-from lm.output.backends.base import Problem, row_size
+from lm.output.backends.base import Problem, check_tensors, row_size
 from lm.output.backends.nodes import lse_by_level
 from lm.output.decoding import distribution
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.search import TopK
-from lm.output.functional import (
-    BackendName,
-    Reduction,
-    hierarchical_cross_entropy,
-    reduced,
-)
+from lm.output.functional import BackendName, Reduction, hierarchical_cross_entropy, reduced
 from lm.output.tracing import not_compiled, refuse_recording
 from lm.output.tree.class_tree import ClassTree
+from lm.output.tree.shapes import check_size
 
 _P_ITSELF = Sampling()
 
@@ -87,8 +83,7 @@ class HierarchicalSoftmax(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(hidden_size, SupportsIndex) or hidden_size < 1:
-            raise ValueError(f"hidden_size must be an integer ≥ 1, got {hidden_size!r}")
+        check_size("hidden_size", hidden_size, 1)
         if not isinstance(tree, ClassTree):
             raise ValueError(f"tree must be a ClassTree, such as ClassTree.full(N), got {tree!r}")
         check_backend(backend)
@@ -244,6 +239,7 @@ class HierarchicalSoftmax(nn.Module):
         Raises:
             ValueError: if k is out of range or a log-probability is not finite.
         """
+        refuse_recording("topk or predict")
         return distribution.topk(*self._decoded(hidden), k=k, excluded=excluded)
 
     def sample(
@@ -285,6 +281,7 @@ class HierarchicalSoftmax(nn.Module):
             ValueError: if an option is out of range, a log-probability is not finite, or there is a
                 repetition penalty without `previous`.
         """
+        refuse_recording("sample")
         if not isinstance(sampling, Sampling | None):
             raise ValueError(f"sampling must be a Sampling, got {sampling!r}")
         sampling = replace(sampling or _P_ITSELF, **options) if options else sampling or _P_ITSELF
@@ -300,8 +297,7 @@ class HierarchicalSoftmax(nn.Module):
 
     def _checked(self, hidden: Tensor) -> Tensor:
         """Hidden vectors [..., H]; fewer numbers would fit the rows as well."""
-        if not isinstance(hidden, Tensor):
-            raise ValueError(f"hidden must be a tensor, got {type(hidden).__name__}")
+        check_tensors(hidden=hidden)
         if hidden.shape[-1:] != (self.hidden_size,):
             raise ValueError(f"hidden must be [..., {self.hidden_size}], got {list(hidden.shape)}")
         return hidden

@@ -1,7 +1,10 @@
 """Functions outside of `torch.compile` and of traces, or differentiable only once."""
 
+import builtins
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -10,17 +13,23 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_REPLACED = ((builtins, "max", max), (builtins, "min", min), (math, "pow", math.pow))
+"""Functions of Python that `torch.export` replaces while it traces."""
 ONCE = "the loss of a tree is differentiable once: its gradient has no derivative (create_graph)"
 
 
-def not_compiled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
     """`torch.compiler.disable`, which imports the compiler, only where it is already imported."""
+    disabled: list[Callable[P, R]] = []
 
     @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         compiler = sys.modules.get("torch._dynamo")
-        run: Callable[P, Tensor] = function if compiler is None else compiler.disable(function)
-        return run(*args, **kwargs)
+        if compiler is None:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(compiler.disable(function))
+        return disabled[0](*args, **kwargs)
 
     return call
 
@@ -48,6 +57,19 @@ def constant_when_compiled(function: Callable[P, R]) -> Callable[P, R]:
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+@contextmanager
+def without_replaced_functions() -> Iterator[None]:
+    """Python's own functions while a model is exported: numba knows no others."""
+    found = [getattr(module, name) for module, name, _ in _REPLACED]
+    for module, name, function in _REPLACED:
+        setattr(module, name, function)
+    try:
+        yield
+    finally:
+        for (module, name, _), function in zip(_REPLACED, found, strict=True):
+            setattr(module, name, function)
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
 Test = Callable[..., None]
+Method = Callable[[HierarchicalSoftmax, Tensor, Tensor], Any]
 N, H = 23, 6
 SMALL_TILE = Tile(v=16, c=16, h=16, warps=4, stages=1, step=16)
 SMALL_TILES = Tiles(
@@ -29,6 +30,22 @@ TREES = {
     "paths": ClassTree.from_paths([[w % 2, w % 3, 3 + w // 6] for w in range(N - 1)] + [[2]]),
 }
 """Trees of all shapes over 23 words."""
+
+METHODS: dict[str, Method] = {
+    "loss": lambda layer, hidden, word: layer.loss(hidden, word),
+    "nll": lambda layer, hidden, word: layer.loss(hidden, word, "none"),
+    "forward": lambda layer, hidden, word: tuple(layer(hidden, word)),
+    "log_prob": lambda layer, hidden, word: layer.log_prob(hidden),
+    "nll_by_level": lambda layer, hidden, word: layer.nll_by_level(hidden, word),
+    "lse_by_level": lambda layer, hidden, word: layer.lse_by_level(hidden, word),
+    "candidate_log_prob": lambda layer, hidden, word: layer.candidate_log_prob(
+        hidden, word[:, None]
+    ),
+    "topk": lambda layer, hidden, word: layer.topk(hidden, 2),
+    "predict": lambda layer, hidden, word: layer.predict(hidden),
+    "sample": lambda layer, hidden, word: layer.sample(hidden),
+}
+"""Calls of all methods of a layer."""
 
 
 def on(*backends: str) -> Callable[[Test], Test]:

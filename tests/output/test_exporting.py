@@ -1,6 +1,8 @@
 """`torch.export` and `torch.jit.trace` of the layer: what they take computes the same numbers."""
 
+import builtins
 import io
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,27 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lm.output import HierarchicalSoftmax
+from lm.output.backends import verify
 from lm.output.functional import BackendName
 
-from .definition import TREES, H, N
+from .definition import METHODS, TREES, H, Method, N
 
-Method = Callable[[HierarchicalSoftmax, Tensor, Tensor], Any]
-EXPORTED: dict[str, Method] = {
-    "loss": lambda layer, hidden, target: layer.loss(hidden, target),
-    "nll": lambda layer, hidden, target: layer.loss(hidden, target, "none"),
-    "forward": lambda layer, hidden, target: tuple(layer(hidden, target)),
-    "log_prob": lambda layer, hidden, target: layer.log_prob(hidden),
-}
-REFUSED: dict[str, Method] = {
-    "nll_by_level": lambda layer, hidden, target: layer.nll_by_level(hidden, target),
-    "lse_by_level": lambda layer, hidden, target: layer.lse_by_level(hidden, target),
-    "candidate_log_prob": lambda layer, hidden, target: layer.candidate_log_prob(
-        hidden, target[:, None]
-    ),
-    "topk": lambda layer, hidden, target: layer.topk(hidden, 2).word,
-    "predict": lambda layer, hidden, target: layer.predict(hidden),
-    "sample": lambda layer, hidden, target: layer.sample(hidden),
-}
+EXPORTED = ("loss", "nll", "forward", "log_prob")
 
 
 class Called(nn.Module):
@@ -55,7 +42,7 @@ def exported(module: Called) -> Any:
 def exported_for_any_size(module: Called) -> Any:
     size = torch.export.Dim("num_positions", min=2)
     dynamic = {"hidden": {0: size}, "target": {0: size}}
-    if module.method is EXPORTED["log_prob"]:
+    if module.method is METHODS["log_prob"]:
         dynamic["target"] = {0: torch.export.Dim("num_targets", min=2)}
     with torch.no_grad():
         return torch.export.export(module, inputs(4), dynamic_shapes=dynamic).module()
@@ -78,7 +65,7 @@ def test_losses_and_distributions_are_exported_with_their_gradients(
 ) -> None:
     row_wise = shape == "huffman" and way is traced
     layer = HierarchicalSoftmax(H, TREES[shape], backend=backend, row_wise=row_wise)
-    module = Called(layer, EXPORTED[name])
+    module = Called(layer, METHODS[name])
     function = way(module)
     hidden, target = inputs(4 if way is exported else 9)
     results = []
@@ -94,15 +81,30 @@ def test_losses_and_distributions_are_exported_with_their_gradients(
 
 
 @pytest.mark.parametrize("way", [exported, traced])
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in EXPORTED])
 def test_what_depends_on_values_is_refused(name: str, way: Callable[[Called], Any]) -> None:
-    module = Called(HierarchicalSoftmax(H, TREES["paths"]), REFUSED[name])
+    module = Called(HierarchicalSoftmax(H, TREES["paths"]), METHODS[name])
     with pytest.raises(RuntimeError, match=rf"{name}.* cannot be traced or exported"):
         way(module)
 
 
+def test_loops_are_compiled_with_functions_that_are_pythons_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`torch.export` replaces some by others, which numba does not know."""
+    found = []
+
+    def difference(*of: object) -> None:
+        found.append((builtins.max, builtins.min, math.pow))
+
+    monkeypatch.setattr(verify, "_differences", {})
+    monkeypatch.setattr(verify, "difference", difference)
+    exported(Called(HierarchicalSoftmax(H, TREES["paths"]), METHODS["loss"]))
+    assert found == [(max, min, math.pow)]
+
+
 def test_gradients_that_were_not_exported_are_refused() -> None:
-    module = Called(HierarchicalSoftmax(H, TREES["paths"]), EXPORTED["loss"])
+    module = Called(HierarchicalSoftmax(H, TREES["paths"]), METHODS["loss"])
     loss = exported_for_any_size(module)(*inputs(4))
     with pytest.raises(RuntimeError, match="exported without gradients"):
         loss.backward()

@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
+from lm.output.decoding import compiled
+from lm.output.rowwise import RowAdagrad
 
-N, H = 23, 6
-TREE = ClassTree.two_level((torch.arange(N) * 7) % 5, shortlist=3)
+from .definition import METHODS, TREES, H, N
+
+TREE = TREES["shortlist"]
 
 
 @pytest.fixture
 def layer() -> HierarchicalSoftmax:
-    torch.manual_seed(3)
     return HierarchicalSoftmax(H, TREE)
 
 
@@ -71,7 +73,39 @@ def test_a_layer_on_the_meta_device_computes_shapes() -> None:
     assert (loss.device.type, loss.shape) == ("meta", ())
 
 
+@pytest.mark.parametrize("backend", ["reference", "compiled"], indirect=True)
+def test_nothing_depends_on_the_default_device_and_dtype(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Methods; a step of training with dense gradients, and one with those of rows."""
+    if backend == "reference":
+        monkeypatch.setattr(compiled, "has_numba", lambda: False)
+    found: list[list[Any]] = []
+    for device, dtype in (("cpu", torch.float32), ("meta", torch.float64)):
+        torch.manual_seed(0)
+        layers = [HierarchicalSoftmax(H, TREE, row_wise=each) for each in (False, True)]
+        hidden, word, before = torch.randn(9, H), torch.arange(9), torch.get_default_dtype()
+        layers += [HierarchicalSoftmax(H, TREE, row_wise=True, dtype=torch.bfloat16)]
+        try:
+            torch.set_default_dtype(dtype)
+            with torch.device(device):
+                found.append([method(layers[0], hidden, word) for method in METHODS.values()])
+                for layer in layers:
+                    optimizer = (RowAdagrad if layer.row_wise else torch.optim.SGD)(
+                        layer.parameters(), lr=0.1
+                    )
+                    layer.loss(hidden, word).backward()  # type: ignore[no-untyped-call]
+                    torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+                    optimizer.step()
+        finally:
+            torch.set_default_dtype(before)
+        found[-1] += [parameter for layer in layers for parameter in layer.parameters()]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 layer_of: Any = HierarchicalSoftmax
+candidates: Any = HierarchicalSoftmax(H, TREE).candidate_log_prob
+sample: Any = partial(HierarchicalSoftmax(H, TREE).sample, repetition_penalty=2.0)
 two_level: Any = ClassTree.two_level
 
 
@@ -87,6 +121,10 @@ two_level: Any = ClassTree.two_level
         (partial(layer_of, H, TREE, backend="cuda"), "reference, triton, got 'cuda'"),
         (lambda: layer_of(H, TREE).sample(torch.zeros(2, H), "top"), "a Sampling, got"),
         (lambda: layer_of(H, TREE).loss([[0.0] * H], None), "a tensor, got list"),
+        (lambda: candidates(torch.zeros(1, H), [[3]]), "candidates must be a tensor, got list"),
+        (lambda: sample(torch.zeros(H), previous=[3]), "previous must be a tensor, got list"),
+        (lambda: sample(torch.zeros(H), previous=torch.tensor(3)), r"\[L\] int64, got \[\]"),
+        (lambda: layer_of(H, TREE).sample(torch.zeros(H), seeds=3), "seeds must be a tensor"),
     ],
 )
 def test_mistakes_are_named(call: Callable[[], object], message: str) -> None:

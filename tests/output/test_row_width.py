@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output import HierarchicalSoftmax
 from lm.output.decoding import distribution
 from lm.output.decoding.draws import Sampling
 from lm.output.rowwise import RowAdagrad, RowAdam, RowSGD
 
-from .definition import H, N, definition, layer_of, nll, problem
+from .definition import METHODS, TREES, H, N, definition, layer_of, nll, problem
 
 W = 11
-TREE = ClassTree.two_level((torch.arange(N) * 7) % 5, shortlist=3)
+TREE = TREES["shortlist"]
 
 
 def with_long_rows(inputs: list[Tensor]) -> list[Tensor]:
@@ -83,18 +83,10 @@ def test_rows_of_a_layer_begin_at_multiples_of_16_bytes_and_end_with_zeros(size:
 
 @pytest.mark.parametrize("size", [H - 1, H + 2])
 def test_a_layer_refuses_hidden_vectors_of_another_size(size: int) -> None:
-    layer, hidden = HierarchicalSoftmax(H, TREE), torch.randn(3, size)
-    words = torch.zeros(3).long()
-    for call in (
-        lambda: layer.loss(hidden, words),
-        lambda: layer.nll_by_level(hidden, words),
-        lambda: layer.log_prob(hidden),
-        lambda: layer.candidate_log_prob(hidden, words[:, None]),
-        lambda: layer.topk(hidden, 2),
-        lambda: layer.sample(hidden),
-    ):
+    layer = HierarchicalSoftmax(H, TREE)
+    for method in METHODS.values():
         with pytest.raises(ValueError, match=rf"hidden must be \[\.\.\., 6\], got \[3, {size}\]"):
-            call()
+            method(layer, torch.randn(3, size), torch.zeros(3).long())
 
 
 OPTIMIZERS: dict[str, Any] = {

@@ -27,7 +27,7 @@ _INPUTS = (
 _NUM_ARRAYS = len(TreeArrays._fields)
 
 
-def refuse_transforms(*tensors: Tensor | None) -> None:
+def refuse_transforms(*inputs: object) -> None:
     """Raise a RuntimeError within `torch.func` transforms and for dual numbers.
 
     An op would silently drop their tangents.
@@ -36,7 +36,8 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
         return
     transformed = torch._C._functorch.maybe_current_level() is not None
     if not transformed and forward_ad._current_level >= 0:
-        duals = (forward_ad.unpack_dual(t) for t in tensors if t is not None)  # type: ignore[no-untyped-call]
+        tensors = (each for each in inputs if isinstance(each, Tensor))
+        duals = map(forward_ad.unpack_dual, tensors)
         transformed = any(dual.tangent is not None for dual in duals)
     if transformed:
         raise RuntimeError(

@@ -46,18 +46,10 @@ class Problem(NamedTuple):
         Raises:
             ValueError: if shapes, dtypes or devices do not match.
         """
-        for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target)):
-            if not isinstance(tensor, Tensor):
-                raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        check_tensors(weight=weight)
         if not isinstance(tree, ClassTree):
             raise ValueError(f"tree must be a ClassTree, such as ClassTree.full(N), got {tree!r}")
-        if hidden.dim() < 1 or hidden.shape[:-1] != target.shape:
-            raise ValueError(
-                "hidden must be [..., H] and target [...],"
-                f" got {list(hidden.shape)} and {list(target.shape)}"
-            )
-        if target.dtype != torch.int64:
-            raise ValueError(f"target must be int64, got {target.dtype}")
+        check_positions(hidden, target)
         arrays = check_parameters(hidden, weight, tree, bias)
         hidden = autocast(hidden, weight, bias)
         if target.device != hidden.device:
@@ -190,6 +182,25 @@ class Backend(Protocol):
 
     def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """What the forward saves, in uninitialised memory; from sizes alone."""
+
+
+def check_tensors(**values: object) -> None:
+    """Raise a ValueError that names a value which is no tensor, if there is one."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def check_positions(hidden: Tensor, target: Tensor) -> None:
+    """Raise a ValueError unless hidden [..., H] and target [...] int64 have the same positions."""
+    check_tensors(hidden=hidden, target=target)
+    if hidden.dim() < 1 or hidden.shape[:-1] != target.shape:
+        raise ValueError(
+            "hidden must be [..., H] and target [...],"
+            f" got {list(hidden.shape)} and {list(target.shape)}"
+        )
+    if target.dtype != torch.int64:
+        raise ValueError(f"target must be int64, got {target.dtype}")
 
 
 def check_parameters(

@@ -9,9 +9,10 @@ import logging
 import math
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
 from lm.output.backends.reference import ReferenceBackend
 from lm.output.rowwise.blocks import Rule
 from lm.output.rowwise.row_gradient import RowGradient
+from lm.output.tracing import without_replaced_functions
 from lm.output.tree.class_tree import ClassTree
 
 PATIENCE = 2.0
@@ -43,16 +45,17 @@ class Kind(NamedTuple):
 
 
 Failures = tuple[type[Exception], ...]
-"""What compiling and running a backend raises where it does not work."""
+"""What compiling and running code raises where it does not work."""
 _differences: dict[tuple[str, torch.device, Kind], str | None] = {}
 
 
-def verified(backend: Backend, device: torch.device, kind: Kind, failures: Failures) -> bool:
+def verified(
+    backend: Backend, device: torch.device, kind: Kind, failures: Callable[[], Failures]
+) -> bool:
     """Whether a backend agrees with the reference; the first call warns if it does not.
 
-    The comparison runs in a thread of its own and draws from its own generator: it is independent
-    of the caller's autocast, autograd, inference mode and tracing, and leaves its random numbers
-    as they are. Within `torch.compile` it runs while the caller is traced.
+    The comparison draws from its own generator and leaves random numbers as they are. Within
+    `torch.compile` it runs while the caller is traced.
 
     Raises:
         RuntimeError: if the first call is made while a CUDA graph is captured.
@@ -71,8 +74,8 @@ def verified(backend: Backend, device: torch.device, kind: Kind, failures: Failu
                 'backend "auto" verifies the kernels at its first use, which cannot be captured in'
                 " a CUDA graph: run a step before the capture"
             )
-        with compiling(f"the output layer ({backend.name})"), ThreadPoolExecutor(1) as thread:
-            _differences[key] = thread.submit(difference, backend, device, kind, failures).result()
+        comparison = partial(difference, backend, device, kind)
+        _differences[key] = result_of(comparison, f"the output layer ({backend.name})", failures)
         if _differences[key] is not None:
             warnings.warn(
                 f"backend {backend.name} cannot be used on {device} in {kind.hidden} with rows in"
@@ -81,6 +84,25 @@ def verified(backend: Backend, device: torch.device, kind: Kind, failures: Failu
                 stacklevel=2,
             )
     return _differences[key] is None
+
+
+def result_of(
+    comparison: Callable[[], str | None], what: str, failures: Callable[[], Failures]
+) -> str | None:
+    """What a comparison returns, or why there is no compiler or the code does not compile.
+
+    It runs in a thread of its own, independent of the caller's autocast, autograd, inference mode,
+    default device and tracing. `failures` imports the compiler.
+    """
+    with compiling(what), without_replaced_functions(), ThreadPoolExecutor(1) as thread:
+        expected: Failures = (ImportError,)
+        try:
+            expected += failures()
+            return thread.submit(comparison).result()
+        except torch.OutOfMemoryError:
+            raise
+        except expected as failure:
+            return f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
 
 
 @contextmanager
@@ -102,10 +124,8 @@ def compiling(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def difference(
-    backend: Backend, device: torch.device, kind: Kind, failures: Failures
-) -> str | None:
-    """How a backend differs from the reference, or why it does not compile; None if they agree.
+def difference(backend: Backend, device: torch.device, kind: Kind) -> str | None:
+    """How a backend differs from the reference; None if they agree.
 
     Allowed is twice the error of the reference in the same dtypes, both measured from fp64, and 8
     roundings of the largest value. Random numbers that are drawn do not count: training that a new
@@ -116,12 +136,7 @@ def difference(
         truth = _results(ReferenceBackend(), *_moved(problem, d_nll, "cpu", torch.float64))
         on_device = _moved(problem, d_nll, device)
         baseline = _results(ReferenceBackend(), *on_device)
-        try:
-            actual = _results(backend, *on_device)
-        except torch.OutOfMemoryError:
-            raise
-        except failures as failure:
-            return f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
+        actual = _results(backend, *on_device)
     rounds = kind.hidden == torch.float32 and kind.tf32
     rounding = 2.0**-10 if rounds else torch.finfo(kind.hidden).eps
     found = []

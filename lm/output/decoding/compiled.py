@@ -7,16 +7,16 @@ of log-probabilities, without a call of PyTorch per node.
 import math
 import warnings
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from lm.output.backends.compiled.backend import DTYPES, has_numba
+from lm.output.backends.compiled.backend import DTYPES, failures, has_numba
 from lm.output.backends.compiled.memory import Array, as_array, own
-from lm.output.backends.verify import compiling
+from lm.output.backends.verify import result_of
 from lm.output.decoding import rejection, search
 from lm.output.decoding.expansion import LOWEST, Expander, word_log_prob
 from lm.output.decoding.search import TopK
@@ -37,8 +37,8 @@ ANY_RATIO = 5e-324
 BLOCK_ELEMENTS = 1 << 23
 """Most words that memory is reserved for at once; only those found take it."""
 
-_of_tree: "WeakKeyDictionary[ClassTree, tuple[tuple[Array, ...], int]]" = WeakKeyDictionary()
-"""Arrays of trees and their `Expander.num_node_rows`, which never change."""
+_of_tree: "WeakKeyDictionary[ClassTree, tuple[Array, ...]]" = WeakKeyDictionary()
+"""Arrays of trees, which never change."""
 
 
 def is_usable(expander: Expander) -> bool:
@@ -106,10 +106,10 @@ def _sets(
     most_nodes = expander.weight.numel() // NODE_COST
     goal = search_loops.Goal(k, float(power), float(ratio), float(floor), most_rows, most_nodes)
     is_double = expander.hidden.dtype == torch.float64
-    bits = own(torch.empty(0, dtype=torch.int64 if is_double else torch.int32))
+    bits = own(expander.hidden.new_empty(0, dtype=torch.int64 if is_double else torch.int32))
     block = max(1, BLOCK_ELEMENTS // tree.vocab_size)
     for start in range(0, num_positions, block):
-        position = torch.arange(start, min(start + block, num_positions))
+        position = torch.arange(start, min(start + block, num_positions), device="cpu")
         log_prob = expander.hidden.new_empty(len(position), tree.vocab_size + 1)
         word = position.new_empty(log_prob.shape)
         size = torch.empty_like(position)
@@ -157,11 +157,10 @@ def _layer(expander: Expander, start: int, num: int) -> "Layer":
 
     tree, bias, penalty = expander.tree, expander.bias, expander.penalty
     hidden = expander.hidden.detach()
-    if (of_tree := _of_tree.get(tree)) is None:
+    if (arrays := _of_tree.get(tree)) is None:
         first_row, num_children = tree.arrays.first_row, tree.arrays.num_children
         tensors = first_row, num_children, tree.item_of_row, tree.num_words_below
-        of_tree = _of_tree[tree] = (tuple(map(as_array, tensors)), expander.num_node_rows)
-    arrays, num_node_rows = of_tree
+        arrays = _of_tree[tree] = tuple(map(as_array, tensors))
     no_rows, excluded, penalized = arrays[0][:0], expander.excluded, arrays[0][None, :0]
     if penalty is not None:
         penalized = own(penalty.row[start:][:num].sort().values.contiguous())
@@ -175,7 +174,7 @@ def _layer(expander: Expander, start: int, num: int) -> "Layer":
         num_children=arrays[1],
         item_of_row=arrays[2],
         num_words_below=arrays[3],
-        num_node_rows=num_node_rows,
+        num_node_rows=tree.num_node_rows,
         excluded=no_rows if excluded is None else own(excluded.sort().values),
         penalized=penalized,
         factor=1.0 if penalty is None else float(penalty.factor),
@@ -186,32 +185,27 @@ def _layer(expander: Expander, start: int, num: int) -> "Layer":
 @cache
 def _verified(hidden: torch.dtype, weight: torch.dtype, bias: torch.dtype) -> bool:
     """Whether the loops are right for a small layer; it warns if not."""
-    from numba.core.errors import NumbaError
-
-    tree, generator = ClassTree.two_level(torch.arange(300) % 17), torch.Generator().manual_seed(0)
-    shapes = ((16, 40), (tree.num_rows, 40), (tree.num_rows,))
-    layer = [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
-    tensors = [x.to(dtype) for x, dtype in zip(layer, (hidden, weight, bias), strict=True)]
-    try:
-        with compiling("the output layer's search and draws"):
-            problem = _difference(Expander(tensors[0], tensors[1], tree, tensors[2]))
-    except (NumbaError, RuntimeError, OSError) as failure:
-        problem = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
-    if problem:
+    comparison = partial(_difference, (hidden, weight, bias))
+    problem = result_of(comparison, "the output layer's search and draws", failures)
+    if problem is not None:
         warnings.warn(
             f"words are found and drawn slowly, without compiled loops: {problem}", stacklevel=2
         )
-    return not problem
+    return problem is None
 
 
-def _difference(expander: Expander) -> str:
-    """What is wrong with the log-probabilities of all words, or with drawn words, or nothing."""
-    hidden, tree, seeds = expander.hidden, expander.tree, torch.arange(len(expander.hidden))
-    expected = word_log_prob(hidden, expander.weight, tree, expander.bias)
+def _difference(dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> str | None:
+    """What is wrong with the log-probabilities of all words, or with drawn words, or None."""
+    tree, generator = ClassTree.two_level(torch.arange(300) % 17), torch.Generator().manual_seed(0)
+    shapes = ((16, 40), (tree.num_rows, 40), (tree.num_rows,))
+    layer = [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
+    hidden, weight, bias = (x.to(dtype) for x, dtype in zip(layer, dtypes, strict=True))
+    expander, seeds = Expander(hidden, weight, tree, bias), torch.arange(len(hidden))
+    expected = word_log_prob(hidden, weight, tree, bias)
     log_prob, word = topk(expander.select(seeds[:2]), tree.vocab_size)
     error = float((log_prob - expected[:2].gather(1, word)).abs().max())
     if not error <= 64 * torch.finfo(hidden.dtype).eps * float(expected.abs().max()):
         return f"log-probabilities are off by {error:.2g}"
     drawn = draw_words(expander, seeds, 1.0)
     num = int((drawn != rejection.draw_words(expander, seeds, 1.0)).sum())
-    return "" if num <= 1 else f"{num} of {len(seeds)} words differ"  # rounding may change one
+    return None if num <= 1 else f"{num} of {len(seeds)} words differ"  # rounding may change one

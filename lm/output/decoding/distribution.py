@@ -5,17 +5,19 @@ The methods of `HierarchicalSoftmax` with the same names document arguments, res
 
 import math
 from collections.abc import Sequence
+from operator import index
 from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
+from lm.output.backends.base import check_tensors
 from lm.output.backends.nodes import node_log_softmax, visited_nodes, with_rows
 from lm.output.backends.visits import check_words
 from lm.output.decoding import compiled, rejection, search
 from lm.output.decoding.draws import Finder, Sampling, sample_words, word_ids
 from lm.output.decoding.expansion import Expander, Penalty, checked_hidden, word_log_prob
-from lm.output.tracing import refuse_recording
+from lm.output.tracing import not_compiled, refuse_recording
 from lm.output.tree.class_tree import ClassTree
 
 _BLOCK_ELEMENTS = 1 << 23
@@ -48,6 +50,7 @@ def candidate_log_prob(
     """
     refuse_recording("candidate_log_prob")
     flat = checked_hidden(hidden, weight, tree, bias)
+    check_tensors(candidates=word)
     if word.dim() < 1 or word.shape[:-1] != hidden.shape[:-1]:
         raise ValueError(
             "hidden must be [..., H] and candidates [..., K],"
@@ -78,6 +81,7 @@ def candidate_log_prob(
     return by_level.view(*word.shape, tree.depth).sum(-1)
 
 
+@not_compiled
 @torch.no_grad()
 def topk(
     hidden: Tensor,
@@ -103,12 +107,14 @@ def topk(
     num_words = tree.vocab_size - num_excluded
     if not isinstance(k, SupportsIndex) or not 1 <= k <= num_words:
         raise ValueError(f"k must be within 1 … {num_words} words, got {k}")
+    k = index(k)  # of a tensor or an array, which loops do not take
     with torch.autocast(hidden.device.type, enabled=False):
         blocks = [finder(expander).topk(expander, k) for expander in expanders]
     found = (torch.cat(tensors) for tensors in zip(*blocks, strict=True))
     return search.TopK(*(tensor.view(*hidden.shape[:-1], k) for tensor in found))
 
 
+@not_compiled
 @torch.no_grad()
 def sample(
     hidden: Tensor,
@@ -133,7 +139,8 @@ def sample(
     if seeds is None:
         source = device if generator is None else generator.device
         seeds = torch.empty(shape, dtype=torch.int64, device=source).random_(generator=generator)
-    elif seeds.shape != shape or seeds.dtype != torch.int64:
+    check_tensors(seeds=seeds)
+    if seeds.shape != shape or seeds.dtype != torch.int64:
         found = f"{list(seeds.shape)} {seeds.dtype}"
         raise ValueError(f"seeds must be {list(shape)} int64, got {found}")
     sizes = [len(each.hidden) for each in expanders]
@@ -150,7 +157,8 @@ def sample(
 
 def _rows_of_positions(what: str, words: Tensor, shape: torch.Size, tree: ClassTree) -> Tensor:
     """The rows [P, L] of words [..., L] of each position, and -1, on the device of the tree."""
-    if words.shape[:-1] != shape or words.dtype != torch.int64:
+    check_tensors(**{what: words})
+    if words.dim() < 1 or words.shape[:-1] != shape or words.dtype != torch.int64:
         expected = ", ".join(map(str, [*shape, "L"]))
         found = f"{list(words.shape)} {words.dtype}"
         raise ValueError(f"{what} must be [{expected}] int64, got {found}")
@@ -176,7 +184,6 @@ def _expanders(
     hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None, excluded: Sequence[int]
 ) -> list[Expander]:
     """Blocks of positions, at least one, small enough for the logits of a whole path."""
-    refuse_recording("topk, predict or sample")
     step, rows = max(1, _BLOCK_ELEMENTS // tree.max_path_columns), None
     flat = checked_hidden(hidden, weight, tree, bias)
     blocks = torch.split(flat, step) if len(flat) > step else (flat,)

@@ -8,7 +8,6 @@ still, no word below a node is more probable than the node.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -103,11 +102,6 @@ class Expander:
         """
         return max(0.0, 1 - power) * self.tree.num_words_below.double().log()
 
-    @cached_property
-    def num_node_rows(self) -> int:
-        """How many rows there are up to the last one of a node: words alone have those after it."""
-        return int(self.tree.row_of_node.max()) + 1
-
     def expand(self, position: Tensor, node: Tensor, log_prob: Tensor) -> list[Children]:
         """Expands node [V] of log_prob [V] at position [V]: the children of each distinct node.
 
@@ -127,7 +121,7 @@ class Expander:
                 children = torch.where(is_penalized, self.penalty.applied(children), children)
             if self.excluded is not None:
                 children.masked_fill_(_among(self.excluded[None], rows), LOWEST)
-            items, only_words = self.tree.item_of_row[rows], rows.start >= self.num_node_rows
+            items, only_words = self.tree.item_of_row[rows], rows.start >= self.tree.num_node_rows
             found.append(Children(visit, children, items, only_words))
         self.num_expanded += node.numel()
         if found:

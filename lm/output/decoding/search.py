@@ -116,7 +116,8 @@ def topk_of_all_words(
 ) -> Iterator[tuple[Tensor, TopK]]:
     """Blocks of some positions [A], and their k most probable words, by one product."""
     for block, log_prob in _log_prob_of_all(expander, position):
-        yield block, _best_of_all(log_prob, k)
+        every = torch.arange(log_prob.shape[1], device=log_prob.device).expand(len(log_prob), -1)
+        yield block, _best(TopK(log_prob, every), k)
 
 
 def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Tensor, TopK]]:
@@ -221,10 +222,10 @@ def _of_all_words(
     max_words: int | None,
 ) -> Iterator[tuple[Tensor, TopK]]:
     """The sets of `_sets` for position [A], from the log-probabilities of all words."""
+    if max_words is not None:
+        yield from topk_of_all_words(expander, position, max_words)
+        return
     for block, log_prob in _log_prob_of_all(expander, position):
-        if max_words is not None:
-            yield block, _best_of_all(log_prob, max_words)
-            continue
         words = TopK(*log_prob.sort(dim=1, descending=True, stable=True))
         frontier = _Frontier(expander)
         frontier.select(block)
@@ -237,12 +238,6 @@ def _log_prob_of_all(expander: Expander, position: Tensor) -> Iterator[tuple[Ten
     for block in torch.split(position, max(1, BLOCK_ELEMENTS // expander.tree.vocab_size)):
         if block.numel():
             yield block, expander.all_words(block)
-
-
-def _best_of_all(log_prob: Tensor, k: int) -> TopK:
-    """The k best of all words [A, N], in order."""
-    every = torch.arange(log_prob.shape[1], device=log_prob.device).expand(len(log_prob), -1)
-    return _best(TopK(log_prob, every), k)
 
 
 def first(words: TopK, size: Tensor) -> TopK:

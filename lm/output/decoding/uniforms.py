@@ -32,11 +32,6 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
-def _uniform(bits: Tensor) -> Tensor:
-    """The upper 53 bits as a number in [0, 1)."""
-    return _shift_right(bits, 11).double() * 2.0**-53
-
-
 class Uniforms:
     """Uniform random numbers in [0, 1), fp64: a sequence for each position's seed, [P] int64."""
 
@@ -48,4 +43,5 @@ class Uniforms:
         """The next number [V] for each of V distinct positions [V] int64."""
         used = self._num_used[position]
         self._num_used[position] += 1
-        return _uniform(derive_seeds(self.seeds[position], used))
+        bits = derive_seeds(self.seeds[position], used)
+        return _shift_right(bits, 11).double() * 2.0**-53  # the upper 53 bits

@@ -57,13 +57,15 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As for any optimizer, except that state of a higher precision retains its dtype."""
+        """As for any optimizer, except that the state of rows remains in at least fp32."""
         super().load_state_dict(state_dict)
         params = [param for group in self.param_groups for param in group["params"]]
         for number, state in state_dict["state"].items():
+            param = params[number]
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    self.state[params[number]][name] = value.to(params[number].device)
+                    dtype = _wide(param) if value.dim() else value.dtype
+                    self.state[param][name] = value.to(param.device, dtype)
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         table = param.view(param.shape[0], -1)
@@ -209,7 +211,7 @@ def _round_into(out: Tensor, rows: Tensor, noise: Tensor | None) -> None:
     if noise is None:
         flat += torch.randint(1 << 16, flat.shape, dtype=torch.int32, device=flat.device)
     else:
-        start = int(torch.randint(NOISE_ELEMENTS, ()))
+        start = int(torch.randint(NOISE_ELEMENTS, (), device="cpu"))
         for begin in range(0, flat.numel(), NOISE_ELEMENTS):
             portion = flat[begin : begin + NOISE_ELEMENTS]
             first = noise[start : start + portion.numel()]

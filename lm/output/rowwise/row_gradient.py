@@ -101,7 +101,9 @@ class RowGradient(Tensor):
         if (part := self.factored()) is not None:
             return part.batch.square_norm() * part.factor**2
         sums = [block.square_norm() for block in self.blocks()]
-        return torch.stack(sums).sum() if sums else torch.zeros((), device=self.device)
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        none = torch.zeros((), dtype=dtype, device=self.device)
+        return torch.stack(sums).sum() if sums else none
 
     def to_dense(self, *args: Any, **kwargs: Any) -> Tensor:
         """The gradient as an ordinary tensor, [R, H] or [R]."""

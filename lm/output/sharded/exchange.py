@@ -11,7 +11,7 @@ The rows of gathered nodes, about √N, are sent to all before the forward, and 
 added up in the processes that hold them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from lm.output.backends import BACKENDS, choose_backend
 from lm.output.backends.base import Backend, Gradients, Needs, Problem
 from lm.output.rowwise.blocks import Rows
 from lm.output.rowwise.row_gradient import RowGradient
-from lm.output.sharded.rows import gathered, sum_of_shares
+from lm.output.sharded.rows import interleaved, sum_of_shares
 from lm.output.tracing import differentiable_once, not_compiled
 from lm.output.tree.arrays import Shard, TreeArrays
 
@@ -71,11 +71,7 @@ class Gathered(NamedTuple):
 
     def whole(self, held: Tensor, group: Any) -> Tensor:
         """The rows of all processes, [U, ...]."""
-        num_rows, world_size = len(self.tree.node_of_row), dist.get_world_size(group)
-        size = -(-num_rows // world_size)
-        dealt = gathered(held[: self.num_held], size, 0, group)
-        dealt = dealt.view(world_size, size, *held.shape[1:])
-        return dealt.transpose(0, 1).flatten(0, 1)[:num_rows]
+        return interleaved(held[: self.num_held], len(self.tree.node_of_row), group)
 
     def summed(self, d_rows: Tensor, group: Any) -> Tensor:
         """The sum of all processes' gradients [U, ...] for the rows that this one holds."""
@@ -139,17 +135,21 @@ def forward(
 
 
 class _ShardedNll(torch.autograd.Function):
-    """The nll [P] of the positions of one process."""
+    """The nll [P] of this process's positions; all processes call it, and its backward, together.
+
+    d_weight and d_bias are those of the mean over processes of their upstream losses, as DDP gives
+    the gradients of other parameters.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        name: str,
-        needs: Needs,
+        name: str,  # of the backend
+        problem: Problem,  # of the process's positions and the rows that it holds
         gathered: Gathered | None,
-        recipients: Tensor,
+        recipients: Tensor,  # [W, P] bool, which process gets which position
+        needs: Needs,
         group: Any,
-        problem: Problem,
         *inputs: Tensor | None,  # hidden, weight and bias of the problem, for autograd
     ) -> Tensor:
         done = forward(name, problem, gathered, recipients, needs, group)
@@ -211,26 +211,5 @@ def _add_first(
         gradient[: len(first)] = first
 
 
-@not_compiled
-def sharded_nll(
-    backend: str,
-    problem: Problem,
-    gathered: Gathered | None,
-    recipients: Tensor,
-    needs: Needs,
-    group: Any,
-) -> Tensor:
-    """The nll [P] of this process's positions; all processes call it, and its backward, together.
-
-    d_weight and d_bias are those of the mean over processes of their upstream losses, as DDP gives
-    the gradients of other parameters.
-
-    Args:
-        problem: of the process's positions and the rows that it holds.
-        recipients: [W, P] bool, which process gets which position.
-    """
-    tensors = (problem.hidden, problem.weight, problem.bias)
-    nll: Tensor = _ShardedNll.apply(  # type: ignore[no-untyped-call]
-        backend, needs, gathered, recipients, group, problem, *tensors
-    )
-    return nll
+sharded_nll: Callable[..., Tensor] = not_compiled(_ShardedNll.apply)
+"""See `_ShardedNll`; kept out of `torch.compile`."""

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lm.output.backends.base import Needs, Problem, autocast
+from lm.output.backends.base import Needs, Problem, autocast, check_positions
 from lm.output.backends.visits import check_words
 from lm.output.functional import BackendName, Reduction, reduced
 from lm.output.layer import HierarchicalSoftmax
 from lm.output.sharded.exchange import Gathered, forward, sharded_nll
 from lm.output.sharded.placement import Placement, PlacementName, Plan, place, recipients_of
-from lm.output.sharded.rows import gathered
+from lm.output.sharded.rows import interleaved
 from lm.output.tree.class_tree import ClassTree
 
 
@@ -99,7 +99,9 @@ class ShardedSoftmax(HierarchicalSoftmax):
         """
         problem = self._problem(hidden, target)
         needs = Needs.of(hidden, self.weight, self.bias, row_wise=self.row_wise)
-        nll = sharded_nll(self.backend, problem, *self._exchanged(problem), needs, self.dealt.group)
+        tensors = problem.hidden, problem.weight, problem.bias
+        exchanged = self._exchanged(problem)
+        nll = sharded_nll(self.backend, problem, *exchanged, needs, self.dealt.group, *tensors)
         return reduced(nll.view(target.shape), target, reduction, self.ignore_index)
 
     @torch.no_grad()
@@ -108,25 +110,16 @@ class ShardedSoftmax(HierarchicalSoftmax):
 
         Each computes the softmaxes with its rows, and has its share of the positions in between.
         """
-        world_size = self.dealt.world_size
-        share = slice(self.dealt.rank, None, world_size)
-        flat, targets = hidden.reshape(-1, hidden.shape[-1]), target.flatten()
-        problem = self._problem(flat[share], targets[share])
-        nothing = Needs(False, False, False)
-        exchanged = self._exchanged(problem)
-        nll = forward(self.backend, problem, *exchanged, nothing, self.dealt.group).nll
-        size = -(-len(targets) // world_size)
-        depth = self.tree.depth
-        shares = gathered(nll, size, 0, self.dealt.group).view(world_size, size, depth)
-        levels = shares.transpose(0, 1).flatten(0, 1)[: len(targets)]
-        return levels.T.reshape(depth, *target.shape)
+        share = slice(self.dealt.rank, None, self.dealt.world_size)
+        every = self._problem(hidden, target)
+        problem = every._replace(hidden=every.hidden[share], target=every.target[share])
+        exchanged, group = self._exchanged(problem), self.dealt.group
+        nll = forward(self.backend, problem, *exchanged, Needs(False, False, False), group).nll
+        nll = interleaved(nll, every.num_positions, group)
+        return nll.T.reshape(self.tree.depth, *target.shape)
 
     def _problem(self, hidden: Tensor, target: Tensor) -> Problem:
-        if hidden.shape[:-1] != target.shape or target.dtype != torch.int64:
-            raise ValueError(
-                "hidden must be [..., H] and target [...] int64, got"
-                f" {list(hidden.shape)} and {target.dtype} {list(target.shape)}"
-            )
+        check_positions(hidden, target)
         hidden = autocast(self._checked(hidden), self.weight, self.bias)
         return Problem(
             hidden=hidden.reshape(-1, self.hidden_size),

@@ -87,16 +87,15 @@ class DealtRows(NamedTuple):
         """
         shape = (self.num_rows, *table.shape[1:])
         most = max(map(self.num_held_by, range(self.world_size)))
-        whole = torch.empty(shape, dtype=table.dtype) if self.rank == 0 else None
+        whole = torch.empty(shape, dtype=table.dtype, device="cpu") if self.rank == 0 else None
         for begin in range(0, most, BLOCK_ROWS):
             size = min(BLOCK_ROWS, most - begin)
-            rows = gathered(table[begin : begin + size], size, 0, self.group).cpu()
+            num_rows = size * self.world_size
+            rows = interleaved(table[begin : begin + size], num_rows, self.group).cpu()
             if whole is not None:
-                dealt = rows.view(self.world_size, size, *shape[1:]).transpose(0, 1).flatten(0, 1)
-                row = self._rows_in(
-                    begin * self.world_size + torch.arange(len(dealt), device="cpu")
-                )
-                whole[row[row >= 0]] = dealt[row >= 0]
+                slots = begin * self.world_size + torch.arange(num_rows, device="cpu")
+                row = self._rows_in(slots)
+                whole[row[row >= 0]] = rows[row >= 0]
         return whole
 
     @not_compiled
@@ -111,7 +110,7 @@ class DealtRows(NamedTuple):
         """Rows [..., H] of the whole table for this process's index [...], zeros where it is -1.
 
         All processes call it, and its backward, together, with indices of any shape. Each looks up
-        those of all processes that it holds. The gradient of `table` is as of `sharded_nll`.
+        those of all processes that it holds. The gradient of `table` is as of the loss.
 
         Args:
             find: where rows are in `table`, -1 for those of other processes; required if rows have
@@ -157,6 +156,14 @@ def gathered(tensor: Tensor, size: int, padding: float, group: Any) -> Tensor:
     if parts:
         dist.all_gather(parts, padded.contiguous(), group=group)
     return out
+
+
+def interleaved(rows: Tensor, num_rows: int, group: Any) -> Tensor:
+    """Rows [R, ...] of which all processes have those that are dealt to them: every W-th one."""
+    world_size = dist.get_world_size(group)
+    size = -(-num_rows // world_size)
+    dealt = gathered(rows, size, 0, group).view(world_size, size, *rows.shape[1:])
+    return dealt.transpose(0, 1).flatten(0, 1)[:num_rows]
 
 
 def sum_of_shares(shares: Tensor, num_positions: int, group: Any) -> Tensor:

@@ -338,6 +338,11 @@ class ClassTree(nn.Module):
         return item
 
     @cached_property
+    def num_node_rows(self) -> int:
+        """The number of rows up to the last one of a node: words own all that follow."""
+        return int(self.arrays.row_of_node.max()) + 1
+
+    @cached_property
     def num_words_below(self) -> Tensor:
         """The number of words below each node, [I]."""
         return self.sum_below(torch.ones_like(self.row_of_word))
@@ -361,9 +366,10 @@ class ClassTree(nn.Module):
 
         They are -1 from the root on, which has no row.
         """
-        rows = [self.row_of_word[word]]
+        arrays = self.arrays
+        rows = [arrays.row_of_word[word]]
         for _ in range(self.depth - 1):
-            parent_row = self.row_of_node[self.node_of_row[rows[-1].clamp(min=0)]]
+            parent_row = arrays.row_of_node[arrays.node_of_row[rows[-1].clamp(min=0)]]
             rows.append(torch.where(rows[-1] >= 0, parent_row, -1))
         return torch.stack(rows, -1)
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, pairwise
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -245,10 +245,10 @@ def sum_over_ancestors(parent: Tensor, value: Tensor) -> Tensor:
     return value
 
 
-def check_size(name: str, value: int, least: int) -> None:
-    """Raises a ValueError if a size is less than `least`."""
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+def check_size(name: str, value: object, least: int) -> None:
+    """Raises a ValueError unless a size is an integer of at least `least`."""
+    if not isinstance(value, SupportsIndex) or int(value) < least:
+        raise ValueError(f"{name} must be an integer ≥ {least}, got {value!r}")
 
 
 def _integers(name: str, array: Tensor | Collection[int], least: int = 0) -> Tensor:

@@ -106,11 +106,13 @@ def support(capability: int, *, dry: bool) -> dict[str, str | None]:
 
 def comparison(capability: int) -> dict[str, str | None]:
     """How the kernels differ from the reference with rows in bf16 and fp32; None if they agree."""
+    from functools import partial
+
     import torch
 
     from lm.output.backends.triton.backend import TritonBackend, failures
     from lm.output.backends.triton.tile_shapes import tf32
-    from lm.output.backends.verify import Kind, difference, tiny_problem
+    from lm.output.backends.verify import Kind, difference, result_of, tiny_problem
     from scripts.kernels.compilation import compile_all, launches, moved
 
     half, named = torch.bfloat16, {"bf16": torch.bfloat16, "bf16*fp32": torch.float32}
@@ -118,9 +120,10 @@ def comparison(capability: int) -> dict[str, str | None]:
     problems = [moved(tiny_problem(kind)[0], "meta") for kind in kinds.values()]
     needed = [launch for problem in problems for launch in launches(problem, capability)]
     compile_all([(launch, capability) for launch in needed])
-    gpu = torch.device("cuda", 0)
+    compared = partial(difference, TritonBackend(), torch.device("cuda", 0))
     return {
-        name: difference(TritonBackend(), gpu, kind, failures()) for name, kind in kinds.items()
+        name: result_of(partial(compared, kind), "the kernels", failures)
+        for name, kind in kinds.items()
     }
 
 

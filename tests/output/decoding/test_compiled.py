@@ -8,12 +8,13 @@ from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.decoding import compiled, draws
+from lm.output.decoding.distribution import log_prob
 from lm.output.decoding.expansion import Expander
 from lm.output.decoding.search import TopK
 
-from .truth import Options, restricted
+from .truth import Layer, Options, restricted, sample
 
-PREVIOUS = torch.tensor([[4, 17, 4, -1]])
+PREVIOUS = [4, 17, 4, -1]
 WAYS: list[Options] = [
     {}, {"temperature": 0.6}, {"temperature": 1.6}, {"excluded": [0, 699]}, {"top_k": 30},
     {"repetition_penalty": 1.3, "previous": PREVIOUS}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9},
@@ -33,17 +34,12 @@ TREES = {
 }
 
 
-def random_layer(shape: str) -> tuple[HierarchicalSoftmax, Tensor]:
-    """A layer in fp64, and hidden vectors from flat to peaked."""
-    layer = HierarchicalSoftmax(8, TREES[shape]).double()
-    layer.weight.detach().normal_()
+def random_layer(shape: str) -> Layer:
+    """Hidden vectors from flat to peaked."""
+    tree = TREES[shape]
+    hidden, weight = (torch.randn(num, 8, dtype=torch.float64) for num in (12, tree.num_rows))
     scale = torch.logspace(-1, 1, 12, dtype=torch.float64)[:, None]
-    return layer, scale * torch.randn(12, 8, dtype=torch.float64)
-
-
-def for_all(options: Options) -> Options:
-    previous = {name: each.expand(12, -1) for name, each in options.items() if name == "previous"}
-    return options | previous
+    return scale * hidden, weight, tree, torch.zeros(tree.num_rows, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("_way", ["compiled"], indirect=True)
@@ -55,10 +51,10 @@ def test_draws_are_those_of_the_reference(
 ) -> None:
     """Nodes are opened by probability or in the order of their rows."""
     monkeypatch.setattr(compiled, "NODE_COST", node_cost)
-    layer, hidden = random_layer(shape)
-    words = layer.sample(hidden, seeds=torch.arange(12), **for_all(options))
+    layer = random_layer(shape)
+    words = sample(*layer, seeds=torch.arange(12), **options)
     monkeypatch.setattr(compiled, "is_usable", lambda _: False)
-    assert torch.equal(words, layer.sample(hidden, seeds=torch.arange(12), **for_all(options)))
+    assert torch.equal(words, sample(*layer, seeds=torch.arange(12), **options))
 
 
 @pytest.mark.parametrize("_way", ["compiled"], indirect=True)
@@ -69,14 +65,12 @@ def test_drawn_words_are_the_first_ones_in_the_nucleus(
 ) -> None:
     monkeypatch.setattr(draws, "NUM_DRAWS", 1)
     monkeypatch.setattr(draws, "_draw_from_sets", lambda sets, seeds, power: -1)
-    layer, hidden = random_layer(shape)
-    words = layer.sample(hidden, seeds=torch.arange(12), **for_all(options))
+    layer = random_layer(shape)
+    words = sample(*layer, seeds=torch.arange(12), **options)
     rest = {name: value for name, value in options.items() if name != "top_p"}
-    first = layer.sample(hidden, seeds=torch.arange(12), **for_all(rest))
-    previous = PREVIOUS[0].tolist() if "previous" in options else ()
-    rest |= {"top_p": options["top_p"]} | ({"previous": previous} if previous else {})
-    for word, drawn, full in zip(words, first, layer.log_prob(hidden).detach(), strict=True):
-        is_in = bool(restricted(full, **rest)[drawn] > 0)
+    first = sample(*layer, seeds=torch.arange(12), **rest)
+    for word, drawn, full in zip(words, first, log_prob(*layer), strict=True):
+        is_in = bool(restricted(full, **options)[drawn] > 0)
         assert word == (drawn if is_in else -1)
 
 

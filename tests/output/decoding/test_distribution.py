@@ -9,7 +9,7 @@ from torch import Tensor
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends import nodes
 from lm.output.decoding import distribution
-from lm.output.decoding.distribution import log_prob, topk
+from lm.output.decoding.distribution import candidate_log_prob, log_prob, topk
 
 from ..definition import TWO_LEVEL, layer_of, problem
 from .truth import OPTIONS, H, N, P, converted, draw_many, random_layer, sample, word_log_prob
@@ -40,13 +40,14 @@ def test_half_precision_log_prob_equals_fp32_with_rounded_weights(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_half_precision_inputs_are_summed_in_fp32(dtype: torch.dtype) -> None:
-    rounded = converted(random_layer("shortlist", scale=0.5), dtype)
+@pytest.mark.parametrize("shape", ["shortlist", "paths"])
+def test_half_precision_inputs_are_summed_in_fp32(shape: str, dtype: torch.dtype) -> None:
+    rounded = hidden, weight, tree, bias = converted(random_layer(shape, scale=0.5), dtype)
     expected = word_log_prob(*converted(rounded, torch.float64)).topk(5)
     best = topk(*rounded, k=5)
-    assert best.log_prob.dtype == torch.float32
     assert torch.equal(best.word, expected.indices)
-    torch.testing.assert_close(best.log_prob.double(), expected.values, rtol=0, atol=1e-5)
+    for found in (best.log_prob, candidate_log_prob(hidden, weight, best.word, tree, bias)):
+        torch.testing.assert_close(found, expected.values.float(), rtol=0, atol=1e-5)
     words = draw_many(rounded, 10, top_k=1)
     assert torch.equal(words, expected.indices[:, :1].expand(-1, 10))
 
@@ -58,6 +59,18 @@ def test_autocast_changes_nothing() -> None:
         inside = (log_prob(*layer), *topk(*layer, k=4))
     for a, b in zip(outside, inside, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_compiled_model_decodes_as_an_eager_one() -> None:
+    layer, hidden = HierarchicalSoftmax(H, TWO_LEVEL), torch.randn(P, H)
+
+    def decoded(hidden: Tensor) -> tuple[Tensor, ...]:
+        hidden = hidden.tanh() * 2
+        seeds = torch.arange(len(hidden))
+        return *layer.topk(hidden, 3), layer.sample(hidden, top_p=0.9, seeds=seeds)
+
+    compiled = torch.compile(decoded, backend="eager")
+    assert all(map(torch.equal, compiled(hidden), decoded(hidden)))
 
 
 def test_any_leading_shape_and_strides_give_the_same_words() -> None:
@@ -101,12 +114,14 @@ def test_empty_batch_gives_no_words() -> None:
         assert draw_many(layer, 0, **options).tolist() == [[], []]
 
 
-def test_wrong_k_or_shapes_raise() -> None:
+def test_k_is_an_integer_and_wrong_k_or_shapes_raise() -> None:
     hidden, weight, tree, bias = random_layer("full")
     wrong: Any = (0, N + 1, 2.5, "3")
     for k in wrong:
         with pytest.raises(ValueError, match=f"k must be within 1 … {N} words, got {k}"):
             topk(hidden, weight, tree, bias, k=k)
+    best = topk(hidden, weight, tree, bias, k=2)
+    assert torch.equal(topk(hidden, weight, tree, bias, k=torch.tensor(2)).word, best.word)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"R = 23 and W ≥ H = 5, got \[22, 5\]"):
         topk(hidden, weight[1:], tree, bias, k=1)
     with pytest.raises(ValueError, match=r"bias must be \[R\] = \[23\], got \[22\]"):
@@ -145,17 +160,6 @@ def test_candidates_equal_the_full_distribution(
         inputs = [hidden, *layer.parameters()]
         truth = torch.autograd.grad(expected.gather(-1, word), inputs, upstream)
         torch.testing.assert_close(torch.autograd.grad(actual, inputs, upstream), truth)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision_is_summed_in_fp32(tree: ClassTree, dtype: torch.dtype) -> None:
-    hidden, weight, bias, _ = problem(tree, 3)
-    layer, hidden = layer_of(weight, tree, bias).to(dtype), hidden.to(dtype)
-    word = torch.randint(N, (3, 8))
-    actual = layer.candidate_log_prob(hidden, word)
-    assert actual.dtype == torch.float32
-    truth = layer.double().log_prob(hidden.double()).gather(-1, word)
-    torch.testing.assert_close(actual.double(), truth, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

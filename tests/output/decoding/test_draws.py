@@ -8,7 +8,7 @@ from lm.output import ClassTree
 from lm.output.decoding import draws
 from lm.output.decoding.distribution import log_prob
 from lm.output.decoding.expansion import Expander, Penalty
-from lm.output.decoding.rejection import RejectionSampler
+from lm.output.decoding.rejection import draw_words
 from lm.output.decoding.uniforms import Uniforms, derive_seeds
 
 from .truth import (
@@ -89,8 +89,7 @@ def test_temperatures_near_zero_give_the_most_probable_word(shape: str, options:
 def test_temperature_one_expands_only_the_path_of_the_word(shape: str) -> None:
     layer = random_layer(shape)
     expander = Expander(*layer)
-    uniforms = Uniforms(torch.arange(P))
-    words = RejectionSampler(expander, uniforms, 1.0).sample()
+    words = draw_words(expander, torch.arange(P), 1.0)
     assert expander.num_expanded == sum(len(layer[2].path(word)) for word in words.tolist())
 
 
@@ -115,7 +114,7 @@ def test_penalty_of_all_words_of_a_sure_class_is_exact_and_ends() -> None:
     expander = Expander(hidden, weight, tree, bias)
     rows = tree.row_of_word[:20].expand(3000, -1)
     expander.penalty = Penalty(50.0, rows)
-    words = RejectionSampler(expander, Uniforms(torch.arange(3000)), 1.0).sample()
+    words = draw_words(expander, torch.arange(3000), 1.0)
     # The root, class 0 at most once without success, class 1.
     assert expander.num_expanded <= 3000 * 3
     full = log_prob(hidden[:1], weight, tree, bias)[0].double()
@@ -129,15 +128,8 @@ def test_penalty_expands_no_node_for_the_previous_words() -> None:
     bias[0] = 40.0
     expander = Expander(torch.zeros(50, H), torch.zeros(tree.num_rows, H), tree, bias)
     expander.penalty = Penalty(2.0, tree.row_of_word[20:].expand(50, -1))
-    RejectionSampler(expander, Uniforms(torch.arange(50)), 1.0).sample()
+    draw_words(expander, torch.arange(50), 1.0)
     assert expander.num_expanded == 50 * 2
-
-
-def with_previous(options: Options, num_positions: int) -> Options:
-    """Options in which each position has the same previous words."""
-    if "previous" not in options:
-        return options
-    return options | {"previous": torch.tensor(options["previous"]).expand(num_positions, -1)}
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -147,18 +139,16 @@ def test_word_of_a_position_depends_on_its_seed_and_not_on_other_positions(
     hidden, weight, tree, bias = random_layer("huffman 3", num_positions=40)
     others, seeds, order = hidden.clone(), torch.arange(40), torch.randperm(40)[:25]
     others[::2] = torch.randn(20, H, dtype=torch.float64) * 3
-    some, options = with_previous(options, 25), with_previous(options, 40)
     first, second = (
         sample(h, weight, tree, bias, generator=torch.Generator().manual_seed(3), **options)
         for h in (hidden, others)
     )
     assert torch.equal(first[1::2], second[1::2])
-    other = sample(
-        hidden, weight, tree, bias, generator=torch.Generator().manual_seed(4), **options
-    )
+    generator = torch.Generator().manual_seed(4)
+    other = sample(hidden, weight, tree, bias, generator=generator, **options)
     assert not torch.equal(first, other)
     seeded = sample(hidden, weight, tree, bias, seeds=seeds, **options)
-    again = sample(hidden[order], weight, tree, bias, seeds=seeds[order], **some)
+    again = sample(hidden[order], weight, tree, bias, seeds=seeds[order], **options)
     assert torch.equal(again, seeded[order])
 
 
@@ -217,7 +207,7 @@ def test_log_probabilities_that_are_not_finite_raise_with_their_position(
     weight[:, 0] = 1.0
     hidden[4, 0] = value
     with pytest.raises(ValueError, match="log-probabilities of position 4 are not finite"):
-        sample(hidden, weight, tree, bias, **with_previous(options, P))
+        sample(hidden, weight, tree, bias, **options)
 
 
 def test_seeds_are_the_published_sequence() -> None:

@@ -29,8 +29,7 @@ def results(*layer: Any) -> Iterator[object]:
         for each in (*topk(*layer, k=k), *topk(*layer, k=k, excluded=excluded)):
             yield each.tolist()
     for options in DRAWS:
-        previous = torch.tensor([options.get("previous", [0])] * P)
-        yield sample(*layer, seeds=torch.arange(P), **options | {"previous": previous}).tolist()
+        yield sample(*layer, seeds=torch.arange(P), **options).tolist()
     hidden, weight, tree, _ = layer
     bias = torch.zeros(tree.num_rows, dtype=torch.float64)
     bias[tree.row_of_word[3]] = torch.nan

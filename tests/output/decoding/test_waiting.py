@@ -56,7 +56,7 @@ def test_the_host_waits_as_often_for_many_opened_classes_as_for_one(
     weight[:NUM_CLASSES] = 30 * torch.eye(NUM_CLASSES)
     layer.weight.detach().copy_(weight)
     waits, tolist = [], Tensor.tolist
-    for num_positions in (1, NUM_CLASSES):
+    for num_positions in (1, 1, NUM_CLASSES):  # the first call fills what the tree keeps
         counter = Waits()
 
         def counted(tensor: Tensor) -> Any:  # which the dispatcher does not see
@@ -67,5 +67,4 @@ def test_the_host_waits_as_often_for_many_opened_classes_as_for_one(
             patch.setattr(Tensor, "tolist", counted)
             WAYS[way](layer, torch.eye(NUM_CLASSES)[:num_positions])
         waits.append(counter.num)
-    assert waits[0] == waits[1]
-    assert waits[0] > 0
+    assert waits[1] == waits[2] > 0

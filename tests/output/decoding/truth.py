@@ -124,19 +124,23 @@ def restricted(
     return torch.zeros_like(probs).scatter(0, order, probs / probs.sum())
 
 
-def sample(*layer: Any, seeds: Any = None, generator: Any = None, **options: Any) -> Tensor:
-    """`distribution.sample` with the fields of `Sampling` as options."""
+def sample(
+    *layer: Any, seeds: Any = None, generator: Any = None, previous: Any = None, **options: Any
+) -> Tensor:
+    """`distribution.sample` with the fields of `Sampling` as options.
+
+    Previous words in a sequence are those of every position.
+    """
     hidden, weight, tree, bias = layer
-    given = {"previous": options.pop("previous", None), "seeds": seeds, "generator": generator}
+    if isinstance(previous, Sequence):
+        previous = torch.tensor(previous).expand(*hidden.shape[:-1], -1)
+    given = {"previous": previous, "seeds": seeds, "generator": generator}
     return distribution.sample(hidden, weight, tree, bias, Sampling(**options), **given)
 
 
-def draw_many(
-    layer: Layer, num_draws: int, *, previous: Sequence[int] = (), **options: Any
-) -> Tensor:
+def draw_many(layer: Layer, num_draws: int, **options: Any) -> Tensor:
     """Draws [P, num_draws], in one call."""
-    hidden, weight, tree, bias = layer
+    hidden, *others = layer
     generator = torch.Generator().manual_seed(1)
     repeated = hidden[:, None].expand(-1, num_draws, -1)
-    words = torch.tensor(previous, dtype=torch.int64).expand(*repeated.shape[:-1], -1)
-    return sample(repeated, weight, tree, bias, previous=words, generator=generator, **options)
+    return sample(repeated, *others, generator=generator, **options)

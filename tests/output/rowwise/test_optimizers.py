@@ -108,6 +108,22 @@ def test_a_restored_optimizer_continues_with_fp32_state_of_bf16_rows(kind: Kind)
     assert {value.dtype for value in state} == {torch.float32}
 
 
+@pytest.mark.parametrize("kind", [RowAdagrad, RowAdam])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_state_has_the_precision_of_the_table_that_it_is_loaded_for(
+    kind: Kind, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Loops read it as numbers of that size."""
+    saved, loaded = (kind(table(SHORTLIST, dtype), lr=0.1) for dtype in dtypes)
+    accumulate(SHORTLIST, saved.param_groups[0]["params"], 0, rows=True)
+    saved.step()
+    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    for state, expected in zip(loaded.state.values(), saved.state.values(), strict=True):
+        for name, value in expected.items():
+            value = value.to(dtypes[1]) if isinstance(value, Tensor) else value
+            torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+
+
 def test_updates_below_the_last_place_of_bf16_are_applied_on_average() -> None:
     weight = torch.ones(4000, H, dtype=torch.bfloat16, requires_grad=True)
     optimizer = RowSGD([weight], lr=1.0)
@@ -118,19 +134,14 @@ def test_updates_below_the_last_place_of_bf16_are_applied_on_average() -> None:
     assert float(weight.detach().float().mean()) == pytest.approx(1 - 50e-4, abs=2e-4)
 
 
-def at_random(rows: Tensor) -> Tensor:
-    """Rounded to bf16."""
-    out = torch.empty_like(rows, dtype=torch.bfloat16)
-    noise = torch.randint(1 << 16, (optimizers.NOISE_ELEMENTS,), dtype=torch.int32)
-    optimizers._round_into(out, rows, noise)
-    return out
-
-
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x400000, -1])
 def test_nan_remains_nan(bits: int) -> None:
     """NaN of any bits: 0x7FFFFFFF is that of a GPU, 0xFFC00000 that of a CPU."""
     number = torch.full((300, 7), bits, dtype=torch.int32).view(torch.float32)
-    assert at_random(number).isnan().all()
+    out = torch.empty_like(number, dtype=torch.bfloat16)
+    noise = torch.randint(1 << 16, (optimizers.NOISE_ELEMENTS,), dtype=torch.int32)
+    optimizers._round_into(out, number, noise)
+    assert out.isnan().all()
 
 
 @pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, RowAdam])

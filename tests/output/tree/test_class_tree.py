@@ -142,15 +142,16 @@ def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ClassTree.full(0), "vocab_size must be at least 1, got 0"),
+        (lambda: ClassTree.full(0), "vocab_size must be an integer ≥ 1, got 0"),
+        (lambda: ClassTree.full(2.5), "vocab_size must be an integer ≥ 1, got 2.5"),  # type: ignore[arg-type]
         (lambda: ClassTree.two_level([]), "non-empty"),
         (lambda: ClassTree.two_level(), "requires either word_class or num_words"),
         (lambda: ClassTree.two_level([0, -1]), "word_class must be ≥ 0, got -1"),
         (lambda: ClassTree.two_level(torch.zeros(3)), "integers"),
         (lambda: ClassTree.two_level([0, 0], 3), "shortlist must be within 0 … 2 words, got 3"),
         (lambda: ClassTree.two_level([0, 0], 1, [1]), "counts must have 2 entries, got 1"),
-        (lambda: ClassTree.balanced(5, 1), "branching must be at least 2, got 1"),
-        (lambda: ClassTree.huffman([1, 2], arity=1), "arity must be at least 2, got 1"),
+        (lambda: ClassTree.balanced(5, 1), "branching must be an integer ≥ 2, got 1"),
+        (lambda: ClassTree.huffman([1, 2], arity=1), "arity must be an integer ≥ 2, got 1"),
         (lambda: ClassTree.huffman([1, -2]), "counts must be ≥ 0, got -2"),
         (lambda: ClassTree.from_paths([[0], []]), "path of word 1 must be integers"),
         (lambda: ClassTree.from_paths([["noun"]]), "child numbers must be integers: "),  # type: ignore[list-item]

@@ -19,7 +19,7 @@ from torch import Tensor
 from lm.output.backends.base import Gradients, Needs, Problem
 from lm.output.backends.compiled.memory import Saved, new_saved, saves_errors
 from lm.output.backends.reference import ReferenceBackend
-from lm.output.backends.verify import Kind, verified
+from lm.output.backends.verify import Failures, Kind, verified
 from lm.output.tracing import constant_when_compiled
 
 DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -55,9 +55,6 @@ class CompiledBackend:
     def _verified(
         self, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     ) -> bool:
-        from numba.core.errors import NumbaError
-
-        failures = (NumbaError, RuntimeError, OSError)
         return verified(self, device, Kind(*dtypes), failures)
 
     def part_size(self, problem: Problem) -> int:
@@ -111,6 +108,13 @@ class CompiledBackend:
     ) -> Gradients:
         """See `Backend.partial_backward`; by the reference."""
         return self._reference.partial_backward(d_nll, lse, problem, saved, needs)
+
+
+def failures() -> Failures:
+    """What compiling and running loops raises where it does not work."""
+    from numba.core.errors import NumbaError
+
+    return NumbaError, RuntimeError, OSError
 
 
 @constant_when_compiled

@@ -76,7 +76,7 @@ class Factors:
             error=error,
             hidden=hidden,
             formed=formed,
-            more=Rows(torch.empty(0, dtype=torch.int64), hidden.new_empty(0, shape[1])),
+            more=Rows(place[:0], hidden.new_empty(0, shape[1])),
             num_rows=shape[0],
         )
 
@@ -85,7 +85,8 @@ class Factors:
         nodes, size = self.nodes, self.formed.shape[1]
         is_formed = nodes[:, 6] >= 0
         first, num = torch.from_numpy(nodes[is_formed][:, 2:4]).unbind(1)
-        rows = torch.arange(len(self.formed)) + (first - num.cumsum(0) + num).repeat_interleave(num)
+        rows = (first - num.cumsum(0) + num).repeat_interleave(num)
+        rows += torch.arange(len(self.formed), device=rows.device)
         parts: list[Part] = [Rows(rows, self.formed), self.more]
         for start, end, first_row, n, offset, *_ in nodes[~is_formed].tolist():
             errors = self.error[offset : offset + (end - start) * n].view(-1, n)

@@ -132,7 +132,7 @@ def zeros_except(num_rows: int, like: Tensor, zero: Callable[[Tensor], None]) ->
     """
     num_bytes = like.numel() * like.element_size()
     if num_bytes < LARGE_BYTES:
-        out = torch.empty(like.shape, dtype=like.dtype)
+        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         zero(out)
         return out
     is_rare = num_rows < REUSED_SHARE * len(like) or num_bytes > REUSED_BYTES

@@ -119,7 +119,7 @@ class TritonBackend:
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
         align: tuple[int, int],
     ) -> bool:
-        return verified(self, device, Kind(*dtypes, *align, tf32()), failures())
+        return verified(self, device, Kind(*dtypes, *align, tf32()), failures)
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.forward`."""

@@ -199,6 +199,17 @@ def test_wrong_loops_are_replaced_with_one_warning(monkeypatch: pytest.MonkeyPat
     assert choose_backend("auto", example, CPU) == "reference"  # warnings are errors
 
 
+def test_a_numba_that_cannot_be_imported_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failures() -> verify.Failures:
+        raise ImportError("Numba needs NumPy 2.3 or less.")
+
+    monkeypatch.setattr(verify, "_differences", {})
+    monkeypatch.setattr(backend, "failures", failures)
+    example = Problem.without_values(30, 8, two_level(90, 9), torch.float32)
+    with pytest.warns(UserWarning, match="compiled cannot be used .* ImportError: Numba needs"):
+        assert choose_backend("auto", example, CPU) == "reference"
+
+
 def without(name: str, code: str) -> str:
     """What code prints where numba compiles for a processor without some instructions."""
     from numba.core import codegen
@@ -229,7 +240,7 @@ def test_loops_without_instructions_agree_with_the_reference(name: str) -> None:
         "from lm.output.backends import BACKENDS, verify\n"
         "for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):\n"
         "    kind = verify.Kind(dtype, dtype, dtype)\n"
-        "    print(verify.difference(BACKENDS['compiled'], torch.device('cpu'), kind, ()))\n"
+        "    print(verify.difference(BACKENDS['compiled'], torch.device('cpu'), kind))\n"
     )
     assert without(name, code).split() == ["None"] * 4
 

@@ -14,7 +14,7 @@ from lm.output.rowwise.blocks import Factored
 from scripts.kernels.emulator import Emulator
 
 from ...definition import assert_errors_are_small, gradients
-from .cases import DTYPES, EPSILON, Case, emulated, inputs, num_visited_rows
+from .cases import DTYPES, EPSILON, Case, emulated, in_all_orders, inputs, num_visited_rows
 
 
 def stepped(name: str, params: list[Tensor], gradients: list[Any]) -> list[Tensor]:
@@ -45,19 +45,11 @@ def stepped(name: str, params: list[Tensor], gradients: list[Any]) -> list[Tenso
 
 
 def check_step(case: Case, name: str) -> None:
-    """A step of an optimizer from the factors is right, and the same in all orders."""
-    torch.set_num_threads(1)
+    """A step of an optimizer from the factors is right."""
     (hidden, *params), target, tree, upstream = given = inputs(case)
-    first = None
-    for order in case.orders:
-        emulator = Emulator(case.capability, order)
-        with mock.patch.object(Factored, "parts", side_effect=AssertionError("formed in memory")):
-            torch.manual_seed(1)  # for the rounding
-            found = emulated(case, given, emulator, use=lambda rows: stepped(name, params, rows))
-        first = first or found
-        assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True)), order
-    assert first is not None
-    results = [first[2:]]
+    with mock.patch.object(Factored, "parts", side_effect=AssertionError("formed in memory")):
+        found = in_all_orders(case, given, lambda rows: stepped(name, params, rows))
+    results = [found[2:]]
     for kind, wide in ((DTYPES[case.dtype], torch.float32), (torch.float64, torch.float64)):
         inner = [each.to(kind) for each in (hidden, *params)]
         _, _, *dense = gradients(inner, target, tree, upstream, "reference")
