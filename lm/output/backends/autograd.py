@@ -2,8 +2,8 @@
 
 In eager mode it is a function of autograd, which takes the host less time than a registered custom
 op. Within `torch.compile`, `torch.jit.trace`, dispatch modes and for subclasses of tensors it is a
-custom op, which cannot return row-wise gradients. Only this module turns a `Problem` into the flat
-arguments of PyTorch's interfaces.
+custom op, which cannot return row-wise gradients. Both take the fields of a `Problem` but the last
+one as flat arguments.
 """
 
 from collections.abc import Callable

@@ -99,7 +99,7 @@ def list_nodes(node, first_row, num_children):
 
 
 @compiled
-def sort_rows(begin, end, position, source, factor, out):
+def gather_rows(begin, end, position, source, factor, out):
     """out[i] = factor[i] · source[position[i]], followed by zeros, for i from `begin` to `end`.
 
     `factor` is [P] in the dtype of sums, or [0] for ones.
@@ -119,7 +119,7 @@ def forward(
 
     Args:
         nodes: from `list_nodes`, of which none has more than `widest` children.
-        unsorted: the positions and what else `sort_rows` reads.
+        unsorted: the positions and what else `gather_rows` reads.
         hidden: [P, ≥ W], set to that of the sorted positions; `bias` [R] and all results have its
             dtype.
         bias: [R], or zeros [widest] for none.
@@ -129,14 +129,14 @@ def forward(
     """
     is_saved, has_bias = error.size > 0, len(bias) == len(weight)
     rows = error if is_saved else np.empty(VISITS * widest, hidden.dtype)
-    sort_rows(begin, end, *unsorted, hidden)
+    gather_rows(begin, end, *unsorted, hidden)
     _set_unvisited(nodes, begin, end, d_hidden)
     for start, stop, row, n, offset, level in nodes:
         node = start, stop, n, offset if is_saved else -1, level > 0
         of_rows = row_address(weight, row), weight.strides[0], weight.shape[1]
         of_bias = bias.ctypes.data + (row * bias.itemsize if has_bias else 0)
         of_visits = child[level], log_prob[level], rows, d_hidden
-        _forward_few(node, begin, end, hidden, weight, of_rows, of_bias, of_visits, rows, 0, None)
+        _forward_node(node, begin, end, hidden, weight, of_rows, of_bias, of_visits, rows, 0, None)
 
 
 @compiled
@@ -157,7 +157,7 @@ def forward_bf16(
         low_stride = max(low_stride, 0 if is_many(stop - start, n) else n + n % 2)
     low_errors = np.zeros(VISITS * low_stride, np.uint16)
     space = new_space(widest, hidden.shape[1])
-    sort_rows(begin, end, *unsorted, hidden)
+    gather_rows(begin, end, *unsorted, hidden)
     _set_unvisited(nodes, begin, end, d_hidden)
     for m in range(len(nodes)):
         start, stop, row, n, offset, level = nodes[m]
@@ -177,18 +177,19 @@ def forward_bf16(
         if is_many(stop - start, n):
             forward_blocks(node, begin, end, hidden, of_rows, of_bias, *of_visits, space)
         else:
-            _forward_few(
+            _forward_node(
                 node, begin, end, hidden, hidden, of_rows, of_bias, of_visits, low_errors,
                 low_stride, ahead,
             )  # fmt: skip
 
 
 @compiled
-def _forward_few(node, begin, end, hidden, weight, row, bias, visits, low, low_stride, ahead):
-    """`forward_blocks` for a node of few visits, whose errors are [visits, n].
+def _forward_node(node, begin, end, hidden, weight, row, bias, visits, low, low_stride, ahead):
+    """(1) to (5) for the visits of a node between `begin` and `end`; errors are [visits, n].
 
     Args:
         visits: child, log_prob, rows and d_hidden.
+        weight: an array of the dtype of the rows at `row`.
         low: the rows; or for products of bf16 numbers, memory for the errors in bf16.
         low_stride: 0; or the numbers of a visit in `low`.
         ahead: None; or bytes from the node's rows to those that are needed next.
@@ -239,8 +240,8 @@ def add_levels(position, log_prob, nll):
 
 
 @compiled
-def unsort_rows(begin, end, position, source, factor, out):
-    """out[position[i]] = factor[i] · source[i], as far as rows of `out` go; see `sort_rows`."""
+def scatter_rows(begin, end, position, source, factor, out):
+    """out[position[i]] = factor[i] · source[i], as far as rows of `out` go; see `gather_rows`."""
     for i in range(begin, end):
         to = row_address(out, position[i])
         scaled_row(source, out, row_address(source, i), to, out.shape[1], factor[i])
@@ -342,7 +343,7 @@ def _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset, n):
 
 @compiled
 def zero_gaps(begin, end, nodes, out):
-    """Zeros in the rows of `out` [R, W] from `begin` to `end` that belong to no node.
+    """Zeros in the rows of `out` [R, W] from `begin` to `end` that belong to no visited node.
 
     `out` is a gradient without gaps between its rows.
     """

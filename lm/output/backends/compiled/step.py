@@ -78,7 +78,7 @@ def backward(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gra
         d_hidden = problem.hidden.new_empty(problem.hidden.shape)
         rows = map(own, (position, saved.d_hidden_unscaled, d_nll))
         bounds = bounds_of(nodes, len(d_hidden), by_rows=False)
-        divide(bounds, loops.unsort_rows, *rows, as_array(d_hidden))
+        divide(bounds, loops.scatter_rows, *rows, as_array(d_hidden))
     if needs.row_wise:
         return Gradients(d_hidden, *_row_gradients(nodes, problem, saved, needs, d_nll))
     d_weight, d_bias = weight.new_empty(0, weight.shape[1]), d_nll.new_empty(0)
@@ -134,7 +134,7 @@ def _scaled_hidden(problem: Problem, position: Tensor, d_nll: Tensor) -> Tensor:
     """The hidden vectors of the sorted positions times their d_nll [P]."""
     hidden = new_sorted(problem, d_nll.dtype)
     source = as_array(problem.hidden.contiguous())
-    loops.sort_rows(0, len(hidden), own(position), source, own(d_nll), own(hidden))
+    loops.gather_rows(0, len(hidden), own(position), source, own(d_nll), own(hidden))
     return hidden
 
 

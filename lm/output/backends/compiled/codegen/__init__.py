@@ -2,7 +2,7 @@
 
 A loop is a function of Python over numpy's arrays, decorated by `compilation.compiled`: numba
 compiles it to machine code when it is first called, for the dtypes of its arguments, and keeps the
-code on disk. What is kept has a stamp, the hash of this folder's files and of those with loops:
+code on disk. What is kept has a stamp, the hash of this folder's files and of `*loops.py`:
 whichever of them changes, all loops are compiled anew.
 
 numba alone makes loops over single numbers of them. Where time is spent, loops call functions that

@@ -122,7 +122,7 @@ def exp_columns(builder, start, stride, visits, num, largest, totals):
 
 @emitted
 def error_columns(builder, start, stride, visits, num, factor, pairs):
-    """Errors x / total in place of what `exp_columns` leaves, less the total at the target.
+    """Errors x / total in place of x, from which the caller has subtracted the total at the target.
 
     `factor` is 1 / total. `pairs` [⌈num / 2⌉, BLOCK] are set to the errors of a child and of the
     next one, or 0 after the last, rounded to bf16.

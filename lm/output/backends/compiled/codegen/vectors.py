@@ -235,7 +235,7 @@ class Vectors:
         self._call("llvm.prefetch.p0", ir.VoidType(), [*arguments, *map(number, (0, 2, 1))])
 
     def exp(self, x: Any) -> Any:
-        """Exp x for x ≤ 0, to about one rounding; 0 below `_LEAST_EXP`.
+        """Exp x to about one rounding, where it is finite; 0 below `_LEAST_EXP`.
 
         It is 2ⁿ exp r with an integer n and |r| ≤ log(2) / 2.
         """
