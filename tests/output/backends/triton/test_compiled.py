@@ -104,7 +104,7 @@ one dtype have the same compiled kernels. The smaller ones come first. With rows
 a chunk takes 64 visits: what is copied ahead of the last step of two, and overwrites what follows
 unless it is waited for, exists in chunks of more than 64 alone.
 """
-NUM_MUTANTS, ALL_MUTANTS = 1, 3
+NUM_MUTANTS, ALL_MUTANTS = 2, 3
 """Mutants of each kind in each kernel of an architecture."""
 SCAN = "(standard.py:"
 """Where a scan is written: in Triton."""
