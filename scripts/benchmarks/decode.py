@@ -31,7 +31,7 @@ from lm.output.backends.base import row_size
 from lm.output.decoding import distribution
 from lm.output.decoding.distribution import log_prob, sample
 from lm.output.decoding.draws import Sampling
-from lm.output.decoding.expansion import Expander, checked_hidden
+from lm.output.decoding.positions import Positions, checked_hidden
 from lm.run import TrainedRun
 from scripts import run
 from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size, require_positive
@@ -92,14 +92,14 @@ def ways(case: Case, hidden: Tensor, way: str) -> list[Finder]:
     def ours() -> Tensor:
         if way in DRAWS:
             return sample(hidden, weight, tree, bias, DRAWS[way])
-        expander = Expander(checked_hidden(hidden, weight, tree, bias), weight, tree, bias)
-        finder = distribution.finder(expander)
+        positions = Positions(checked_hidden(hidden, weight, tree, bias), weight, tree, bias)
+        finder = distribution.finder(positions)
         if way == "top-k":
-            return finder.topk(expander, TOP_K).word[0]
+            return finder.topk(positions, TOP_K).word[0]
         sets = (
-            finder.nuclei(expander, 1.0, TOP_P)
+            finder.nuclei(positions, 1.0, TOP_P)
             if way == "top-p"
-            else finder.within_ratio(expander, 1.0, MIN_P)
+            else finder.within_ratio(positions, 1.0, MIN_P)
         )
         ((_, words),) = sets
         return words.word[0]  # of one position: nothing is padded

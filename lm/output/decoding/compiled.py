@@ -1,7 +1,7 @@
 """Search and draws on a CPU in compiled loops, one position after another.
 
-They find and draw what the operations of PyTorch in `search` and `rejection` do, up to the rounding
-of log-probabilities, without a call of PyTorch per node.
+They find what the operations of PyTorch in `search` find, up to the rounding of log-probabilities,
+and draw from the same distributions, but open few nodes.
 """
 
 import math
@@ -17,8 +17,8 @@ from torch import Tensor
 from lm.output.backends.compiled.backend import DTYPES, failures, has_numba
 from lm.output.backends.compiled.memory import Array, as_array, own
 from lm.output.backends.verify import result_of
-from lm.output.decoding import rejection, search
-from lm.output.decoding.expansion import LOWEST, Expander, word_log_prob
+from lm.output.decoding import draws, search
+from lm.output.decoding.positions import LOWEST, Positions, word_log_prob
 from lm.output.decoding.search import TopK
 from lm.output.tree.class_tree import ClassTree
 
@@ -41,12 +41,12 @@ _of_tree: "WeakKeyDictionary[ClassTree, tuple[Array, ...]]" = WeakKeyDictionary(
 """Arrays of trees, which never change."""
 
 
-def is_usable(expander: Expander) -> bool:
-    """Whether loops can be compiled for an expander, and are right."""
-    weight, bias = expander.weight, expander.bias
-    dtypes = (expander.hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+def is_usable(positions: Positions) -> bool:
+    """Whether loops can be compiled for some positions, and are right."""
+    weight, bias = positions.weight, positions.bias
+    dtypes = (positions.hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     return (
-        expander.hidden.device.type == "cpu"
+        positions.hidden.device.type == "cpu"
         and has_numba()
         and weight.stride(1) == 1
         and DTYPES.issuperset(dtypes)
@@ -54,44 +54,41 @@ def is_usable(expander: Expander) -> bool:
     )
 
 
-def topk(expander: Expander, k: int) -> TopK:
+def topk(positions: Positions, k: int) -> TopK:
     """See `search.topk`."""
-    log_prob = expander.hidden.new_empty(len(expander.hidden), k)
+    log_prob = positions.hidden.new_empty(len(positions.hidden), k)
     word = torch.empty_like(log_prob, dtype=torch.int64)
-    for position, found, unfinished in _sets(expander, k, 1.0, 1.0):
+    for position, found, unfinished in _sets(positions, k, 1.0, 1.0):
         if len(position):
             log_prob[position], word[position] = found
-        for block, words in search.topk_of_all_words(expander, unfinished, k):
+        for block, words in search.topk_of(positions, unfinished, k):
             log_prob[block], word[block] = words
     return TopK(log_prob, word)
 
 
-def nuclei(expander: Expander, power: float, top_p: float) -> Iterator[tuple[Tensor, TopK]]:
+def nuclei(positions: Positions, power: float, top_p: float) -> Iterator[tuple[Tensor, TopK]]:
     """See `search.nuclei`.
 
     Where Z is known to be 1, the least probable word of a nucleus has at least the N-th part of
     1 - p, and only such words are found; else all are.
     """
-    is_exact, floor = power == 1 and expander.is_plain, -math.inf
+    is_exact, floor = power == 1 and positions.is_plain, -math.inf
     rest = 1 - top_p * (1 + 1e-5)  # more than rounding changes the sum of all
     if is_exact and rest > 0:
-        floor = math.log(rest / expander.tree.vocab_size)
-    for position, words, _ in _sets(expander, 0, power, ANY_RATIO, floor):
-        log_weight = power * words.log_prob.double()
-        mass = (log_weight if is_exact else log_weight - log_weight[:, :1]).exp().cumsum(dim=1)
-        share = top_p if is_exact else top_p * mass[:, -1:]
-        size = (mass < share).sum(dim=1) + 1
-        yield position, search.first(words, size.clamp(max=mass.shape[1]))
+        floor = math.log(rest / positions.tree.vocab_size)
+    total = 1.0 if is_exact else None
+    for position, words, _ in _sets(positions, 0, power, ANY_RATIO, floor):
+        yield position, search.nucleus(words, power, top_p, total)
 
 
-def within_ratio(expander: Expander, power: float, min_p: float) -> Iterator[tuple[Tensor, TopK]]:
+def within_ratio(positions: Positions, power: float, min_p: float) -> Iterator[tuple[Tensor, TopK]]:
     """See `search.within_ratio`."""
-    for position, found, _ in _sets(expander, 0, power, min_p):
+    for position, found, _ in _sets(positions, 0, power, min_p):
         yield position, found
 
 
 def _sets(
-    expander: Expander, k: int, power: float, ratio: float, floor: float = -math.inf
+    positions: Positions, k: int, power: float, ratio: float, floor: float = -math.inf
 ) -> Iterator[tuple[Tensor, TopK, Tensor]]:
     """Sets of the most probable words of blocks of positions, see `search_loops.Goal`.
 
@@ -100,27 +97,27 @@ def _sets(
     """
     from lm.output.backends.compiled import search_loops
 
-    tree, num_positions = expander.tree, len(expander.hidden)
+    tree, num_positions = positions.tree, len(positions.hidden)
     many = k > 0 and num_positions > FEW
     most_rows = int(MOST_ROWS * tree.num_rows) if many else tree.num_rows
-    most_nodes = expander.weight.numel() // NODE_COST
+    most_nodes = positions.weight.numel() // NODE_COST
     goal = search_loops.Goal(k, float(power), float(ratio), float(floor), most_rows, most_nodes)
-    is_double = expander.hidden.dtype == torch.float64
-    bits = own(expander.hidden.new_empty(0, dtype=torch.int64 if is_double else torch.int32))
+    is_double = positions.hidden.dtype == torch.float64
+    bits = own(positions.hidden.new_empty(0, dtype=torch.int64 if is_double else torch.int32))
     block = max(1, BLOCK_ELEMENTS // tree.vocab_size)
     for start in range(0, num_positions, block):
         position = torch.arange(start, min(start + block, num_positions), device="cpu")
-        log_prob = expander.hidden.new_empty(len(position), tree.vocab_size + 1)
+        log_prob = positions.hidden.new_empty(len(position), tree.vocab_size + 1)
         word = position.new_empty(log_prob.shape)
         size = torch.empty_like(position)
-        layer = _layer(expander, start, len(position))
+        layer = _layer(positions, start, len(position))
         found = map(own, (log_prob, word, size))
         wrong, num_opened, largest, is_done = search_loops.search(
             layer, goal, bits, tree.max_path_columns, *found
         )
         if wrong >= 0:
-            expander.refuse(start + wrong)
-        expander.num_expanded += num_opened
+            positions.refuse(start + wrong)
+        positions.num_opened += num_opened
         words = TopK(log_prob[:, :largest], word[:, :largest])
         if is_done:
             yield position, words, position[:0]
@@ -130,45 +127,45 @@ def _sets(
 
 
 def draw_words(
-    expander: Expander, seeds: Tensor, power: float, top_p: float = 1.0, num_draws: int = 1
+    positions: Positions, seeds: Tensor, power: float, top_p: float = 1.0, num_draws: int = 1
 ) -> Tensor:
-    """See `rejection.draw_words`.
+    """See `draws.draw_words`.
 
     With `top_p`, it is the first word that is in the nucleus, or -1 if none of `num_draws` is.
     """
     from lm.output.backends.compiled import draw_loops
 
     word = torch.empty_like(seeds)
-    is_plain = power == 1 and expander.penalty is None
-    layer, width = _layer(expander, 0, len(word)), expander.tree.max_path_columns
+    is_plain = power == 1 and positions.penalty is None
+    layer, width = _layer(positions, 0, len(word)), positions.tree.max_path_columns
     goal = draw_loops.Goal(power, is_plain, float(top_p), num_draws)
     wrong, num_opened = draw_loops.draw_words(
         layer, own(seeds.contiguous()), goal, width, own(word)
     )
     if wrong >= 0:
-        expander.refuse(wrong)
-    expander.num_expanded += num_opened
+        positions.refuse(wrong)
+    positions.num_opened += num_opened
     return word
 
 
-def _layer(expander: Expander, start: int, num: int) -> "Layer":
+def _layer(positions: Positions, start: int, num: int) -> "Layer":
     """The arrays of some positions."""
     from lm.output.backends.compiled.expansion_loops import Layer
 
-    tree, bias, penalty = expander.tree, expander.bias, expander.penalty
-    hidden = expander.hidden.detach()
+    tree, bias, penalty = positions.tree, positions.bias, positions.penalty
+    hidden = positions.hidden.detach()
     if (arrays := _of_tree.get(tree)) is None:
         first_row, num_children = tree.arrays.first_row, tree.arrays.num_children
         tensors = first_row, num_children, tree.item_of_row, tree.num_words_below
         arrays = _of_tree[tree] = tuple(map(as_array, tensors))
-    no_rows, excluded, penalized = arrays[0][:0], expander.excluded, arrays[0][None, :0]
+    no_rows, excluded, penalized = arrays[0][:0], positions.excluded, arrays[0][None, :0]
     if penalty is not None:
         penalized = own(penalty.row[start:][:num].sort().values.contiguous())
     if num < len(hidden):
         hidden = hidden[start:][:num]
     return Layer(
         own(hidden.contiguous()),
-        as_array(expander.weight),
+        as_array(positions.weight),
         as_array(hidden[:0, 0] if bias is None else bias.contiguous()),
         first_row=arrays[0],
         num_children=arrays[1],
@@ -200,12 +197,12 @@ def _difference(dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> str | N
     shapes = ((16, 40), (tree.num_rows, 40), (tree.num_rows,))
     layer = [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
     hidden, weight, bias = (x.to(dtype) for x, dtype in zip(layer, dtypes, strict=True))
-    expander, seeds = Expander(hidden, weight, tree, bias), torch.arange(len(hidden))
+    positions, seeds = Positions(hidden, weight, tree, bias), torch.arange(len(hidden))
     expected = word_log_prob(hidden, weight, tree, bias)
-    log_prob, word = topk(expander.select(seeds[:2]), tree.vocab_size)
+    log_prob, word = topk(positions.select(seeds[:2]), tree.vocab_size)
     error = float((log_prob - expected[:2].gather(1, word)).abs().max())
     if not error <= 64 * torch.finfo(hidden.dtype).eps * float(expected.abs().max()):
         return f"log-probabilities are off by {error:.2g}"
-    drawn = draw_words(expander, seeds, 1.0)
-    num = int((drawn != rejection.draw_words(expander, seeds, 1.0)).sum())
+    drawn = draw_words(positions, seeds, 1.0)
+    num = int((drawn != draws.draw_words(positions, seeds, 1.0)).sum())
     return None if num <= 1 else f"{num} of {len(seeds)} words differ"  # rounding may change one

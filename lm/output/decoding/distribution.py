@@ -14,15 +14,15 @@ from torch import Tensor
 from lm.output.backends.base import check_tensors
 from lm.output.backends.nodes import node_log_softmax, visited_nodes, with_rows
 from lm.output.backends.visits import check_words
-from lm.output.decoding import compiled, rejection, search
-from lm.output.decoding.draws import Finder, Sampling, sample_words, word_ids
-from lm.output.decoding.expansion import Expander, Penalty, checked_hidden, word_log_prob
+from lm.output.decoding import compiled, search
+from lm.output.decoding.draws import Finder, Sampling, draw_words, sample_words, word_ids
+from lm.output.decoding.positions import Penalty, Positions, checked_hidden, word_log_prob
 from lm.output.tracing import not_compiled, refuse_recording
 from lm.output.tree.class_tree import ClassTree
 
 _BLOCK_ELEMENTS = 1 << 23
 """Largest number of logits on one path of the tree, summed over the positions of a block."""
-_OPERATIONS = Finder(search.topk, search.nuclei, search.within_ratio, rejection.draw_words)
+_OPERATIONS = Finder(search.topk, search.nuclei, search.within_ratio, draw_words)
 _LOOPS = Finder(
     compiled.topk,
     compiled.nuclei,
@@ -94,23 +94,23 @@ def topk(
 ) -> search.TopK:
     """The k most probable words of each position, log_prob and word [..., k]."""
     if isinstance(excluded, Tensor) and excluded.dim() > 1:
-        expanders = _expanders(hidden, weight, tree, bias, ())
+        blocks = _blocks(hidden, weight, tree, bias, ())
         rows = _rows_of_positions("excluded", excluded, hidden.shape[:-1], tree)
-        _set_penalty(expanders, math.inf, rows)
+        _set_penalty(blocks, math.inf, rows)
         ordered = rows.sort(dim=1).values
         is_new = ordered.diff(dim=1, prepend=ordered.new_full((len(rows), 1), -1)) > 0
         num_excluded = int(is_new.sum(dim=1).max()) if is_new.numel() else 0
     else:
         excluded = word_ids("excluded", excluded)
-        expanders = _expanders(hidden, weight, tree, bias, excluded)
+        blocks = _blocks(hidden, weight, tree, bias, excluded)
         num_excluded = len(set(excluded))
     num_words = tree.vocab_size - num_excluded
     if not isinstance(k, SupportsIndex) or not 1 <= k <= num_words:
         raise ValueError(f"k must be within 1 … {num_words} words, got {k}")
     k = index(k)  # of a tensor or an array, which loops do not take
     with torch.autocast(hidden.device.type, enabled=False):
-        blocks = [finder(expander).topk(expander, k) for expander in expanders]
-    found = (torch.cat(tensors) for tensors in zip(*blocks, strict=True))
+        best = [finder(block).topk(block, k) for block in blocks]
+    found = (torch.cat(tensors) for tensors in zip(*best, strict=True))
     return search.TopK(*(tensor.view(*hidden.shape[:-1], k) for tensor in found))
 
 
@@ -127,13 +127,13 @@ def sample(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """One word per position [...], drawn exactly from the distribution that `sampling` defines."""
-    expanders = _expanders(hidden, weight, tree, bias, sampling.excluded)
+    blocks = _blocks(hidden, weight, tree, bias, sampling.excluded)
     shape, device = hidden.shape[:-1], hidden.device
     if sampling.repetition_penalty > 1:
         if previous is None:
             raise ValueError("repetition_penalty requires the previous words")
         rows = _rows_of_positions("previous", previous, shape, tree)
-        _set_penalty(expanders, sampling.repetition_penalty, rows)
+        _set_penalty(blocks, sampling.repetition_penalty, rows)
     if seeds is not None and generator is not None:
         raise ValueError("seeds and generator: expected one of the two")
     if seeds is None:
@@ -143,15 +143,15 @@ def sample(
     if seeds.shape != shape or seeds.dtype != torch.int64:
         found = f"{list(seeds.shape)} {seeds.dtype}"
         raise ValueError(f"seeds must be {list(shape)} int64, got {found}")
-    sizes = [len(each.hidden) for each in expanders]
-    blocks = torch.split(seeds.to(device).flatten(), sizes)
+    flat = seeds.to(device).flatten()
+    of_blocks = torch.split(flat, [len(block.hidden) for block in blocks])
     with torch.autocast(device.type, enabled=False):
         words = [
-            sample_words(expander, block, sampling, finder(expander))
-            for expander, block in zip(expanders, blocks, strict=True)
-            if len(block)
+            sample_words(block, block_seeds, sampling, finder(block))
+            for block, block_seeds in zip(blocks, of_blocks, strict=True)
+            if len(block_seeds)
         ]
-    drawn = words[0] if len(words) == 1 else torch.cat([blocks[0][:0], *words])
+    drawn = words[0] if len(words) == 1 else torch.cat([flat[:0], *words])
     return drawn.view(shape)
 
 
@@ -169,28 +169,28 @@ def _rows_of_positions(what: str, words: Tensor, shape: torch.Size, tree: ClassT
     return tree.row_of_word[words.clamp(min=0)].masked_fill(words < 0, -1)
 
 
-def _set_penalty(expanders: Sequence[Expander], factor: float, rows: Tensor) -> None:
+def _set_penalty(blocks: Sequence[Positions], factor: float, rows: Tensor) -> None:
     """Give each block of positions its rows of words to penalize; rows [P, L]."""
-    for each in expanders:
+    for each in blocks:
         each.penalty = Penalty(factor, rows[each.first_position :][: len(each.hidden)])
 
 
-def finder(expander: Expander) -> Finder:
+def finder(positions: Positions) -> Finder:
     """The functions that find and draw words: compiled loops where they can."""
-    return _LOOPS if compiled.is_usable(expander) else _OPERATIONS
+    return _LOOPS if compiled.is_usable(positions) else _OPERATIONS
 
 
-def _expanders(
+def _blocks(
     hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None, excluded: Sequence[int]
-) -> list[Expander]:
+) -> list[Positions]:
     """Blocks of positions, at least one, small enough for the logits of a whole path."""
     step, rows = max(1, _BLOCK_ELEMENTS // tree.max_path_columns), None
     flat = checked_hidden(hidden, weight, tree, bias)
-    blocks = torch.split(flat, step) if len(flat) > step else (flat,)
+    parts = torch.split(flat, step) if len(flat) > step else (flat,)
     if excluded:
         words = torch.tensor(excluded, device=hidden.device)
         check_words("excluded word", words, tree.vocab_size, ignore_index=0)
         if len(set(excluded)) == tree.vocab_size:
             raise ValueError("all words are excluded")
         rows = tree.row_of_word[words]
-    return [Expander(block, weight, tree, bias, i * step, rows) for i, block in enumerate(blocks)]
+    return [Positions(part, weight, tree, bias, i * step, rows) for i, part in enumerate(parts)]

@@ -1,4 +1,8 @@
-"""The distributions that words are drawn from, and how: see `rejection` for draws from all words.
+"""The distributions that words are drawn from, and how.
+
+At T = 1 a word is drawn by drawing one child after another from the root down: the class, then the
+word. At other temperatures the sum over all words is required, and operations of PyTorch evaluate
+all of them; compiled loops draw by trials that open few nodes, see `draw_loops`.
 
 Top-p restricts the draw to the nucleus, the smallest set of most probable words with a share p of
 the sum Z over all words. Compiled loops draw words until one is in it, as at least every second one
@@ -20,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output.decoding.expansion import Expander
-from lm.output.decoding.rejection import draw
-from lm.output.decoding.search import TopK
+from lm.output.backends.nodes import node_log_softmax, visited_nodes
+from lm.output.decoding.positions import Positions
+from lm.output.decoding.search import TopK, all_words, every
 from lm.output.decoding.uniforms import Uniforms, derive_seeds
 
 _MIN_TEMPERATURE = 1e-200
@@ -36,11 +40,11 @@ NUM_DRAWS = 64
 class Finder(NamedTuple):
     """Functions that find and draw words, by operations of PyTorch or in compiled loops."""
 
-    topk: Callable[[Expander, int], TopK]
-    nuclei: Callable[[Expander, float, float], Iterator[tuple[Tensor, TopK]]]
-    within_ratio: Callable[[Expander, float, float], Iterator[tuple[Tensor, TopK]]]
-    draw_words: Callable[[Expander, Tensor, float], Tensor]
-    draw_in_nuclei: Callable[[Expander, Tensor, float, float, int], Tensor] | None = None
+    topk: Callable[[Positions, int], TopK]
+    nuclei: Callable[[Positions, float, float], Iterator[tuple[Tensor, TopK]]]
+    within_ratio: Callable[[Positions, float, float], Iterator[tuple[Tensor, TopK]]]
+    draw_words: Callable[[Positions, Tensor, float], Tensor]
+    draw_in_nuclei: Callable[[Positions, Tensor, float, float, int], Tensor] | None = None
 
 
 def word_ids(what: str, words: object) -> tuple[int, ...]:
@@ -119,30 +123,30 @@ class Sampling:
             )
 
 
-def sample_words(expander: Expander, seeds: Tensor, sampling: Sampling, finder: Finder) -> Tensor:
+def sample_words(positions: Positions, seeds: Tensor, sampling: Sampling, finder: Finder) -> Tensor:
     """A word for each position [P], at least one, with seeds [P] int64."""
     top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
     if sampling.temperature < _MIN_TEMPERATURE:
-        return finder.topk(expander, 1).word.squeeze(1)
+        return finder.topk(positions, 1).word.squeeze(1)
     power = 1 / min(sampling.temperature, _MAX_TEMPERATURE)
-    if top_k is not None and top_k < expander.tree.vocab_size:
-        words = finder.topk(expander, top_k)
-        sets = iter([(torch.arange(len(seeds), device=seeds.device), words)])
+    if top_k is not None and top_k < positions.tree.vocab_size:
+        words = finder.topk(positions, top_k)
+        sets = iter([(every(positions), words)])
     elif top_p is not None and top_p < 1:
         if finder.draw_in_nuclei is not None and not min_p:
-            word = finder.draw_in_nuclei(expander, seeds, power, top_p, NUM_DRAWS)
+            word = finder.draw_in_nuclei(positions, seeds, power, top_p, NUM_DRAWS)
             left = (word < 0).nonzero().squeeze(1)
             if len(left):
-                rest = expander.select(left)
+                rest = positions.select(left)
                 sets = finder.nuclei(rest, power, top_p)
                 word[left] = _draw_from_sets(sets, derive_seeds(seeds[left], -1), power)
-                expander.num_expanded += rest.num_expanded
+                positions.num_opened += rest.num_opened
             return word
-        sets, top_p = finder.nuclei(expander, power, top_p), None
+        sets, top_p = finder.nuclei(positions, power, top_p), None
     elif min_p:
-        sets = finder.within_ratio(expander, power, min_p)
+        sets = finder.within_ratio(positions, power, min_p)
     else:
-        return finder.draw_words(expander, seeds, power)
+        return finder.draw_words(positions, seeds, power)
     return _draw_from_sets(sets, seeds, power, top_p, min_p)
 
 
@@ -165,4 +169,54 @@ def _draw_from_sets(
             log_weight = log_weight.masked_fill(log_weight < cut, -torch.inf)
         column = draw(log_weight, uniforms.draw(position))
         word[position] = words.word.gather(1, column[:, None]).squeeze(1)
+    return word
+
+
+def draw(log_weight: Tensor, uniform: Tensor) -> Tensor:
+    """A column [V] for each row of log_weight [V, M] fp64, in proportion to the weights.
+
+    Inverts the cumulative sum at uniform [V] in [0, 1). A column of weight 0 is never drawn: a
+    number below 1 times the total rounds to less than the total.
+    """
+    cumulative = (log_weight - log_weight.amax(dim=1, keepdim=True)).exp().cumsum(dim=1)
+    point = uniform[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, point, right=True).squeeze(1)
+
+
+def draw_words(positions: Positions, seeds: Tensor, power: float) -> Tensor:
+    """A word for each position [P], drawn from P^power; seeds [P] int64."""
+    uniforms = Uniforms(seeds)
+    if power == 1 and positions.is_plain:
+        return _draw_along_path(positions, uniforms)
+    word = torch.empty_like(seeds)
+    for block, log_prob in all_words(positions, every(positions)):
+        word[block] = draw(power * log_prob.double(), uniforms.draw(block))
+    return word
+
+
+def _draw_along_path(positions: Positions, uniforms: Uniforms) -> Tensor:
+    """A word for each position [P], drawn from P by one child after another from the root down.
+
+    The host waits for the device a few times per level.
+    """
+    hidden, weight, tree, bias = (
+        positions.hidden, positions.weight, positions.tree, positions.bias
+    )  # fmt: skip
+    position, word = every(positions), torch.empty_like(uniforms.seeds)
+    node = torch.zeros_like(position)
+    while position.numel():
+        positions.num_opened += position.numel()
+        node, order = node.sort(stable=True)
+        position, uniform = position[order], uniforms.draw(position)[order]
+        found, finite = [], []
+        for each in visited_nodes(node[None], tree):
+            visits, rows = each.visits, each.rows
+            node_bias = None if bias is None else bias[rows]
+            log_q = node_log_softmax(hidden[position[visits]], weight[rows], node_bias)
+            finite.append(log_q.isfinite().all(dim=1))
+            found.append(draw(log_q.double(), uniform[visits]) + rows.start)
+        positions.check_finite(torch.cat(finite), position)
+        item = tree.item_of_row[torch.cat(found)]
+        word[position] = item  # nodes are replaced below
+        position, node = position[item < 0], ~item[item < 0]
     return word

@@ -6,6 +6,7 @@ from lm.output.decoding import compiled
 
 
 @pytest.fixture(autouse=True, params=["compiled", "reference"])
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "reference":
         monkeypatch.setattr(compiled, "has_numba", lambda: False)
+    return str(request.param)

@@ -9,17 +9,21 @@ from torch import Tensor
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.decoding import compiled, draws
 from lm.output.decoding.distribution import log_prob
-from lm.output.decoding.expansion import Expander
+from lm.output.decoding.positions import Positions
 from lm.output.decoding.search import TopK
 
-from .truth import Layer, Options, restricted, sample
+from .truth import Layer, Options, assert_distributed, draw_many, restricted, sample
 
 PREVIOUS = [4, 17, 4, -1]
 WAYS: list[Options] = [
-    {}, {"temperature": 0.6}, {"temperature": 1.6}, {"excluded": [0, 699]}, {"top_k": 30},
-    {"repetition_penalty": 1.3, "previous": PREVIOUS}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9},
+    {}, {"top_k": 30}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9},
     {"min_p": 0.1, "temperature": 1.5}, {"top_p": 0.9, "min_p": 0.01},
 ]  # fmt: skip
+TRIALS: list[Options] = [
+    {"temperature": 0.6}, {"temperature": 1.6}, {"excluded": [0, 699]},
+    {"repetition_penalty": 1.3, "previous": PREVIOUS},
+]  # fmt: skip
+"""Distributions that operations of PyTorch draw from in another way, with other words."""
 NUCLEI: list[Options] = [
     {"top_p": 0.9}, {"top_p": 0.9, "temperature": 0.7}, {"top_p": 0.7, "temperature": 1.5},
     {"top_p": 0.999999}, {"top_p": 0.6, "temperature": 0.4, "excluded": [5, 9]}, {"top_p": 0.3},
@@ -57,6 +61,15 @@ def test_draws_are_those_of_the_reference(
     assert torch.equal(words, sample(*layer, seeds=torch.arange(12), **options))
 
 
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("options", TRIALS, ids=str)
+def test_draws_from_larger_trees_follow_the_distribution(shape: str, options: Options) -> None:
+    hidden, weight, tree, bias = random_layer(shape)
+    layer = hidden[5:7], weight, tree, bias
+    for words, full in zip(draw_many(layer, 7000, **options), log_prob(*layer), strict=True):
+        assert_distributed(words, restricted(full, **options))
+
+
 @pytest.mark.parametrize("_way", ["compiled"], indirect=True)
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("options", NUCLEI, ids=str)
@@ -78,13 +91,13 @@ def test_drawn_words_are_the_first_ones_in_the_nucleus(
 def test_loops_that_are_wrong_are_replaced_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def draw(expander: Expander, seeds: Tensor, power: float) -> Tensor:
+    def draw(positions: Positions, seeds: Tensor, power: float) -> Tensor:
         return torch.zeros_like(seeds)
 
-    def find(expander: Expander, k: int) -> TopK:
+    def find(positions: Positions, k: int) -> TopK:
         return TopK(torch.zeros(2, k), torch.arange(k).expand(2, -1))
 
-    def fail(expander: Expander, k: int) -> TopK:
+    def fail(positions: Positions, k: int) -> TopK:
         raise OSError("no space left\non the disk")
 
     wrong: list[tuple[str, Any, str]] = [

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from lm.output import ClassTree
 from lm.output.decoding import draws
-from lm.output.decoding.distribution import log_prob
-from lm.output.decoding.expansion import Expander, Penalty
-from lm.output.decoding.rejection import draw_words
+from lm.output.decoding.distribution import finder, log_prob
+from lm.output.decoding.positions import Penalty, Positions
 from lm.output.decoding.uniforms import Uniforms, derive_seeds
 
 from .truth import (
@@ -18,6 +16,7 @@ from .truth import (
     Options,
     P,
     all_shapes,
+    assert_distributed,
     draw_many,
     random_layer,
     restricted,
@@ -25,8 +24,6 @@ from .truth import (
     word_log_prob,
 )  # fmt: skip
 
-SIGNIFICANCE = 1e-5
-"""Significance of one test of about 500: one of them fails for half a percent of seeds."""
 PENALTY: Options = {"repetition_penalty": 1.5, "previous": [0, 2, 2, -1, 11, 22, *range(4, 9)]}
 EXCLUDED: Options = {"excluded": (0, 3, 11, 3)}
 DISTRIBUTIONS: list[Options] = [
@@ -40,22 +37,6 @@ DISTRIBUTIONS: list[Options] = [
     EXCLUDED, EXCLUDED | {"temperature": 1.7}, EXCLUDED | {"top_k": 7}, EXCLUDED | {"top_p": 0.8},
     EXCLUDED | {"min_p": 0.1}, EXCLUDED | PENALTY,
 ]  # fmt: skip
-
-
-def assert_distributed(words: Tensor, probs: Tensor) -> None:
-    """Pearson's test of draws [D] from probs [N]; words expected less than 5 times count as one."""
-    counts = torch.bincount(words, minlength=probs.numel()).double()
-    assert counts[probs == 0].sum() == 0
-    expected = probs * words.numel()
-    rare = expected < 5
-    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    possible = expected > 0
-    statistic = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
-    degrees = max(1, int(possible.sum()) - 1)
-    halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
-    significance = float(torch.special.gammaincc(*halves))  # of the chi-square distribution
-    assert significance > SIGNIFICANCE, f"{statistic:.1f}, {degrees} degrees"
 
 
 @all_shapes
@@ -86,11 +67,11 @@ def test_temperatures_near_zero_give_the_most_probable_word(shape: str, options:
 
 
 @all_shapes
-def test_temperature_one_expands_only_the_path_of_the_word(shape: str) -> None:
+def test_temperature_one_opens_only_the_path_of_the_word(shape: str) -> None:
     layer = random_layer(shape)
-    expander = Expander(*layer)
-    words = draw_words(expander, torch.arange(P), 1.0)
-    assert expander.num_expanded == sum(len(layer[2].path(word)) for word in words.tolist())
+    positions = Positions(*layer)
+    words = finder(positions).draw_words(positions, torch.arange(P), 1.0)
+    assert positions.num_opened == sum(len(layer[2].path(word)) for word in words.tolist())
 
 
 @all_shapes
@@ -111,25 +92,26 @@ def test_penalty_of_all_words_of_a_sure_class_is_exact_and_ends() -> None:
     hidden, weight = torch.zeros(3000, H), torch.zeros(tree.num_rows, H)
     bias = torch.zeros(tree.num_rows)
     bias[0] = 30.0
-    expander = Expander(hidden, weight, tree, bias)
+    positions = Positions(hidden, weight, tree, bias)
     rows = tree.row_of_word[:20].expand(3000, -1)
-    expander.penalty = Penalty(50.0, rows)
-    words = draw_words(expander, torch.arange(3000), 1.0)
+    positions.penalty = Penalty(50.0, rows)
+    words = finder(positions).draw_words(positions, torch.arange(3000), 1.0)
     # The root, class 0 at most once without success, class 1.
-    assert expander.num_expanded <= 3000 * 3
+    assert positions.num_opened <= 3000 * 3
     full = log_prob(hidden[:1], weight, tree, bias)[0].double()
     assert_distributed(words, restricted(full, repetition_penalty=50.0, previous=range(20)))
 
 
-def test_penalty_expands_no_node_for_the_previous_words() -> None:
+@pytest.mark.parametrize("_way", ["compiled"], indirect=True)
+def test_penalty_opens_no_node_for_the_previous_words() -> None:
     """Class 0 is drawn almost always, and its words are never penalised."""
     tree = ClassTree.two_level(torch.arange(400) // 20)
     bias = torch.zeros(tree.num_rows)
     bias[0] = 40.0
-    expander = Expander(torch.zeros(50, H), torch.zeros(tree.num_rows, H), tree, bias)
-    expander.penalty = Penalty(2.0, tree.row_of_word[20:].expand(50, -1))
-    draw_words(expander, torch.arange(50), 1.0)
-    assert expander.num_expanded == 50 * 2
+    positions = Positions(torch.zeros(50, H), torch.zeros(tree.num_rows, H), tree, bias)
+    positions.penalty = Penalty(2.0, tree.row_of_word[20:].expand(50, -1))
+    finder(positions).draw_words(positions, torch.arange(50), 1.0)
+    assert positions.num_opened == 50 * 2
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -1,4 +1,4 @@
-"""Best-first search: exact top-k and nuclei, and which nodes are expanded for them."""
+"""Search: exact top-k and nuclei, and which nodes loops open for them."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from lm.output import ClassTree
 from lm.output.decoding import compiled, search
 from lm.output.decoding.distribution import finder, topk
-from lm.output.decoding.expansion import Expander, Penalty
+from lm.output.decoding.positions import Penalty, Positions
 
 from .truth import (
     H,
@@ -22,19 +22,20 @@ from .truth import (
     word_log_prob,
 )
 
-MODES = {
-    "node by node": {"MOST_COST": math.inf, "FEW": math.inf, "NODE_COST": 1},
-    "all words": {"MOST_COST": 0.0, "FEW": math.inf, "NODE_COST": 1 << 40},
-    "many nodes": {"MOST_COST": 10.0, "FEW": 0, "NODE_COST": 1 << 40},
+MODES: dict[str, dict[str, float]] = {
+    "node by node": {"FEW": math.inf, "NODE_COST": 1},
+    "row by row": {"FEW": math.inf, "NODE_COST": 1 << 40},
+    "all words": {"FEW": 0, "NODE_COST": 1 << 40},
 }
-"""Costs with which nodes are opened one by one, or left to products of all words, in blocks."""
-node_by_node = pytest.mark.parametrize("mode", ["node by node"], indirect=True)
+"""Costs with which loops open nodes by probability, in order, or leave many to products."""
+node_by_node = pytest.mark.parametrize(
+    ("_way", "mode"), [("compiled", "node by node")], indirect=True
+)
 
 
 @pytest.fixture(autouse=True, params=MODES)
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     costs = MODES[request.param]
-    monkeypatch.setattr(search, "MOST_COST", costs["MOST_COST"])
     monkeypatch.setattr(search, "BLOCK_ELEMENTS", 2 * N)
     monkeypatch.setattr(compiled, "BLOCK_ELEMENTS", 2 * N)
     monkeypatch.setattr(compiled, "FEW", costs["FEW"])
@@ -104,12 +105,12 @@ def test_ties_go_to_the_lowest_word(tree: ClassTree, k: int) -> None:
 @node_by_node
 @all_shapes
 @pytest.mark.parametrize("k", [1, 4])
-def test_topk_expands_exactly_the_nodes_as_probable_as_the_last_word(shape: str, k: int) -> None:
+def test_topk_opens_exactly_the_nodes_as_probable_as_the_last_word(shape: str, k: int) -> None:
     layer = random_layer(shape, scale=2.0)
     last = word_log_prob(*layer).topk(k).values[:, -1:]
-    expander = Expander(*layer)
-    finder(expander).topk(expander, k)
-    assert expander.num_expanded == int((node_log_prob(*layer) >= last - 1e-12).sum())
+    positions = Positions(*layer)
+    finder(positions).topk(positions, k)
+    assert positions.num_opened == int((node_log_prob(*layer) >= last - 1e-12).sum())
 
 
 @node_by_node
@@ -117,11 +118,10 @@ def test_the_nucleus_of_a_peaked_distribution_opens_one_class() -> None:
     tree = ClassTree.two_level(torch.arange(400) % 20)
     bias = torch.zeros(tree.num_rows)
     bias[7] = 20.0
-    expander = Expander(torch.zeros(3, H), torch.zeros(tree.num_rows, H), tree, bias)
-    ((position, nucleus),) = search.nuclei(expander, 1.0, 0.925)
-    assert position.tolist() == [0, 1, 2]
-    assert nucleus.word.tolist() == [[7 + 20 * i for i in range(19)]] * 3
-    assert expander.num_expanded == 3 * 2
+    positions = Positions(torch.zeros(3, H), torch.zeros(tree.num_rows, H), tree, bias)
+    for _, nucleus in compiled.nuclei(positions, 1.0, 0.925):
+        assert nucleus.word.tolist() == [[7 + 20 * i for i in range(19)]]
+    assert positions.num_opened == 3 * 2
 
 
 OTHERS: Options = {"excluded": (2, N - 1), "repetition_penalty": 1.4, "previous": (1, 4, 9)}
@@ -142,19 +142,19 @@ OTHERS: Options = {"excluded": (2, N - 1), "repetition_penalty": 1.4, "previous"
     ids=str,
 )
 def test_words_to_draw_from_are_those_of_the_definition(
-    shape: str, options: Options, others: Options, mode: str
+    shape: str, options: Options, others: Options, mode: str, request: pytest.FixtureRequest
 ) -> None:
     """The smallest set that reaches top_p; words within the ratio, by the nodes within it."""
-    layer = random_layer(shape)
-    expander, row = Expander(*layer), layer[2].row_of_word
+    layer, way = random_layer(shape), request.getfixturevalue("_way")
+    positions, row = Positions(*layer), layer[2].row_of_word
     if others:
         penalty = Penalty(1.4, row[list(others["previous"])].expand(P, -1))
-        expander = Expander(*layer, excluded=row[list(others["excluded"])], penalty=penalty)
+        positions = Positions(*layer, excluded=row[list(others["excluded"])], penalty=penalty)
     power = 1 / options["temperature"]
     sets = (
-        finder(expander).nuclei(expander, power, options["top_p"])
+        finder(positions).nuclei(positions, power, options["top_p"])
         if "top_p" in options
-        else finder(expander).within_ratio(expander, power, options["min_p"])
+        else finder(positions).within_ratio(positions, power, options["min_p"])
     )
     found = {
         p: words[log_prob > -torch.inf].tolist()
@@ -165,6 +165,6 @@ def test_words_to_draw_from_are_those_of_the_definition(
     for p, each in enumerate(log_prob):
         probs = restricted(each, **options, **others)
         assert found[p] == probs.argsort(descending=True)[: int((probs > 0).sum())].tolist()
-    if "min_p" in options and mode == "node by node" and not others:
+    if "min_p" in options and mode == "node by node" and not others and way == "compiled":
         cut = log_prob.amax(1, keepdim=True) + math.log(options["min_p"]) / power
-        assert expander.num_expanded == int((node_log_prob(*layer) >= cut - 1e-12).sum())
+        assert positions.num_opened == int((node_log_prob(*layer) >= cut - 1e-12).sum())

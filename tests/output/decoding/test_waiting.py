@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.output.decoding import compiled, search
+from lm.output.decoding import compiled
 
 NUM_CLASSES = 40
 READS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
@@ -48,7 +48,6 @@ def test_the_host_waits_as_often_for_many_opened_classes_as_for_one(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Position i has nearly all of its probability in class i, and opens that."""
-    monkeypatch.setattr(search, "MOST_COST", torch.inf)
     monkeypatch.setattr(compiled, "is_usable", lambda _: False)  # as on a GPU
     tree = ClassTree.two_level(torch.arange(400) % NUM_CLASSES)
     layer = HierarchicalSoftmax(NUM_CLASSES, tree)

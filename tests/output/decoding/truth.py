@@ -54,6 +54,8 @@ TREES: dict[str, Callable[[int], ClassTree]] = {
     "huffman 3": lambda n: ClassTree.huffman(zipf(n), 3),
     "paths": lambda n: ClassTree.from_paths(random_paths(n)),
 }
+SIGNIFICANCE = 1e-5
+"""Significance of one test of about 500: one of them fails for half a percent of seeds."""
 all_shapes = pytest.mark.parametrize("shape", TREES)
 
 
@@ -144,3 +146,19 @@ def draw_many(layer: Layer, num_draws: int, **options: Any) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     repeated = hidden[:, None].expand(-1, num_draws, -1)
     return sample(repeated, *others, generator=generator, **options)
+
+
+def assert_distributed(words: Tensor, probs: Tensor) -> None:
+    """Pearson's test of draws [D] from probs [N]; words expected less than 5 times count as one."""
+    counts = torch.bincount(words, minlength=probs.numel()).double()
+    assert counts[probs == 0].sum() == 0
+    expected = probs * words.numel()
+    rare = expected < 5
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    possible = expected > 0
+    statistic = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
+    degrees = max(1, int(possible.sum()) - 1)
+    halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+    significance = float(torch.special.gammaincc(*halves))  # of the chi-square distribution
+    assert significance > SIGNIFICANCE, f"{statistic:.1f}, {degrees} degrees"

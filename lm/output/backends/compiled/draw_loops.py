@@ -1,6 +1,31 @@
-"""Drawing a word at one position after another, compiled by numba.
+"""Exact draws from a tree of softmaxes at one position after another, compiled by numba.
 
-Words are drawn as `lm.output.decoding.rejection.RejectionSampler` does it.
+At temperature T word w has probability P(w)^β / Z with β = 1/T and Z = Σ P(w)^β over *all* words,
+which differs from applying the temperature in each softmax of the tree. Let S_n = Σ q^β over the
+words below node n, where q are their probabilities given n. The exact weight of n is P(n)^β S_n,
+but S_n is known only once everything below n has been opened. It has an upper bound u_n: for
+β ≥ 1, Σ q^β ≤ Σ q = 1; for β < 1 the sum is largest for equal q (Jensen's inequality), (number of
+words)^(1 - β). So every known item has a weight b that is at least the exact one:
+
+    b_w = P(w)^β,    b_n = P(n)^β u_n.                                                     (1)
+
+A trial draws item i with probability b_i / Σ b. A word ends the trial. A node is opened: its
+children have weights (1) with total t ≤ b_n; with probability t / b_n the trial continues with one
+of them, drawn in proportion to the weights, otherwise it is rejected. Along the path of a word all
+totals and bounds cancel, so a trial yields
+
+    word w with probability P(w)^β / Σ b,                                                  (2)
+
+whatever has been opened before. So trials repeated until one succeeds sample P^β / Z exactly, and
+each uses what the rejected ones have opened: t replaces b_n. For T = 1 no trial is rejected
+(u_n = 1 = S_n), and only the nodes on the path of the word are opened.
+
+A repetition penalty θ gives words that occurred before the weight P^(βθ) instead of P^β. Since
+θ ≥ 1 the bounds (1) remain valid, and nothing else changes; at T = 1 trials may then be rejected.
+
+The known items of a position are the children of the root and of those nodes opened later that have
+nodes among their children. A node with words alone only changes its weight; if drawn again, it is
+opened again.
 """
 
 import math
@@ -227,7 +252,7 @@ def _draw_word(layer, p, seed, power, is_exact, trials):
 
 @compiled
 def draw_words(layer, seeds, goal, widest, word):
-    """Set word [P], drawn as `RejectionSampler` draws it.
+    """Set word [P], drawn from P^power, or from the nucleus of it.
 
     Args:
         layer, goal: see `Layer` and `Goal`.

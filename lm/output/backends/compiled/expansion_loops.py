@@ -1,4 +1,7 @@
-"""Expanding nodes at one position, compiled by numba; see `lm.output.decoding.expansion`."""
+"""Opening nodes at one position, compiled by numba: the log-probabilities of their children.
+
+A child is an *item*: word w is item w, node n is item ~n = -1 - n.
+"""
 
 import math
 from typing import NamedTuple
@@ -12,7 +15,7 @@ from lm.output.backends.compiled.codegen.tiles import ROWS, dot_rows
 
 
 class Layer(NamedTuple):
-    """The arrays of an `Expander`."""
+    """The arrays of `Positions`."""
 
     hidden: np.ndarray  # [P, W]
     weight: np.ndarray  # [R, W]
@@ -118,7 +121,7 @@ def expand(layer, position, node, above, log_q, bias_of_child):
 
 @compiled
 def item_log_weight(power, log_prob, num_words):
-    """Logarithm of (1) of `decoding.rejection`, for a node of so many words, or for a word."""
+    """Logarithm of (1) of `draw_loops`, for a node of so many words, or for a word."""
     if power >= 1:
         return power * log_prob
     return power * log_prob + (1 - power) * math.log(num_words)
