@@ -14,7 +14,7 @@ from torch import Tensor
 from lm.output.backends.base import check_tensors
 from lm.output.backends.nodes import node_log_softmax, visited_nodes, with_rows
 from lm.output.backends.visits import check_words
-from lm.output.decoding import compiled, search
+from lm.output.decoding import compiled, fused, search
 from lm.output.decoding.draws import Finder, Sampling, draw_words, sample_words, word_ids
 from lm.output.decoding.positions import Penalty, Positions, checked_hidden, word_log_prob
 from lm.output.tracing import not_compiled, refuse_recording
@@ -23,6 +23,7 @@ from lm.output.tree.class_tree import ClassTree
 _BLOCK_ELEMENTS = 1 << 23
 """Largest number of logits on one path of the tree, summed over the positions of a block."""
 _OPERATIONS = Finder(search.topk, search.nuclei, search.within_ratio, draw_words)
+_KERNEL = _OPERATIONS._replace(draw_words=fused.draw_words)
 _LOOPS = Finder(
     compiled.topk,
     compiled.nuclei,
@@ -176,8 +177,10 @@ def _set_penalty(blocks: Sequence[Positions], factor: float, rows: Tensor) -> No
 
 
 def finder(positions: Positions) -> Finder:
-    """The functions that find and draw words: compiled loops where they can."""
-    return _LOOPS if compiled.is_usable(positions) else _OPERATIONS
+    """The functions that find and draw words: compiled loops or a kernel where they can."""
+    if compiled.is_usable(positions):
+        return _LOOPS
+    return _KERNEL if fused.is_usable(positions) else _OPERATIONS
 
 
 def _blocks(

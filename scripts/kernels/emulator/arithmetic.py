@@ -13,7 +13,7 @@ from .ptx import Instruction, Unsupported
 TYPES: dict[str, Any] = {
     "s16": np.int16, "u16": np.uint16, "b16": np.uint16, "f16": np.float16,
     "s32": np.int32, "u32": np.uint32, "b32": np.uint32, "f32": np.float32,
-    "s64": np.int64, "u64": np.uint64, "b64": np.uint64, "pred": np.bool_,
+    "s64": np.int64, "u64": np.uint64, "b64": np.uint64, "f64": np.float64, "pred": np.bool_,
 }  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def _multiply_add(x: Array, y: Array, z: Array) -> Array:
 
 
 def _divide(x: Array, y: Array) -> Array:
-    if x.dtype == np.float32:
+    if x.dtype.kind == "f":
         return np.divide(x, y)
     y = np.where(y == 0, 1, y).astype(x.dtype)
     return np.asarray((x - np.fmod(x, y)) // y)

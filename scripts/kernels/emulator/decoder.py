@@ -17,7 +17,7 @@ BITS: dict[str, Any] = {
     "pred": np.bool_,
     **dict.fromkeys(("b16", "u16", "s16", "f16", "bf16"), np.uint16),
     **dict.fromkeys(("b32", "u32", "s32", "f32"), np.uint32),
-    **dict.fromkeys(("b64", "u64", "s64"), np.uint64),
+    **dict.fromkeys(("b64", "u64", "s64", "f64"), np.uint64),
 }
 """How a register of a type is kept: as its bits."""
 ADDRESS = re.compile(r"\[\s*([^\s+]+)\s*(?:\+\s*(-?\d+)\s*)?\]")
@@ -83,7 +83,7 @@ class Decoder:
         if text == "global_smem":
             value = BASE
         else:
-            value = int(text[2:], 16) if text[:2] == "0f" else int(text.rstrip("U"), 0)
+            value = int(text[2:], 16) if text[:2] in ("0f", "0d") else int(text.rstrip("U"), 0)
         if (value, kind) not in self._constants:
             size = 8 * np.dtype(BITS[kind]).itemsize
             kept = bool(value) if kind == "pred" else value & ((1 << size) - 1)

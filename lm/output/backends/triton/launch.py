@@ -30,6 +30,7 @@ MODULES = {
     "_forward": "forward_kernel",
     "_rows": "row_kernel",
     "_update": "update_kernel",
+    "_draw": "draw_kernel",
 }
 """Where each kernel is."""
 
@@ -105,7 +106,8 @@ def instruments() -> _Instruments:
 
 def execute(launch: Launch) -> None:
     """Run a launch on the device of its arguments, or interpret it on a CPU."""
-    device = launch.arguments["routing"].device
+    arguments = launch.arguments
+    device = arguments["routing" if "routing" in arguments else "word"].device
     if not launch.num_programs:
         return
     if device.type == "cuda" and device.index != torch.cuda.current_device():

@@ -1,0 +1,124 @@
+"""Draws on a GPU by a Triton kernel: the class, then the word, in one launch for all positions."""
+
+import os
+import warnings
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lm.output.backends.triton.backend import failures
+from lm.output.backends.triton.launch import launch
+from lm.output.backends.triton.tile_shapes import Tile, triton_version
+from lm.output.backends.verify import result_of
+from lm.output.decoding import draws
+from lm.output.decoding.positions import Positions
+from lm.output.decoding.uniforms import derive_seeds
+from lm.output.tree.class_tree import ClassTree
+
+DEVICES = {"cuda"}
+"""Types of devices whose words the kernel draws; a CPU's in the interpreter is for tests."""
+TILE = Tile(1, 64, 128, 8, 1)
+NUM_TRIALS = 16
+"""Trials after which a position is left to an evaluation of all words."""
+LEAST_POWER, MOST_POWER = 1 / 8, 8.0
+"""Powers between which most trials are expected to succeed."""
+UNFINISHED, WRONG = -1, -2
+"""Words of positions that are left, and of those with log-probabilities that are not finite."""
+
+
+class Layer(NamedTuple):
+    """The layer at some positions; `excluded` [R] bool is which rows are never found."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    excluded: Tensor | None
+
+
+class Nodes(NamedTuple):
+    """From a node to its children, see `ClassTree`."""
+
+    first_row: Tensor
+    num_children: Tensor
+    item_of_row: Tensor
+    num_words_below: Tensor
+
+
+def is_usable(positions: Positions) -> bool:
+    """Whether the kernel can draw words at some positions, and is right on their device."""
+    hidden, weight, bias = positions.hidden, positions.weight, positions.bias
+    if hidden.device.type not in DEVICES or triton_version() is None:
+        return False
+    if hidden.dtype != torch.float32 and os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    return weight.is_contiguous() and _verified(hidden.device, dtypes)
+
+
+def draw_words(positions: Positions, seeds: Tensor, power: float) -> Tensor:
+    """See `draws.draw_words`. The host waits for the device once, unless words are left."""
+    if positions.penalty is not None or not LEAST_POWER <= power <= MOST_POWER:
+        return draws.draw_words(positions, seeds, power)
+    word = launch_draws(positions, seeds, power)
+    if int(word.min()) >= 0:
+        return word
+    wrong = (word == WRONG).nonzero()
+    if wrong.numel():
+        positions.refuse(int(wrong[0]))
+    left = (word == UNFINISHED).nonzero().squeeze(1)
+    word[left] = draws.draw_words(positions.select(left), derive_seeds(seeds[left], -1), power)
+    return word
+
+
+def launch_draws(positions: Positions, seeds: Tensor, power: float) -> Tensor:
+    """The words [P] of at least one position, `UNFINISHED` or `WRONG`; seeds [P] int64."""
+    import triton.language as tl
+
+    hidden, weight, tree, bias = (
+        positions.hidden, positions.weight, positions.tree, positions.bias
+    )  # fmt: skip
+    excluded, width = None, tree.max_path_columns
+    if positions.excluded is not None:
+        excluded = torch.zeros(tree.num_rows, dtype=torch.bool, device=hidden.device)
+        excluded[positions.excluded] = True
+    word = torch.empty_like(seeds)
+    launch(
+        "_draw", len(seeds), TILE,
+        layer=Layer(
+            hidden.contiguous(), weight, None if bias is None else bias.contiguous(), excluded
+        ),
+        tree=Nodes(tree.first_row, tree.num_children, tree.item_of_row, tree.num_words_below),
+        seeds=seeds.contiguous(), log_weight=hidden.new_empty(len(seeds), 2 * width), word=word,
+        power=hidden.new_full((), power), width=width, num_trials=NUM_TRIALS,
+        W=weight.shape[1], EXACT=power == 1 and positions.excluded is None,
+        ACC=tl.float64 if hidden.dtype == torch.float64 else tl.float32, TILE=TILE,
+    )  # fmt: skip
+    return word
+
+
+@cache
+def _verified(
+    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+) -> bool:
+    """Whether the kernel is right for a small layer on a device; it warns if not."""
+    comparison = partial(_difference, device, dtypes)
+    problem = result_of(comparison, "the output layer's draws", failures)
+    if problem is not None:
+        warnings.warn(f"words are drawn slowly, without a kernel: {problem}", stacklevel=2)
+    return problem is None
+
+
+def _difference(
+    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+) -> str | None:
+    """What is wrong with drawn words, or None."""
+    tree, generator = ClassTree.two_level(torch.arange(300) % 17), torch.Generator().manual_seed(0)
+    shapes = ((64, 40), (tree.num_rows, 40), (tree.num_rows,))
+    layer = [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
+    hidden, weight, bias = (x.to(device, dtype) for x, dtype in zip(layer, dtypes, strict=True))
+    positions, seeds = Positions(hidden, weight, tree.to(device), bias), torch.arange(64).to(device)
+    expected = draws.draw_words(positions, seeds, 1.0)
+    num = int((launch_draws(positions, seeds, 1.0) != expected).sum())
+    return None if num <= 1 else f"{num} of 64 words differ"  # rounding may change one
