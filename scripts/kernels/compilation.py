@@ -25,6 +25,8 @@ from lm.output.backends.base import Needs, Problem, row_size
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
 from lm.output.backends.triton.tile_shapes import Tiles
+from lm.output.decoding.fused import launch_draws
+from lm.output.decoding.positions import Positions
 from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowSGD
 from lm.output.tree.arrays import TreeArrays
 from scripts.benchmarks.measure import DTYPES
@@ -32,7 +34,7 @@ from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import benchmark_parser, problem_size
 from scripts.kernels.emulator.execution import compiled
 
-CONSTANTS = frozenset({"ACC", "META", "SORTED", "TILE"})
+CONSTANTS = frozenset({"ACC", "EXACT", "META", "SORTED", "TILE", "W"})
 """Arguments that a kernel is compiled for and the host does not pass to it."""
 
 _jobs: list[tuple[Launch, int]] = []  # of the worker processes, which inherit it
@@ -110,6 +112,19 @@ def launches(
             for table, gradient in zip((problem.weight, problem.bias), rows, strict=True):
                 if table is not None and isinstance(gradient, RowGradient):
                     _use(table, gradient)
+    return found
+
+
+def draws(dtype: torch.dtype, columns: int) -> list[Launch]:
+    """The launches that draw words, at temperature 1 and, without some words, at another."""
+    tree, found = ClassTree.two_level(num_words=1000), list[Launch]()
+    weight = torch.empty(tree.num_rows, columns, dtype=dtype)
+    hidden, seeds = torch.empty(2, columns), torch.zeros(2, dtype=torch.int64)
+    positions = Positions(hidden, weight, tree, weight[:, 0].contiguous())
+    with instrumented(run=found.append):
+        launch_draws(positions, seeds, 1.0)
+        positions.excluded = seeds[:1]
+        launch_draws(positions, seeds, 0.7)
     return found
 
 

@@ -31,7 +31,14 @@ from lm.output.backends.triton.launch import Launch
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.reporting import TOP, Table, benchmark_parser
 from scripts.kernels import sass
-from scripts.kernels.compilation import compiled_launch, launches, make_problem, obstacle, values
+from scripts.kernels.compilation import (
+    compiled_launch,
+    draws,
+    launches,
+    make_problem,
+    obstacle,
+    values,
+)
 
 PROCESSOR_SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 """Shared memory of a processor, of which each program takes 1 KiB."""
@@ -84,7 +91,8 @@ def report(
         problem = make_problem(
             100_000, size, 16_384, kinds[0], weight_dtype=kinds[-1], columns=columns, bias=True
         )
-        for launch in launches(problem, capability, row_wise=(False, True)):
+        of_step = launches(problem, capability, row_wise=(False, True))
+        for launch in [*of_step, *draws(kinds[-1], columns)]:
             name = launch.kernel.__name__
             if kernels is not None and name not in kernels:
                 continue
@@ -101,6 +109,8 @@ def _described(launch: Launch, seen: set[str]) -> str:
     """The kernel and what it is for; dense gradients come first."""
     name: str = launch.kernel.__name__
     given = {key for key, value in values(launch).items() if value is not None}
+    if name == "_draw":
+        return name + ", temperature" * (not launch.arguments["EXACT"])
     if name != "_update":
         alone = "d_bias" in given and not {"d_hidden", "d_weight"} & given
         return name + (", row-wise" + " bias" * alone) * (name in seen)

@@ -76,10 +76,8 @@ def launch_draws(positions: Positions, seeds: Tensor, power: float) -> Tensor:
     """The words [P] of at least one position, `UNFINISHED` or `WRONG`; seeds [P] int64."""
     import triton.language as tl
 
-    hidden, weight, tree, bias = (
-        positions.hidden, positions.weight, positions.tree, positions.bias
-    )  # fmt: skip
-    excluded, width = None, tree.max_path_columns
+    hidden, tree, bias, excluded = positions.hidden, positions.tree, positions.bias, None
+    width = tree.max_path_columns
     if positions.excluded is not None:
         excluded = torch.zeros(tree.num_rows, dtype=torch.bool, device=hidden.device)
         excluded[positions.excluded] = True
@@ -87,21 +85,20 @@ def launch_draws(positions: Positions, seeds: Tensor, power: float) -> Tensor:
     launch(
         "_draw", len(seeds), TILE,
         layer=Layer(
-            hidden.contiguous(), weight, None if bias is None else bias.contiguous(), excluded
+            hidden.contiguous(), positions.weight, None if bias is None else bias.contiguous(),
+            excluded,
         ),
         tree=Nodes(tree.first_row, tree.num_children, tree.item_of_row, tree.num_words_below),
         seeds=seeds.contiguous(), log_weight=hidden.new_empty(len(seeds), 2 * width), word=word,
         power=hidden.new_full((), power), width=width, num_trials=NUM_TRIALS,
-        W=weight.shape[1], EXACT=power == 1 and positions.excluded is None,
+        W=hidden.shape[1], EXACT=power == 1 and positions.excluded is None,
         ACC=tl.float64 if hidden.dtype == torch.float64 else tl.float32, TILE=TILE,
     )  # fmt: skip
     return word
 
 
 @cache
-def _verified(
-    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-) -> bool:
+def _verified(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> bool:
     """Whether the kernel is right for a small layer on a device; it warns if not."""
     comparison = partial(_difference, device, dtypes)
     problem = result_of(comparison, "the output layer's draws", failures)
@@ -113,12 +110,21 @@ def _verified(
 def _difference(
     device: torch.device, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
 ) -> str | None:
-    """What is wrong with drawn words, or None."""
+    """What is wrong with words drawn at temperature 1, or with frequencies at another, or None."""
     tree, generator = ClassTree.two_level(torch.arange(300) % 17), torch.Generator().manual_seed(0)
     shapes = ((64, 40), (tree.num_rows, 40), (tree.num_rows,))
     layer = [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
     hidden, weight, bias = (x.to(device, dtype) for x, dtype in zip(layer, dtypes, strict=True))
-    positions, seeds = Positions(hidden, weight, tree.to(device), bias), torch.arange(64).to(device)
-    expected = draws.draw_words(positions, seeds, 1.0)
-    num = int((launch_draws(positions, seeds, 1.0) != expected).sum())
-    return None if num <= 1 else f"{num} of 64 words differ"  # rounding may change one
+    tree, seeds, power = tree.to(device), torch.arange(4096).to(device), 0.75
+    positions = Positions(hidden, weight, tree, bias)
+    words, expected = (f(positions, seeds[:64], 1.0) for f in (launch_draws, draws.draw_words))
+    num = int((words != expected).sum())
+    if num > 1:  # rounding may change one
+        return f"{num} of 64 words differ"
+    positions = Positions(hidden[:1].expand(4096, -1), weight, tree, bias)
+    positions.excluded = tree.row_of_word[:9]
+    words = launch_draws(positions, seeds, power)
+    expected = (power * positions.all_words(seeds[:1])[0]).softmax(dim=0)
+    found = torch.bincount(words[words >= 0], minlength=300) / len(seeds)  # nearly all are drawn
+    distance = float((found - expected).abs().sum() / 2)
+    return None if distance < 0.06 else f"frequencies are off by {distance:.2g}"

@@ -2,6 +2,7 @@
 which the interpreter cannot show.
 """
 
+import copy
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +14,12 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
+from lm.output.decoding import compiled, distribution, fused
+from lm.output.decoding.draws import Sampling
+from lm.output.decoding.positions import Positions
 from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD
 
+from ..decoding.truth import assert_distributed, restricted
 from ..definition import assert_errors_are_small, gradients, nll
 
 pytestmark = pytest.mark.gpu
@@ -260,3 +265,28 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     torch.testing.assert_close(ours[0].double(), nll.detach(), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(ours[2][-last:].double(), truth[root:], rtol=0.05, atol=0.02)
     assert int((ours[2] != 0).any(1).sum()) == root + last
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", TREES)
+def test_words_are_found_and_drawn_as_on_a_cpu(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding may change a word or two of 64; at another temperature, frequencies are right."""
+    monkeypatch.setattr(compiled, "has_numba", lambda: False)  # which draws in another way
+    (hidden, weight, bias), _, tree, _ = problem(TREES[name](), 64, 40, dtype)
+    on_cpu = hidden.cpu(), weight.cpu(), copy.deepcopy(tree).cpu(), bias.cpu()
+    layer, seeds = (hidden, weight, tree, bias), torch.arange(64)
+    assert fused.is_usable(Positions(hidden.float(), weight, tree, bias))
+    best, expected = distribution.topk(*layer, k=9), distribution.topk(*on_cpu, k=9)
+    torch.testing.assert_close(best.log_prob.cpu(), expected.log_prob, rtol=1e-4, atol=1e-4)
+    assert int((best.word[:, 0].cpu() != expected.word[:, 0]).sum()) <= 2
+    for sampling in (Sampling(), Sampling(top_p=0.9), Sampling(top_k=9), Sampling(min_p=0.1)):
+        words = distribution.sample(*layer, sampling, seeds=seeds.cuda())
+        others = distribution.sample(*on_cpu, sampling, seeds=seeds)
+        assert int((words.cpu() != others).sum()) <= 2, sampling
+    many = hidden[:1].expand(20_000, -1), weight, tree, bias
+    warmer = Sampling(temperature=1.3, excluded=(0, 7))
+    words = distribution.sample(*many, warmer, seeds=torch.arange(20_000).cuda())
+    full = distribution.log_prob(*on_cpu)[0].double()
+    assert_distributed(words.cpu(), restricted(full, 1.3, excluded=(0, 7)))

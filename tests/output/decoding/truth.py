@@ -1,5 +1,6 @@
 """The distribution over all words, computed word by word in fp64, for random layers."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, Sampling
-from lm.output.decoding import distribution
+from lm.output.decoding import distribution, draws
+from lm.output.decoding.uniforms import Uniforms
 
 N, H, P = 23, 5, 6
 
@@ -162,3 +164,35 @@ def assert_distributed(words: Tensor, probs: Tensor) -> None:
     halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
     significance = float(torch.special.gammaincc(*halves))  # of the chi-square distribution
     assert significance > SIGNIFICANCE, f"{statistic:.1f}, {degrees} degrees"
+
+
+def trials(layer: Layer, seed: int, power: float, excluded: Tensor, num_trials: int) -> int:
+    """The word of one position, by the trials that `compiled.draw_loops` defines, or -1."""
+    hidden, weight, tree, bias = layer
+    uniforms, items = Uniforms(torch.tensor([seed])), tree.item_of_row.tolist()
+
+    def bound(item: int) -> float:
+        return 0.0 if item >= 0 else max(0, 1 - power) * math.log(tree.num_words_below[~item])
+
+    def opened(node: int) -> tuple[int, Tensor]:
+        first, num = int(tree.first_row[node]), int(tree.num_children[node])
+        rows = slice(first, first + num)
+        log_q = (hidden @ weight[rows].T + bias[rows]).log_softmax(1)
+        log_weight = power * log_q + torch.tensor([[bound(item) for item in items[rows]]])
+        for row in set(excluded.tolist()) & {*range(first, first + num)}:
+            log_weight[0, row - first] = -torch.inf
+        return first, log_weight
+
+    for _ in range(num_trials):
+        item, is_on, is_root = ~0, True, True
+        while item < 0 and is_on:
+            first, log_weight = opened(~item)
+            point = uniforms.draw(torch.zeros(1, dtype=torch.int64))
+            if not is_root:
+                share = min(1, math.exp(float(log_weight.logsumexp(1)) - bound(item)))
+                is_on, point = bool(point < share), point / share
+            if is_on:
+                item, is_root = items[first + int(draws.draw(log_weight, point))], False
+        if is_on:
+            return item
+    return -1

@@ -1,22 +1,19 @@
 """The Triton kernel that draws words: the class, then the word, in one launch for all positions.
 
-A program draws the word of one position by the trials that `compiled.draw_loops` explains, equations
-(1) and (2) there, but forgets what rejected trials have opened: it keeps the weights of the root's
-children alone. A position is left to the caller after `num_trials` of them. At temperature 1 without
-excluded words, the first trial always succeeds.
+A program draws the word of one position by the trials that `compiled.draw_loops` explains, with
+equations (1) and (2) there, but forgets what rejected trials have opened: it keeps the weights of
+the root's children alone. After `num_trials` of them a position is left to the caller. At
+temperature 1 without excluded words, the first trial succeeds.
 
-β is the power 1 / T. A node is opened in blocks of children: the logits z = W h + b, the sum of
-exp(z) in the form of its logarithm, and the weights (1) relative to the node's own, whose logarithms
-β z + log u go to `log_weight`. Log-probabilities are formed in `ACC`, sums over many words in fp64.
+β is the power 1 / T. A node is opened in blocks of children: the logits z = W h + b, the logarithm
+of the sum of exp(z), and the weights (1) relative to that of the node, whose logarithms, up to a
+constant, β z + log u go to `log_weight`. Logarithms are formed in `ACC`, sums in fp64.
 """
 
 import triton
 import triton.language as tl
 
-UNFINISHED = tl.constexpr(-1)
-"""The word of a position whose trials were all rejected."""
-WRONG = tl.constexpr(-2)
-"""The word of a position with a log-probability that is not finite."""
+from lm.output.backends.triton.forward_kernel import _base
 
 
 @triton.jit
@@ -37,7 +34,7 @@ def _uniform(seed, index):
 
 @triton.jit
 def _log_bound(num_words_below, node, power, mask=None):
-    """log u of nodes, and 0 where the mask is not set."""
+    """Log u of nodes, and 0 where the mask is not set."""
     below = tl.load(num_words_below + node, mask=mask, other=None if mask is None else 1)
     return tl.maximum(1.0 - power, 0.0) * tl.log(below.to(power.dtype))
 
@@ -84,12 +81,16 @@ def _open(
             weight = tl.where(out, float("-inf"), weight)
         tl.store(log_weight + c, weight, mask=inside)
         new = tl.maximum(largest, tl.max(weight, axis=0))
-        base = tl.where(new == float("-inf"), 0.0, new)  # all excluded so far
+        base = _base(new)  # all may be excluded so far
         weight_total = weight_total * tl.exp(largest - base).to(tl.float64)
         weight_total += tl.sum(tl.exp(weight - base).to(tl.float64), axis=0)
         largest = new
     lse = m + tl.log(total.to(ACC))
-    log_total = largest + tl.log(weight_total.to(ACC)) - power.to(ACC) * lse
+    log_total = (
+        largest
+        + tl.log(tl.where(weight_total == 0.0, 1.0, weight_total).to(ACC))
+        - power.to(ACC) * lse
+    )
     finite = (lse - lse == 0.0) & (lowest - lowest == 0.0)
     tl.debug_barrier()  # what the other threads of this program stored must be visible
     return first, width, log_total, largest, weight_total, finite
@@ -104,7 +105,7 @@ def _choose(log_weight, width, largest, weight_total, uniform, BLOCK_C: tl.const
     for c0 in range(0, width, BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
         weight = tl.load(log_weight + c, mask=c < width, other=float("-inf"))
-        weight = tl.exp(weight - largest).to(tl.float64)
+        weight = tl.exp(weight - _base(largest)).to(tl.float64)
         above = (total + tl.cumsum(weight, axis=0) > point) & (weight > 0.0)
         chosen = tl.minimum(chosen, tl.min(tl.where(above, c, width), axis=0))
         last = tl.maximum(last, tl.max(tl.where(weight > 0.0, c, 0), axis=0))
@@ -118,14 +119,17 @@ def _draw(
     layer, tree, seeds, log_weight, word, power, width, num_trials,
     W: tl.constexpr, EXACT: tl.constexpr, ACC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The word [P], or `UNFINISHED`, or `WRONG`; `log_weight` [P, 2 width] is memory for it."""
+    """The word [P], -1 if all trials are rejected, or -2 if a log-probability is not finite.
+
+    `log_weight` [P, 2 width] is memory for the children of the root and of another node.
+    """
     p = tl.program_id(0).to(tl.int64)
     seed, used = tl.load(seeds + p).to(tl.uint64, bitcast=True), tl.full((), 0, tl.int64)
     power = tl.load(power)
     of_root = log_weight + p * 2 * width
     of_node = of_root + width
     root = tl.full((), 0, tl.int64)
-    _, num, log_total, largest, total, finite = _open(
+    _, num, _log_total, largest, total, finite = _open(
         root, p * W, of_root, layer, tree, power, W, ACC, TILE
     )
     found = tl.where(finite, -1, -2).to(tl.int64)

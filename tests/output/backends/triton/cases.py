@@ -21,6 +21,8 @@ from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import SLOT, VARYING, Launch, execute, instrumented
 from lm.output.backends.triton.plan import tiles_for
 from lm.output.backends.visits import route
+from lm.output.decoding import fused
+from lm.output.decoding.positions import Positions
 from lm.output.rowwise import RowGradient
 from scripts.benchmarks import measure
 from scripts.kernels.compilation import CONSTANTS, values
@@ -28,6 +30,7 @@ from scripts.kernels.emulator import Emulator
 from scripts.kernels.emulator.execution import Run
 from scripts.kernels.emulator.judge import Judge
 
+from ...decoding.truth import trials
 from ...definition import assert_errors_are_small, gradients, two_level, zipf_targets
 
 DTYPES = {n: measure.DTYPES.get(n, torch.float32) for n in ("bf16", "fp16", "tf32", "fp32")}
@@ -214,6 +217,35 @@ def num_visited_rows(given: Inputs) -> int:
     return int(problem.tree.num_children[torch.unique(node[node >= 0])].sum())
 
 
+def drawn(case: Case, emulator: Emulator, power: float) -> tuple[Positions, Tensor]:
+    """What the compiled kernel draws words for, and these; not all words at a temperature."""
+    (hidden, weight, *bias), _, tree, _ = inputs(case)
+    positions = Positions(hidden.float(), weight, tree, bias[0] if bias else None)
+    if power != 1:
+        positions.excluded = tree.row_of_word[: tree.vocab_size // 8]
+    with emulator:
+        return positions, fused.launch_draws(positions, torch.arange(len(hidden)), power)
+
+
+def check_draws(case: Case, power: float) -> None:
+    """Raise unless the compiled kernel draws the words of the trials, the same in all orders."""
+    torch.set_num_threads(1)
+    every = [drawn(case, Emulator(case.capability, order), power) for order in case.orders]
+    (positions, words), *_ = every
+    assert all(torch.equal(words, other) for _, other in every)
+    assert positions.bias is not None
+    hidden, weight, bias = (
+        x.double() for x in (positions.hidden, positions.weight, positions.bias)
+    )
+    excluded = positions.excluded if positions.excluded is not None else words[:0]
+    expected = [
+        trials((h[None], weight, positions.tree, bias), seed, power, excluded, fused.NUM_TRIALS)
+        for seed, h in enumerate(hidden)
+    ]
+    num_other = sum(map(int.__ne__, words.tolist(), expected))
+    assert num_other <= 1, f"{num_other} of {len(hidden)} words differ"  # by rounding
+
+
 def num_compilations(num_words: int, sizes: list[int]) -> int:
     """How many kernels Triton would compile for batches of several sizes.
 
@@ -254,6 +286,9 @@ def faults(
         emulator = Emulator(capability, recording=True)
         emulated(case._replace(capability=capability), inputs(case), emulator)
         history += emulator.history
+    emulator = Emulator(capability, recording=True)
+    drawn(cases[0]._replace(positions=12), emulator, 0.6)
+    history += emulator.history
     judge = Judge(history)
     return [(one.kind, str(one), judge.verdict(one)) for one in judge.mutants(most)[share]]
 

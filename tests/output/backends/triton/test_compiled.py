@@ -22,6 +22,7 @@ from .cases import (
     Case,
     check,
     check_bytes,
+    check_draws,
     faults,
     narrowed_products,
     num_compilations,
@@ -149,6 +150,21 @@ def test_steps_from_factors_are_right(
     step_of: Case, name: str, executor: ProcessPoolExecutor
 ) -> None:
     executor.submit(check_step, step_of, name).result()
+
+
+@pytest.mark.parametrize(
+    ("drawing", "power"),
+    [
+        (UNEQUAL._replace(positions=40, orders=ORDERS), 1.0),
+        (Case(80, "fp16", "three levels", 33, positions=24, orders=ORDERS), 1.0),
+        (Case(80, "fp32", "wide classes", 136, positions=12, orders=ORDERS), 0.6),
+    ],
+    ids=str,
+)
+def test_compiled_draws_are_right(
+    drawing: Case, power: float, executor: ProcessPoolExecutor
+) -> None:
+    executor.submit(check_draws, drawing, power).result()
 
 
 @pytest.mark.parametrize(
