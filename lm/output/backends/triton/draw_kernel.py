@@ -48,18 +48,20 @@ def _open(
 
     The sum is relative to P(node)^β.
     """
+    BLOCK_C: tl.constexpr = TILE.c
+    BLOCK_H: tl.constexpr = TILE.h
     first, width = tl.load(tree.first_row + node), tl.load(tree.num_children + node).to(tl.int32)
-    block = tl.arange(0, TILE.c)
+    block = tl.arange(0, BLOCK_C)
     m, total = tl.full((), float("-inf"), ACC), tl.full((), 0.0, tl.float64)
     largest, weight_total = tl.full((), float("-inf"), ACC), tl.full((), 0.0, tl.float64)
     lowest = tl.full((), float("inf"), ACC)
-    for c0 in range(0, width, TILE.c):
+    for c0 in range(0, width, BLOCK_C):
         c = c0 + block
         inside = c < width
         row = (first + c).to(tl.int64)
-        sums = tl.zeros([TILE.c, TILE.h], ACC)
-        for h0 in range(0, W, TILE.h):
-            h = h0 + tl.arange(0, TILE.h)
+        sums = tl.zeros([BLOCK_C, BLOCK_H], ACC)
+        for h0 in range(0, W, BLOCK_H):
+            h = h0 + tl.arange(0, BLOCK_H)
             x = tl.load(layer.hidden + x_start + h, mask=h < W, other=0.0).to(ACC)
             mask = inside[:, None] & (h < W)[None, :]
             w = tl.load(layer.weight + row[:, None] * W + h[None, :], mask=mask, other=0.0)
@@ -67,7 +69,7 @@ def _open(
         z = tl.sum(sums, axis=1)
         if layer.bias is not None:
             z += tl.load(layer.bias + row, mask=inside, other=0.0).to(ACC)
-        lowest = tl.minimum(lowest, tl.min(tl.where(inside, z, float("inf")), axis=0))
+        lowest = tl.minimum(lowest, tl.min(z, axis=0))  # outside of the node they are 0
         z = tl.where(inside, z, float("-inf"))
         m_new = tl.maximum(m, tl.max(z, axis=0))
         total = total * tl.exp(m - m_new).to(tl.float64)

@@ -217,10 +217,17 @@ def num_visited_rows(given: Inputs) -> int:
     return int(problem.tree.num_children[torch.unique(node[node >= 0])].sum())
 
 
-def drawn(case: Case, emulator: Emulator, power: float) -> tuple[Positions, Tensor]:
-    """What the compiled kernel draws words for, and these; not all words at a temperature."""
+def drawn(
+    case: Case, emulator: Emulator, power: float, impossible: int | None = None
+) -> tuple[Positions, Tensor]:
+    """What the compiled kernel draws words for, and these; not all words at a temperature.
+
+    Row `impossible` has logits of -∞.
+    """
     (hidden, weight, *bias), _, tree, _ = inputs(case)
     positions = Positions(hidden.float(), weight, tree, bias[0] if bias else None)
+    if bias and impossible is not None:
+        bias[0][impossible] = -torch.inf
     if power != 1:
         positions.excluded = tree.row_of_word[: tree.vocab_size // 8]
     with emulator:
@@ -286,9 +293,10 @@ def faults(
         emulator = Emulator(capability, recording=True)
         emulated(case._replace(capability=capability), inputs(case), emulator)
         history += emulator.history
-    emulator = Emulator(capability, recording=True)
-    drawn(cases[0]._replace(positions=12), emulator, 0.6)
-    history += emulator.history
+    for impossible in (None, 0, -1):
+        emulator = Emulator(capability, recording=True)
+        drawn(cases[1]._replace(tree="shortlist", positions=24), emulator, 0.6, impossible)
+        history += emulator.history
     judge = Judge(history)
     return [(one.kind, str(one), judge.verdict(one)) for one in judge.mutants(most)[share]]
 
