@@ -191,9 +191,9 @@ def _blocks(
     flat = checked_hidden(hidden, weight, tree, bias)
     parts = torch.split(flat, step) if len(flat) > step else (flat,)
     if excluded:
-        words = torch.tensor(excluded, device=hidden.device)
+        words = torch.tensor(excluded, device="cpu")  # where the check waits for no device
         check_words("excluded word", words, tree.vocab_size, ignore_index=0)
         if len(set(excluded)) == tree.vocab_size:
             raise ValueError("all words are excluded")
-        rows = tree.row_of_word[words]
+        rows = tree.row_of_word[words.to(hidden.device)]
     return [Positions(part, weight, tree, bias, i * step, rows) for i, part in enumerate(parts)]
