@@ -1,8 +1,8 @@
 """The distributions that words are drawn from, and how.
 
-At T = 1 a word is drawn by drawing one child after another from the root down: the class, then the
-word. At other temperatures the sum over all words is required, and operations of PyTorch evaluate
-all of them; compiled loops draw by trials that open few nodes, see `draw_loops`.
+At T = 1 one child after another is drawn from the root down: the class, then the word. At other
+temperatures operations of PyTorch evaluate all words; compiled loops, and the kernel for GPUs, draw
+by trials that open few nodes, see `compiled.draw_loops`.
 
 Top-p restricts the draw to the nucleus, the smallest set of most probable words with a share p of
 the sum Z over all words. Compiled loops draw words until one is in it, as at least every second one
@@ -38,7 +38,7 @@ NUM_DRAWS = 64
 
 
 class Finder(NamedTuple):
-    """Functions that find and draw words, by operations of PyTorch or in compiled loops."""
+    """Functions that find and draw words: operations of PyTorch, compiled loops or a kernel."""
 
     topk: Callable[[Positions, int], TopK]
     nuclei: Callable[[Positions, float, float], Iterator[tuple[Tensor, TopK]]]

@@ -88,11 +88,8 @@ def _open(
         weight_total += tl.sum(tl.exp(weight - base).to(tl.float64), axis=0)
         largest = new
     lse = m + tl.log(total.to(ACC))
-    log_total = (
-        largest
-        + tl.log(tl.where(weight_total == 0.0, 1.0, weight_total).to(ACC))
-        - power.to(ACC) * lse
-    )
+    some = tl.where(weight_total == 0.0, 1.0, weight_total)
+    log_total = largest + tl.log(some.to(ACC)) - power.to(ACC) * lse
     finite = (lse - lse == 0.0) & (lowest - lowest == 0.0)
     tl.debug_barrier()  # what the other threads of this program stored must be visible
     return first, width, log_total, largest, weight_total, finite
