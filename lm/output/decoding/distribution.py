@@ -17,11 +17,14 @@ from lm.output.backends.visits import check_words
 from lm.output.decoding import compiled, fused, search
 from lm.output.decoding.draws import Finder, Sampling, draw_words, sample_words, word_ids
 from lm.output.decoding.positions import Penalty, Positions, checked_hidden, word_log_prob
+from lm.output.functional import hierarchical_cross_entropy
 from lm.output.tracing import not_compiled, refuse_recording
 from lm.output.tree.class_tree import ClassTree
 
 _BLOCK_ELEMENTS = 1 << 23
 """Largest number of logits on one path of the tree, summed over the positions of a block."""
+_LOSS_DEVICES = {"cuda"}
+"""Types of devices on which the loss evaluates candidates."""
 _OPERATIONS = Finder(search.topk, search.nuclei, search.within_ratio, draw_words)
 _KERNEL = _OPERATIONS._replace(draw_words=fused.draw_words)
 _LOOPS = Finder(
@@ -47,7 +50,8 @@ def candidate_log_prob(
     """Log-probabilities [..., K] of candidate words [..., K], as `log_prob` has them.
 
     Candidates of one position often share nodes, at least the root. Each distinct (position, node)
-    pair is evaluated once, in one matrix product per distinct node.
+    pair is evaluated once, in one matrix product per distinct node. On a GPU, which would wait for
+    as many launches, candidates are targets of the loss.
     """
     refuse_recording("candidate_log_prob")
     flat = checked_hidden(hidden, weight, tree, bias)
@@ -63,6 +67,11 @@ def candidate_log_prob(
         )
     check_words("candidate", word, tree.vocab_size)
     words = word.reshape(len(flat), word.shape[-1])
+    if hidden.device.type in _LOSS_DEVICES:
+        with torch.autocast(hidden.device.type, enabled=False):
+            repeated = flat[:, None].expand(-1, words.shape[1], -1)
+            nll = hierarchical_cross_entropy(repeated, weight, words, tree, bias, reduction="none")
+        return -nll.view(word.shape)
     rows = tree.rows_on_path(words)
     term = (rows >= 0).flatten().nonzero().squeeze(1)  # of [P, K, D]: nodes on a path
     row = rows.flatten()[term]

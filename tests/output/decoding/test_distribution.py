@@ -143,14 +143,20 @@ def test_excluded_words_are_any_collection_of_integers(excluded: Any) -> None:
             layer.topk(hidden, 1, excluded=wrong)
 
 
-@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("by_loss", [True, False])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,)])
 @pytest.mark.parametrize("num_candidates", [0, 1, 40])
 def test_candidates_equal_the_full_distribution(
-    tree: ClassTree, shape: tuple[int, ...], num_candidates: int, has_bias: bool
+    tree: ClassTree,
+    shape: tuple[int, ...],
+    num_candidates: int,
+    by_loss: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """As on a GPU, with a bias, and node by node, without one."""
+    monkeypatch.setattr(distribution, "_LOSS_DEVICES", {"cpu"} if by_loss else set())
     hidden, weight, bias, _ = problem(tree, *shape)
-    layer = layer_of(weight, tree, bias if has_bias else None)
+    layer = layer_of(weight, tree, bias if by_loss else None)
     word = torch.randint(N, (*shape, num_candidates))  # 40 of 23 words: some repeat
     actual, expected = layer.candidate_log_prob(hidden, word), layer.log_prob(hidden)
     assert actual.shape == word.shape
