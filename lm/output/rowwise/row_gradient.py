@@ -238,7 +238,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *d_rows: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         table = ctx.table_like
-        values, rows = d_rows[0].reshape(index.numel(), -1), index.flatten()
+        values, rows = d_rows[0].reshape(index.numel(), table[:1].numel()), index.flatten()
         read = rows >= 0
         if on_host(rows) or not len(rows):
             return RowGradient(table, [Rows(rows[read], values[read])]), None

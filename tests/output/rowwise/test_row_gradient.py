@@ -166,6 +166,8 @@ def test_lookup_of_repeated_rows_adds_their_gradients_up_and_of_none_has_no_grad
     assert torch.equal(vectors, torch.stack([weight[3], torch.zeros_like(weight[3])]))
     (grad,) = torch.autograd.grad(vectors.sum(), weight)
     assert grad.to_sparse().indices().tolist() == [[3]]
+    (grad,) = torch.autograd.grad(lookup(weight, index[:, :0]).sum(), weight)
+    assert grad.to_sparse().indices().tolist() == [[]]
     grads = []
     for look in (lookup, lambda rows, index: F.embedding(index, rows)):
         (grad,) = torch.autograd.grad(look(weight, index).square().sum(), weight)
