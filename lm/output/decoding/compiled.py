@@ -73,7 +73,7 @@ def nuclei(positions: Positions, power: float, top_p: float) -> Iterator[tuple[T
     1 - p, and only such words are found; else all are.
     """
     is_exact, floor = power == 1 and positions.is_plain, -math.inf
-    rest = 1 - top_p * (1 + 1e-5)  # more than rounding changes the sum of all
+    rest = 1 - max(top_p, 0.5) * (1 + 1e-5)  # rounding changes Z by less, and P ≥ 1 / N too
     if is_exact and rest > 0:
         floor = math.log(rest / positions.tree.vocab_size)
     total = 1.0 if is_exact else None

@@ -108,6 +108,8 @@ class Sampling:
             if not (isinstance(value, kind) or (value is None and may_be_none)):
                 expected = "an integer" if kind is Integral else "a number"
                 raise ValueError(f"{name} must be {expected}, got {value!r}")
+            if value is not None and kind is Real:
+                object.__setattr__(self, name, float(value))  # of a fraction, or numpy's
         object.__setattr__(self, "excluded", word_ids("excluded", self.excluded))
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")

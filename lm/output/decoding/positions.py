@@ -13,7 +13,7 @@ from lm.output.backends.nodes import node_logits
 from lm.output.tree.class_tree import ClassTree
 
 LOWEST = -1e30
-"""Log-probability of excluded words, and the least with a penalty, with which words are found."""
+"""Log-probability of excluded words; the least with a penalty is half of it, and still found."""
 
 
 def checked_hidden(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None) -> Tensor:
@@ -60,10 +60,10 @@ class Penalty(NamedTuple):
     row: Tensor  # [P, L] int64, rows of each position's words, which may repeat; -1 is skipped
 
     def applied(self, log_prob: Tensor) -> Tensor:
-        """Log-probabilities of penalized words, at least `LOWEST`."""
+        """Log-probabilities of penalized words, above `LOWEST` unless they are excluded."""
         if math.isinf(self.factor):
             return torch.full_like(log_prob, LOWEST)
-        return (self.factor * log_prob).clamp(min=LOWEST)
+        return (self.factor * log_prob).clamp(min=LOWEST / 2)
 
 
 @dataclass

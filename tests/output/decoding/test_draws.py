@@ -1,9 +1,13 @@
 """Sampling: draws follow the full distribution, expand few nodes, and depend on their seeds."""
 
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
-from lm.output import ClassTree
+from lm.output import ClassTree, Sampling
 from lm.output.decoding import draws
 from lm.output.decoding.distribution import finder, log_prob
 from lm.output.decoding.positions import Penalty, Positions
@@ -51,10 +55,32 @@ def test_frequencies_match_the_full_distribution(shape: str, options: Options) -
 def test_excluded_words_are_not_drawn_at_any_temperature() -> None:
     layer = random_layer("two_level", num_positions=1)
     num_words = word_log_prob(*layer).shape[1]
-    restrictions: tuple[Options, ...] = ({}, {"min_p": 0.5})
+    penalty: Options = {"repetition_penalty": 1e300, "previous": range(num_words)}
+    restrictions: tuple[Options, ...] = ({}, {"min_p": 0.5}, penalty)
     for options in restrictions:
         (drawn,) = draw_many(layer, 2000, temperature=1e300, excluded=(0, 1), **options)
         assert drawn.unique().tolist() == list(range(2, num_words))
+
+
+@pytest.mark.parametrize("num_words", [2, 23, 100])
+@pytest.mark.parametrize("top_p", [1e-9, 0.3])
+def test_the_nucleus_of_equal_words_is_the_first_of_them(num_words: int, top_p: float) -> None:
+    tree = ClassTree.two_level(num_words=num_words)
+    hidden, weight = torch.zeros(P, H), torch.zeros(tree.num_rows, H)
+    log_prob = word_log_prob(hidden, weight, tree, weight[:, 0])[0]
+    possible = restricted(log_prob, top_p=top_p, min_p=0.5).nonzero().flatten().tolist()
+    words = sample(hidden, weight, tree, None, top_p=top_p, min_p=0.5, seeds=torch.arange(P))
+    assert set(words.tolist()) <= set(possible)
+
+
+@pytest.mark.parametrize("temperature", [Fraction(1, 2), np.float32(0.5)])
+def test_options_are_any_real_numbers(temperature: Any) -> None:
+    layer, seeds = random_layer("two_level"), torch.arange(P)
+    assert type(Sampling(temperature=temperature).temperature) is float
+    for options in ({}, {"top_k": 7}):
+        given: Options = options | {"temperature": temperature, "top_p": Fraction(3, 4)}
+        expected = sample(*layer, seeds=seeds, temperature=0.5, top_p=0.75, **options)
+        assert torch.equal(sample(*layer, seeds=seeds, **given), expected)
 
 
 @all_shapes

@@ -28,7 +28,7 @@ class Layer(NamedTuple):
     excluded: np.ndarray  # [K] rows, sorted
     penalized: np.ndarray  # [P, L] rows, sorted; L = 0 for none
     factor: float  # ∞: they are excluded
-    lowest: float  # log-probability of excluded words, and the least with a penalty
+    lowest: float  # log-probability of excluded words; half of it is the least with a penalty
 
 
 class Frontier(NamedTuple):
@@ -109,7 +109,7 @@ def expand(layer, position, node, above, log_q, bias_of_child):
                 break
             if i == 0 or rows[i - 1] != rows[i]:
                 j = rows[i] - row
-                log_q[j] = max(layer.factor * log_q[j], layer.lowest)
+                log_q[j] = max(layer.factor * log_q[j], layer.lowest / 2)
                 if math.isinf(layer.factor):  # ∞ · 0 is not a number
                     log_q[j] = layer.lowest
     for i in range(np.searchsorted(layer.excluded, row), len(layer.excluded)):
