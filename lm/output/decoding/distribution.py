@@ -25,6 +25,8 @@ _BLOCK_ELEMENTS = 1 << 23
 """Largest number of logits on one path of the tree, summed over the positions of a block."""
 _LOSS_DEVICES = {"cuda"}
 """Types of devices on which the loss evaluates candidates."""
+_LOSS_ELEMENTS = 1 << 28
+"""Largest number of elements of the hidden vectors, one for each candidate, that the loss takes."""
 _OPERATIONS = Finder(search.topk, search.nuclei, search.within_ratio, draw_words)
 _KERNEL = _OPERATIONS._replace(draw_words=fused.draw_words)
 _LOOPS = Finder(
@@ -51,7 +53,8 @@ def candidate_log_prob(
 
     Candidates of one position often share nodes, at least the root. Each distinct (position, node)
     pair is evaluated once, in one matrix product per distinct node. On a GPU, which would wait for
-    as many launches, candidates are targets of the loss.
+    as many launches, candidates are targets of the loss, unless they are so many that a hidden
+    vector for each would take 1 GB.
     """
     refuse_recording("candidate_log_prob")
     flat = checked_hidden(hidden, weight, tree, bias)
@@ -67,7 +70,8 @@ def candidate_log_prob(
         )
     check_words("candidate", word, tree.vocab_size)
     words = word.reshape(len(flat), word.shape[-1])
-    if hidden.device.type in _LOSS_DEVICES:
+    by_loss = words.numel() * flat.shape[1] <= _LOSS_ELEMENTS
+    if by_loss and hidden.device.type in _LOSS_DEVICES:
         with torch.autocast(hidden.device.type, enabled=False):
             repeated = flat[:, None].expand(-1, words.shape[1], -1)
             nll = hierarchical_cross_entropy(repeated, weight, words, tree, bias, reduction="none")

@@ -143,6 +143,17 @@ def test_excluded_words_are_any_collection_of_integers(excluded: Any) -> None:
             layer.topk(hidden, 1, excluded=wrong)
 
 
+def test_candidates_whose_hidden_vectors_would_not_fit_are_evaluated_node_by_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hidden, weight, bias, _ = problem(TWO_LEVEL, 2)
+    layer, words = layer_of(weight, TWO_LEVEL, bias), torch.arange(N).expand(2, N)
+    monkeypatch.setattr(distribution, "_LOSS_DEVICES", {"cpu"})
+    monkeypatch.setattr(distribution, "_LOSS_ELEMENTS", words.numel() * weight.shape[1] - 1)
+    monkeypatch.setattr(distribution, "hierarchical_cross_entropy", None)
+    torch.testing.assert_close(layer.candidate_log_prob(hidden, words), layer.log_prob(hidden))
+
+
 @pytest.mark.parametrize("by_loss", [True, False])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,)])
 @pytest.mark.parametrize("num_candidates", [0, 1, 40])
