@@ -27,8 +27,11 @@ from lm.generation.text import (
 )
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_prefix
+from lm.output.decoding.draws import word_ids
 
 MAX_LENGTH_PENALTY = 10.0
+LEAST_REST = 1e-3
+"""Smaller probabilities of all words that are not excluded are sums of theirs, for rounding."""
 
 
 class Hypothesis(NamedTuple):
@@ -88,7 +91,8 @@ def beam_search(
     tokens, state = torch.tensor(prompt, device=model.device)[:, None], model.init_state(1)
     live, live_log_prob = tokens[:0].T, torch.zeros_like(tokens[0], dtype=torch.float64)
     results: list[Hypothesis] = []
-    num_candidates = min(num_beams + 1, model.vocab_size - len(set(excluded)))
+    excluded = tuple(set(word_ids("excluded", excluded)))
+    num_candidates = min(num_beams + 1, model.vocab_size - len(excluded))
     for length in range(1, num_tokens + 1):
         hidden, state = read_prefix(model, tokens, state)
         best = model.output.topk(hidden, num_candidates, excluded=excluded)  # [K, M]
@@ -96,7 +100,12 @@ def beam_search(
         if excluded:
             words = torch.tensor(excluded, device=model.device).expand(len(hidden), -1)
             prob = model.output.candidate_log_prob(hidden, words).double().exp()
-            log_prob -= torch.log1p(-prob.sum(dim=1, keepdim=True))
+            rest = 1 - prob.sum(dim=1)
+            log_rest, is_rounded = rest.log(), rest < LEAST_REST
+            if bool(is_rounded.any()):
+                every = model.output.log_prob(hidden[is_rounded]).double()
+                log_rest[is_rounded] = every.index_fill(1, words[0], -torch.inf).logsumexp(1)
+            log_prob -= log_rest[:, None]
         log_prob, order = log_prob.flatten().sort(descending=True, stable=True)
         parent = order // best.word.shape[1]
         extended = torch.cat([live[parent], best.word.flatten()[order, None]], dim=1)  # [K M, L]

@@ -57,11 +57,14 @@ def test_a_wide_beam_finds_what_exhaustive_search_finds(
         assert actual.score == pytest.approx(best.score, abs=1e-10)
 
 
+@pytest.mark.parametrize("bias", [0.0, 90.0], ids=["as it is", "nearly sure"])
 @pytest.mark.parametrize("tree", TREES)
-def test_excluded_tokens_are_conditioned_on(tree: str) -> None:
+def test_excluded_tokens_are_conditioned_on(tree: str, bias: float) -> None:
     model = small_model(TREES[tree])
+    for _, row in TREES[tree].path(2):
+        model.output.bias.data[row] += bias
     found = beam_search(
-        model, PROMPT, num_tokens=3, num_beams=99, length_penalty=0, eos_id=EOS, excluded=[2]
+        model, PROMPT, num_tokens=3, num_beams=99, length_penalty=0, eos_id=EOS, excluded=[2, 2]
     )
     assert len(found) == 1 + 2 + 4 * 3
     assert all(2 not in each.tokens for each in found)
