@@ -292,7 +292,8 @@ class LoadedModel:
         """Random continuations of a prompt, without it, as `lm generate`.
 
         They have no `<unk>` unless `allow_unk`; with `spell_unk`, one is drawn as any word, and
-        then its spelling by the model's speller. Other arguments are those of
+        then its spelling by the model's speller. One of an independent sequence ends with it, at
+        its `<eos>` if the model predicts one. Other arguments are those of
         `lm.generation.generate_text`, and the fields of `Sampling`: temperature, top_k, top_p,
         min_p, repetition_penalty, excluded.
         """
@@ -300,13 +301,16 @@ class LoadedModel:
             known = "num_tokens, num_samples, stop, seed, allow_unk, spell_unk"
             known = ", ".join([known, *(each.name for each in fields(Sampling))])
             raise ValueError(f"generate has no argument {min(unknown)}; its arguments: {known}")
+        given, special = Sampling(**sampling), self._excluded(allow_unk or spell_unk)
+        if self._run.is_independent and self._run.predicts_eos:
+            stop = [*listed("strings to stop at", stop), "\n"]
         (samples,) = generate_text(
             self.model,
             self.tokenizer,
             [prompt],
             num_tokens=num_tokens,
             num_samples=num_samples,
-            sampling=Sampling(**{"excluded": self._excluded(allow_unk or spell_unk)} | sampling),
+            sampling=replace(given, excluded=(*given.excluded, *special)),
             stop=stop,
             seed=seed,
             speller=self._run.speller if spell_unk else None,

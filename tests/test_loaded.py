@@ -157,6 +157,23 @@ def test_generation_equals_that_of_the_command(run: Path, printed: Callable[...,
     assert lm.load(run).generate("the cat", temperature=np.float64(0.7), **sizes) == [text]
 
 
+def test_words_that_a_call_excludes_are_added_to_unknown_ones(lstm_run: Path) -> None:
+    loaded = lm.load(lstm_run)
+    drawn = loaded.generate(num_tokens=30, num_samples=99, excluded=[loaded.eos_id])
+    assert not any("<unk>" in text or "\n" in text for text in drawn)
+    drawn = loaded.generate(num_tokens=30, num_samples=99, excluded=[loaded.eos_id], allow_unk=True)
+    assert any("<unk>" in text for text in drawn)
+
+
+def test_independent_sequences_end_as_those_of_the_command(
+    letters: Callable[..., Path], printed: Callable[..., str]
+) -> None:
+    run = letters("ends", "--data.sequences=independent", "--data.predict_eos=true")
+    found = lm.load(run).generate("a", num_tokens=20, num_samples=9, stop=["d"])
+    arguments = ["--prompt=a", "--tokens=20", "--samples=9", "--stop=d"]
+    assert printed("generate", run, *arguments).splitlines() == [f"a{text}" for text in found]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
