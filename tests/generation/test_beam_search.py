@@ -62,7 +62,7 @@ def test_a_wide_beam_finds_what_exhaustive_search_finds(
 def test_excluded_tokens_are_conditioned_on(tree: str, bias: float) -> None:
     model = small_model(TREES[tree])
     for _, row in TREES[tree].path(2):
-        model.output.bias.data[row] += bias
+        model.get_parameter("output.bias").data[row] += bias
     found = beam_search(
         model, PROMPT, num_tokens=3, num_beams=99, length_penalty=0, eos_id=EOS, excluded=[2, 2]
     )
