@@ -59,7 +59,7 @@ class DealtRows(NamedTuple):
         """The rows in slots on the CPU, -1 where there is none; the inverse of `slots`."""
         if self.slot is None:
             return torch.where(slots < self.num_rows, slots, -1)
-        size = int(max(self.slot.max(), slots.max())) + 1
+        size = int(torch.cat([self.slot, slots]).max()) + 1
         row = torch.full((size,), -1, device="cpu")
         row[self.slot] = torch.arange(self.num_rows, device="cpu")
         return row[slots]
@@ -129,7 +129,7 @@ class DealtRows(NamedTuple):
         else:
             rows = F.embedding(local.clamp(min=0), table) * (local >= 0)[:, None]
         own: Tensor = _Returned.apply(rows, index.numel(), self.group)  # type: ignore[no-untyped-call]
-        return own.view(*index.shape, -1)
+        return own.view(*index.shape, table.shape[1])
 
 
 class _Returned(torch.autograd.Function):

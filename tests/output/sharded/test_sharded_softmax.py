@@ -126,7 +126,9 @@ def test_a_group_may_be_one_process(tree: str, placement: Any) -> None:
         found = layer.lookup(row, row_wise=row_wise)
         expected = whole[row] * (row >= 0)[..., None]
         assert torch.equal(found, expected)
-        torch.autograd.backward([found.exp().sum(), expected.exp().sum()])
+        none = layer.lookup(row[:, :0], row_wise=row_wise)
+        assert none.shape == (2, 0, layer.weight.shape[1])
+        torch.autograd.backward([found.exp().sum(), expected.exp().sum(), none.sum()])
         grad = cast(Tensor, layer.weight.grad)
         _close(grad.to_dense(), layer.dealt.held(cast(Tensor, whole.grad)), torch.float32)
     with pytest.raises(ValueError, match='must be "word" or "class", got \'row\''):
@@ -157,6 +159,14 @@ def test_by_word_rows_are_dealt_evenly(tree: ClassTree, world_size: int) -> None
     held = [len(each.node_of_row) for each in places]
     assert sum(held) == tree.num_rows
     assert max(held) - min(held) <= 1
+
+
+def test_a_process_may_have_no_rows() -> None:
+    tree = ClassTree.two_level([0, 0])
+    whole, plan = torch.arange(tree.num_rows), Plan.by_class(tree, 4)
+    held = [plan.dealt(tree, rank).held(whole).tolist() for rank in range(4)]
+    assert held.count([]) == 2
+    assert sorted(sum(held, [])) == whole.tolist()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
