@@ -123,19 +123,21 @@ class Continuation:
         text = self._until_stop(text if spelling == UNK else text.replace(UNK, spelling))
         if not self.is_complete and len(self.tokens) == self._num_tokens:
             self.is_complete = True
-            text += self._until_stop(next(self._decoded, "")) + self._withheld
+            text += self._until_stop(next(self._decoded, ""), is_all=True)
         self.pieces.append(text)
 
-    def _until_stop(self, text: str) -> str:
+    def _until_stop(self, text: str, *, is_all: bool = False) -> str:
         """The text up to the first stop string, without what may be the beginning of one."""
         text = self._withheld + text
         found = [place for place in map(text.find, self._stop) if place >= 0]
-        if found:
+        lengths = () if is_all else range(1, max(map(len, self._stop), default=0))
+        openings = (
+            n for n in lengths if text.endswith(tuple(s[:n] for s in self._stop if n < len(s)))
+        )
+        begin = len(text) - max(openings, default=0)
+        if found and min(found) <= begin:  # no other begins before it
             self.is_complete, self._withheld = True, ""
             return text[: min(found)]
-        lengths = range(1, max(map(len, self._stop), default=0))
-        openings = (n for n in lengths if text.endswith(tuple(s[:n] for s in self._stop)))
-        begin = len(text) - max(openings, default=0)
         self._withheld = text[begin:]
         return text[:begin]
 

@@ -31,7 +31,7 @@ class Pieces:
 
 def test_text_before_the_first_stop_string_is_kept_however_it_is_cut_into_pieces() -> None:
     rng = random.Random(0)
-    for _ in range(500):
+    for _ in range(5000):
         whole = "".join(rng.choices("ab", k=rng.randrange(12)))
         stop = ["".join(rng.choices("ab", k=rng.randrange(1, 5))) for _ in range(rng.randrange(3))]
         cuts = sorted(rng.choices(range(len(whole) + 1), k=4))
