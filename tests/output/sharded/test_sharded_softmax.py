@@ -166,7 +166,7 @@ def test_a_process_may_have_no_rows() -> None:
     whole, plan = torch.arange(tree.num_rows), Plan.by_class(tree, 4)
     held = [plan.dealt(tree, rank).held(whole).tolist() for rank in range(4)]
     assert held.count([]) == 2
-    assert sorted(sum(held, [])) == whole.tolist()
+    assert sorted(row for rows in held for row in rows) == whole.tolist()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
