@@ -253,9 +253,8 @@ class LoadedModel:
             dtype = torch.promote_types(hidden.dtype, torch.float32)
             found = hidden.new_tensor([step.log_prob for step in steps], dtype=dtype)
             return found.view(len(states), -1)
-        word = torch.tensor(tokens, dtype=torch.int64, device=hidden.device).flatten()
-        word = word.repeat(len(states), 1)
-        log_prob = self.model.output.candidate_log_prob(hidden, word)
+        word = torch.tensor(tokens, dtype=torch.int64, device=hidden.device).view(1, -1)
+        log_prob = self.model.output.candidate_log_prob(hidden, word.expand(len(states), -1))
         return log_prob + log_prob.new_tensor(of_unknown)
 
     def score(self, sentences: Iterable[str]) -> list[LineScore]:
@@ -292,10 +291,9 @@ class LoadedModel:
         """Random continuations of a prompt, without it, as `lm generate`.
 
         They have no `<unk>` unless `allow_unk`; with `spell_unk`, one is drawn as any word, and
-        then its spelling by the model's speller. One of an independent sequence ends with it, at
-        its `<eos>` if the model predicts one. Other arguments are those of
-        `lm.generation.generate_text`, and the fields of `Sampling`: temperature, top_k, top_p,
-        min_p, repetition_penalty, excluded.
+        then its spelling by the model's speller. Independent sequences end at a predicted `<eos>`.
+        Other arguments are those of `lm.generation.generate_text`, and the fields of `Sampling`:
+        temperature, top_k, top_p, min_p, repetition_penalty, excluded.
         """
         if unknown := sampling.keys() - {each.name for each in fields(Sampling)}:
             known = "num_tokens, num_samples, stop, seed, allow_unk, spell_unk"
@@ -328,8 +326,7 @@ class LoadedModel:
     ) -> list[Sample]:
         """Probable continuations of a prompt, to the end of its line, by beam search.
 
-        They have no `<unk>` unless `allow_unk`. Other arguments and errors are those of
-        `lm.generation.search_text`.
+        They have no `<unk>` unless `allow_unk`. Otherwise see `lm.generation.search_text`.
         """
         return search_text(
             self.model,
