@@ -195,9 +195,10 @@ class HierarchicalSoftmax(nn.Module):
     def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
         """Log-probabilities of some words of each position, [..., K].
 
-        Equal to `log_prob` at these words. Differentiable; evaluates the softmaxes on the
-        candidates' paths only, each once for a position: in a tree of two levels at most
-        C + K N / C columns. Gradients of the parameters are dense, also for row-wise layers.
+        Equal to `log_prob` at these words. Differentiable, on a GPU once, as the loss; evaluates
+        the softmaxes on the candidates' paths only, on a CPU each once for a position: in a tree of
+        two levels at most C + K N / C columns. Gradients of the parameters are dense, also for
+        row-wise layers.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))

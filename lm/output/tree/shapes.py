@@ -51,7 +51,8 @@ def from_levels(
         if bool((gap := (above < 0) & (below >= 0)).any()):
             word = int(gap.nonzero()[0])
             raise ValueError(f"word {word} has a class on level {number + 1}, none on {number}")
-    if not 0 <= shortlist <= num_words:
+    check_size("shortlist", shortlist, 0)
+    if shortlist > num_words:
         raise ValueError(f"shortlist must be within 0 … {num_words} words, got {shortlist}")
     by_count = torch.arange(num_words)
     if counts is not None:

@@ -149,6 +149,7 @@ def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
         (lambda: ClassTree.two_level([0, -1]), "word_class must be ≥ 0, got -1"),
         (lambda: ClassTree.two_level(torch.zeros(3)), "integers"),
         (lambda: ClassTree.two_level([0, 0], 3), "shortlist must be within 0 … 2 words, got 3"),
+        (lambda: ClassTree.two_level([0, 0], 1.5), "shortlist must be an integer ≥ 0, got 1.5"),  # type: ignore[arg-type]
         (lambda: ClassTree.two_level([0, 0], 1, [1]), "counts must have 2 entries, got 1"),
         (lambda: ClassTree.balanced(5, 1), "branching must be an integer ≥ 2, got 1"),
         (lambda: ClassTree.huffman([1, 2], arity=1), "arity must be an integer ≥ 2, got 1"),
