@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lm.output.decoding.positions import Positions
 
-BLOCK_ELEMENTS, CUDA_BLOCK_ELEMENTS = 1 << 23, 1 << 27
+BLOCK_ELEMENTS, CUDA_BLOCK_ELEMENTS = 1 << 23, 1 << 26
 """Most log-probabilities of all words in memory at once."""
 
 
