@@ -192,6 +192,21 @@ def test_an_extended_run_is_a_run(
     assert found == {"prompt": ["new 1", "old 3"], "samples": [line[2:] for line in drawn]}
 
 
+@pytest.mark.parametrize("limit", ["vocab_size=9", "min_count=12"])
+def test_items_outside_the_catalogue_are_no_events_and_all_others_are_counted(
+    limit: str, sequences: list[list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("shop.yaml").write_text(RECIPE)
+    assert main(["train", "shop.yaml", "--no-progress", f"--tokenizer.{limit}"]) == 0
+    assert main(["extend", "runs/shop", "--run_dir=both", "--data.files.train=new.csv"]) == 0
+    assert "all so far should be in it" not in caplog.text
+    counts = {item: str(n) for item, n in Counter(sum((s[:-2] for s in sequences), [])).items()}
+    rows = [line.split("\t") for line in Path("both/vocab.txt").read_text().splitlines()]
+    items = {word.replace("%20", " "): count for word, count in rows if word[0] != "<"}
+    assert {*items} & {*NEW} and len(items) < len(counts)
+    assert items == {item: counts[item] for item in items}
+
+
 @pytest.mark.parametrize(
     ("recipe", "options", "message"),
     [
