@@ -136,6 +136,8 @@ def _read(data: DataConfig, split: str) -> _Events:
     tables = [_table(path, data) for path in input_files(data, split)]
     with reading(f"data.files.{split}"):
         table = pyarrow.concat_tables(tables, promote_options="permissive")
+    if not len(table):  # of parquet, some of whose files may be empty
+        raise UserError(f"data.files.{split}: the tables have no row")
     user, item = (table[name].combine_chunks().dictionary_encode() for name in ("user", "item"))
     users = user.indices.to_numpy().astype(np.int64)
     times, is_date = np.zeros(len(users)), False
