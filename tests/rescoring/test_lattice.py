@@ -206,7 +206,7 @@ def test_scales_are_relative_to_that_of_the_acoustic_scores() -> None:
     (lattice,) = read_lattices("x.slf", text.splitlines())
     assert lattice.lm_scale == 4
     assert lattice.word_penalty == pytest.approx(math.log(10))
-    with pytest.raises(UserError, match="x.slf: expected acscale above 0, got 0"):
+    with pytest.raises(UserError, match=r"x\.slf: expected acscale above 0, got 0"):
         read_lattices("x.slf", text.replace("acscale=0.5", "acscale=0").splitlines())
 
 

@@ -89,7 +89,7 @@ def test_columns_have_any_type_of_text_and_a_table_without_rows_is_refused(tmp_p
     parquet.write_table(table.slice(0, 0), tmp_path / "none.parquet")
     both = SplitFiles(train=["none.parquet", "events.parquet"])
     assert lines(data, files=both, split="leave_one_out") == LEAVE_ONE_OUT
-    with pytest.raises(UserError, match=r"data\.files\.train: the tables have no row"):
+    with pytest.raises(UserError, match=r"none\.parquet: the table has no row"):
         lines(data, files=SplitFiles(train="none.parquet"), split="time")
 
 
