@@ -145,6 +145,8 @@ def _check(trained: TrainedRun, config: Config) -> None:
         raise UserError(f"{name}: lm extend requires data.predict_eos: false, as an end is no item")
     if trained.config.output.tree != "two_level":
         raise UserError(f"{name}: lm extend requires output.tree: two_level")
+    if _softmax(trained.model).tree.num_nodes == 1:
+        raise UserError(f"{name}: lm extend requires a class: classes.shortlist has all items")
     if trained.model.input_tree is not None or trained.model.input_pieces is not None:
         raise UserError(f"{name}: lm extend cannot extend model.input_tree and model.input_pieces")
 
@@ -214,7 +216,7 @@ def extended_state(
         """The weighted mean [M, …] of the values [N, …] of old items of each new one's class."""
         weight = old.view(-1, *[1] * (table.dim() - 1))
         total = table.new_zeros(tree.num_nodes, *table.shape[1:], dtype=torch.float32)
-        total.index_add_(0, tree.node_of_row[own], weight * table)
+        total.index_add_(0, tree.node_of_row[own], weight * table.float())
         found: Tensor = total[node] / mass[node].view(-1, *[1] * (table.dim() - 1))
         return found
 
