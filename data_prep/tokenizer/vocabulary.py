@@ -113,7 +113,7 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
     return _trained(drawn, settings, required_chars=SENTENCEPIECE_SPACE)
 
 
-def _trained(sentences: Sequence[str], settings: TokenizerConfig, **options: str) -> bytes:
+def _trained(sentences: Sequence[str], settings: TokenizerConfig, **options: Any) -> bytes:
     """A model of sentences, with further options of sentencepiece; raises as its caller."""
     import sentencepiece
 
@@ -169,7 +169,7 @@ def _sentences(line: str) -> Iterator[str]:
         yield text[start:]
 
 
-def _training_mistake(message: str, vocab_size: int) -> str:
+def _training_mistake(message: str, vocab_size: int | None) -> str:
     if "sentences_.empty()" in message:
         return "the training split has no text that a sentencepiece model could be built from"
     if too_high := re.search(r"value <= (\d+)", message):
