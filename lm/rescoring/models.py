@@ -32,6 +32,8 @@ from lm.rescoring.unknown import UnknownWords
 from lm.rescoring.word_errors import WordErrors
 from lm.scoring.ngram import NO_UNK, NGramModel
 
+LOWEST = 10 * NO_UNK
+"""Log-probability of a word of probability 0: finite, as 0 · -∞ is a NaN."""
 NUM_UNSEEN = 1_000_000
 """U, the number of words that share P(`<unk>`), unless the lists have more; 10⁴ … 10⁷ are alike."""
 
@@ -98,8 +100,7 @@ class NGramStep(NamedTuple):
 class ArpaScores:
     """The scores of words by an ARPA model without a tokenizer, and its states for a search.
 
-    A speller spells unknown words in place of V; without either each has all of P(`<unk>`). A word
-    of probability 0 counts as one that a file without `<unk>` lacks: no weight makes it a NaN.
+    A speller spells unknown words in place of V; without either each has all of P(`<unk>`).
 
     Raises:
         UserError: if V is out of range; when it scores, if the file has no `</s>`.
@@ -141,7 +142,7 @@ class ArpaScores:
         """Log-probabilities [words + 1] in nats of the words of each text and of its end."""
         each = [self._ids(text.split()) for text in texts]
         ids = [np.append(ids, self.eos_id) for ids, _ in each]
-        values = np.maximum(self._model.log_prob(np.concatenate(ids)), NO_UNK)
+        values = np.maximum(self._model.log_prob(np.concatenate(ids)), LOWEST)
         values += np.concatenate([np.append(of_unknown, 0.0) for _, of_unknown in each])
         return np.split(values, np.cumsum([len(each) for each in ids])[:-1])
 
@@ -160,5 +161,5 @@ class ArpaScores:
         ids, of_unknown = np.full(len(words), self.eos_id), np.zeros(len(words))
         ids[~is_end], of_unknown[~is_end] = self._ids([w for w in words if isinstance(w, str)])
         histories = np.repeat(np.stack(states), len(ids), axis=0)
-        values = np.maximum(self._model.log_probs(histories, np.tile(ids, len(states))), NO_UNK)
+        values = np.maximum(self._model.log_probs(histories, np.tile(ids, len(states))), LOWEST)
         return values.reshape(len(states), len(ids)) + of_unknown
