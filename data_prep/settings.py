@@ -130,7 +130,9 @@ class TokenizerConfig(Strict):
     model_type: Literal["unigram", "bpe", "char", "word"] = "unigram"
     """sentencepiece: kind of model."""
     byte_fallback: bool = False
-    """sentencepiece: spell unknown characters as UTF-8 bytes, so that nothing is unknown."""
+    """sentencepiece: spell unknown characters as UTF-8 bytes, so that nothing is unknown. Not with
+    `model_type: word`.
+    """
     character_coverage: Annotated[float, Field(gt=0, le=1)] = 0.9995
     """sentencepiece: share of the characters that the pieces cover."""
     max_sentences: Positive = 1_000_000

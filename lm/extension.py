@@ -34,6 +34,7 @@ from data_prep.corpus.lines import read_lines as read_corpus
 from data_prep.errors import UserError
 from data_prep.prepare import prepare_with
 from data_prep.storage import new_folder, write_hashed
+from data_prep.tokenizer.punctuation import EOS, UNK
 from data_prep.tokenizer.serialization import MODEL_FILE
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from data_prep.tokenizer.vocabulary import count_words
@@ -80,12 +81,15 @@ def extend(trained: TrainedRun, config: Config, *, progress: bool = True) -> Non
     _check(trained, config)
     old, tree = trained.tokenizer, _softmax(trained.model).tree
     assert isinstance(old, WordTokenizer)
-    found = count_words(read_corpus(config.data, "train"), replace(config.tokenizer, min_count=1))
+    every = replace(config.tokenizer, min_count=1, vocab_size=None)  # old items may be rare by now
+    found = count_words(read_corpus(config.data, "train"), every)
     count_of = dict(zip(found.words, found.counts.tolist(), strict=True))
+    items = [word for word in count_of if word not in (EOS, UNK)]
+    most = len(items) if config.tokenizer.vocab_size is None else config.tokenizer.vocab_size - 2
     new = [
         word
-        for word, count in count_of.items()
-        if old.words.id(word) < 0 and count >= config.tokenizer.min_count
+        for word in items[:most]
+        if old.words.id(word) < 0 and count_of[word] >= config.tokenizer.min_count
     ]
     if not new:
         moved = "; those from data.valid_from on are not in it" * (config.data.split == "time")
@@ -115,10 +119,10 @@ def extend(trained: TrainedRun, config: Config, *, progress: bool = True) -> Non
 
 
 def _num_events(trained: TrainedRun) -> int:
-    """The number of items in the training split of a run."""
+    """The number of items of the catalogue in the training split of a run."""
     lines = (trained.folder / MODEL_FILE["words"]).read_text("utf-8").splitlines()
     counts = [int(line.rpartition("\t")[2]) for line in lines]
-    return sum(counts) - counts[trained.tokenizer.eos_id]
+    return sum(counts) - counts[trained.tokenizer.eos_id] - counts[trained.tokenizer.unk_id]
 
 
 def _check(trained: TrainedRun, config: Config) -> None:
@@ -141,6 +145,8 @@ def _check(trained: TrainedRun, config: Config) -> None:
         raise UserError(f"{name}: lm extend requires data.predict_eos: false, as an end is no item")
     if trained.config.output.tree != "two_level":
         raise UserError(f"{name}: lm extend requires output.tree: two_level")
+    if _softmax(trained.model).tree.num_nodes == 1:
+        raise UserError(f"{name}: lm extend requires a class: classes.shortlist has all items")
     if trained.model.input_tree is not None or trained.model.input_pieces is not None:
         raise UserError(f"{name}: lm extend cannot extend model.input_tree and model.input_pieces")
 
@@ -210,7 +216,7 @@ def extended_state(
         """The weighted mean [M, …] of the values [N, …] of old items of each new one's class."""
         weight = old.view(-1, *[1] * (table.dim() - 1))
         total = table.new_zeros(tree.num_nodes, *table.shape[1:], dtype=torch.float32)
-        total.index_add_(0, tree.node_of_row[own], weight * table)
+        total.index_add_(0, tree.node_of_row[own], weight * table.float())
         found: Tensor = total[node] / mass[node].view(-1, *[1] * (table.dim() - 1))
         return found
 

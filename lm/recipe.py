@@ -28,6 +28,7 @@ from data_prep.corpus.split import (
     Sizes,
     Unit,
     check_file,
+    count_units,
     read_sample,
     split_text,
 )
@@ -157,7 +158,8 @@ def new_recipe(
     num_tokens, num_words, tokenizer = measure(sample)
     held_out = [split for split in ("valid", "test") if split not in files]
     cut = "the given files"
-    if held_out and sample.num_units(unit or "lines") < MIN_UNITS:
+    sample = count_units(texts["train"], sample, unit or "lines") if held_out else sample
+    if held_out and (sample.num_counted or sample.num_units(unit or "lines")) < MIN_UNITS:
         cut = f"none, the text has fewer than {MIN_UNITS} {unit or 'lines'}: no "
         cut, held_out = cut + " and no ".join(held_out), []
         if unit == "rows" and sample.num_units("lines") >= MIN_UNITS:

@@ -193,6 +193,25 @@ def test_an_extended_run_is_a_run(
 
 
 @pytest.mark.parametrize(
+    ("limit", "precision"), [("vocab_size=9", "32-true"), ("min_count=12", "64-true")]
+)
+def test_items_outside_the_catalogue_are_no_events_and_all_others_are_counted(
+    limit: str, precision: str, sequences: list[list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("shop.yaml").write_text(RECIPE)
+    options = [f"--tokenizer.{limit}", f"--train.precision={precision}"]
+    assert main(["train", "shop.yaml", "--no-progress", *options]) == 0
+    assert main(["extend", "runs/shop", "--run_dir=both", "--data.files.train=new.csv"]) == 0
+    assert "all so far should be in it" not in caplog.text
+    counts = Counter(item for line in sequences for item in line[:-2])
+    rows = [line.split("\t") for line in Path("both/vocab.txt").read_text().splitlines()]
+    items = {word.replace("%20", " "): int(count) for word, count in rows if word[0] != "<"}
+    assert {*items} & {*NEW}
+    assert len(items) < len(counts)
+    assert items == {item: counts[item] for item in items}
+
+
+@pytest.mark.parametrize(
     ("recipe", "options", "message"),
     [
         ({}, ["--run_dir=x", "--data.files.train=old.csv"], "has all items"),
@@ -200,6 +219,7 @@ def test_an_extended_run_is_a_run(
         ({}, ["--run_dir=taken", "--data.files.train=new.csv"], "taken already exists"),
         ({}, ["--run_dir=x", "--optim.lr=1"], "the data alone, not optim.lr: 0.5 → 1.0"),
         ({"output.tree": "adaptive"}, ["--run_dir=x"], "output.tree: two_level"),
+        ({"classes.shortlist": "11"}, ["--run_dir=x"], "requires a class: classes.shortlist has"),
         (
             {"data.split": "files", "data.predict_eos": "true"},
             ["--run_dir=x"],

@@ -1,6 +1,7 @@
 """`lm new` writes recipes that train at once, on texts of every size."""
 
 import errno
+import gzip
 import json
 import os
 import re
@@ -133,6 +134,33 @@ def test_rows_of_a_table_stay_whole(
     cell = "\n".join(["the cat"] * num_lines)
     write_table(Path(name), [{"n": row, "text": cell} for row in range(num_rows)])
     assert f"split: {split}" in printed("new", "my.yaml", f"--text={name}", *options)
+
+
+@pytest.mark.parametrize(
+    ("num_units", "separator", "options", "split"),
+    [
+        (40, "\n", [], "by lines, train 38 lines"),
+        (40, "\n\n", ["--split-by=documents"], "by documents, train 38 documents"),
+        (19, "\n", [], "none, the text has fewer than 20 lines"),
+    ],
+)
+@pytest.mark.parametrize("name", ["my.txt", "my.txt.gz"])
+def test_long_units_of_large_texts_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+    printed: Printed,
+    name: str,
+    num_units: int,
+    separator: str,
+    options: list[str],
+    split: str,
+) -> None:
+    monkeypatch.setattr("data_prep.corpus.split.HELD_OUT_BYTES", 40)  # 1/20 are more units
+    monkeypatch.setattr("data_prep.corpus.split.SAMPLE_BYTES", 1600)
+    text = separator.join(["the cat sat on the mat " * 12] * num_units).encode()
+    Path(name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    assert f"split: {split}" in printed("new", "my.yaml", f"--text={name}", *options)
+    for path in Path("runs/my/text").glob("*.txt"):
+        assert path.read_text().strip()
 
 
 def test_nothing_is_overwritten(complaint: Complaint) -> None:

@@ -133,9 +133,12 @@ def _first_from(events: _Events, name: str, data: DataConfig) -> Ints:
 
 def _read(data: DataConfig, split: str) -> _Events:
     """Read and sort the events of the files of a split."""
-    tables = [_table(path, data) for path in input_files(data, split)]
+    paths = input_files(data, split)
+    tables = [_table(path, data) for path in paths]
     with reading(f"data.files.{split}"):
         table = pyarrow.concat_tables(tables, promote_options="permissive")
+    if not len(table):  # of parquet; other files may have some
+        raise UserError(f"{paths[0]}: the table has no row")
     user, item = (table[name].combine_chunks().dictionary_encode() for name in ("user", "item"))
     users = user.indices.to_numpy().astype(np.int64)
     times, is_date = np.zeros(len(users)), False

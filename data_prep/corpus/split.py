@@ -6,10 +6,10 @@ is test text, spread evenly over the file. A sample decides what a large file is
 read once, to write the splits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -40,21 +40,16 @@ class Sample:
     lines: list[str]  # whole lines
     share: float  # relative to the size of the text; 1 if it is the whole text
     num_bytes: int  # size of the text, decompressed
-    num_rows: int = 0  # of a whole table, those that are not empty; 0 of plain text
+    num_counted: int = 0  # units of the whole text that are not empty; 0: they were not counted
 
     def num_units(self, unit: Unit) -> int:
         """Number of lines or documents in the sample, or of rows in all, that are not empty."""
-        if unit == "rows":
-            return self.num_rows
-        filled = [False, *(bool(line.strip()) for line in self.lines)]
-        if unit == "lines":
-            return sum(filled)
-        return sum(now and not before for before, now in pairwise(filled))
+        return self.num_counted if unit == "rows" else _num_units(self.lines, unit)
 
     @property
     def period(self) -> int:
         """P: of P units, one is validation and one is test text."""
-        most = self.num_rows or self.num_bytes  # of a few long rows, some are held out too
+        most = self.num_counted or self.num_bytes  # of a few long units, some are held out too
         return max(MIN_UNITS, min(self.num_bytes // HELD_OUT_BYTES, most))
 
 
@@ -92,6 +87,22 @@ def read_sample(text: TextFile) -> Sample:
     if not any(line.strip() for line in lines):
         raise DataError(f"{text.path}: the text has no word")
     return Sample(lines, min(1.0, num_read / num_bytes), num_bytes, num_rows)
+
+
+def count_units(text: TextFile, sample: Sample, unit: Unit) -> Sample:
+    """A sample of a text whose units are counted in the whole text if it has few itself."""
+    few = 2 * MIN_UNITS  # as parts of longer lines are among them
+    if unit == "rows" or sample.share == 1 or sample.num_units(unit) >= few:
+        return sample
+    return replace(sample, num_counted=_num_units(text.lines(), unit))
+
+
+def _num_units(lines: Iterable[str], unit: Unit) -> int:
+    """Number of lines or documents that are not empty."""
+    filled = (bool(line.strip()) for line in lines)
+    if unit == "lines":
+        return sum(filled)
+    return sum(now and not before for before, now in pairwise(chain([False], filled)))
 
 
 def _spread_lines(path: Path, num_bytes: int) -> Iterator[str]:

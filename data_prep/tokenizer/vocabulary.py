@@ -3,7 +3,7 @@
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from random import Random
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from data_prep.errors import DataError
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.punctuation import EOS, UNK, separate_words
-from data_prep.tokenizer.tokenizer import line_batches, split_at_special
+from data_prep.tokenizer.tokenizer import SENTENCEPIECE_SPACE, line_batches, split_at_special
 from data_prep.tokenizer.word_index import WordIndex
 
 MAX_SENTENCE_CHARACTERS = 4_096
@@ -97,13 +97,30 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
         raise DataError(
             "tokenizer.vocab_size is not set: tokenizer.kind sentencepiece needs a number of pieces"
         )
+    if settings.byte_fallback and settings.model_type == "word":
+        raise DataError(
+            "tokenizer.byte_fallback requires another tokenizer.model_type than word, in which the"
+            " space before a word has no piece"
+        )
     sentences = chain.from_iterable(map(_sentences, lines))
     # sentencepiece's own sampling depends on more than its seed.
     drawn = reservoir_sample(sentences, settings.max_sentences, Random(seed))
+    model = _trained(drawn, settings)
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+    if settings.model_type == "word" or pieces.piece_to_id(SENTENCEPIECE_SPACE) != pieces.unk_id():
+        return model
+    # In long lines without spaces, `character_coverage` leaves out the space before each line.
+    return _trained(drawn, settings, required_chars=SENTENCEPIECE_SPACE)
+
+
+def _trained(sentences: Sequence[str], settings: TokenizerConfig, **options: Any) -> bytes:
+    """A model of sentences, with further options of sentencepiece; raises as its caller."""
+    import sentencepiece
+
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(drawn),
+            sentence_iterator=iter(sentences),
             model_writer=model,
             model_type=settings.model_type,
             vocab_size=settings.vocab_size,
@@ -122,6 +139,7 @@ def train_sentencepiece(lines: Iterable[str], settings: TokenizerConfig, seed: i
             allow_whitespace_only_pieces=True,
             num_threads=16,  # fixed, because the sums of unigram training depend on it
             minloglevel=2,
+            **options,
         )
     except RuntimeError as error:
         raise DataError(_training_mistake(str(error), settings.vocab_size)) from error
@@ -151,7 +169,7 @@ def _sentences(line: str) -> Iterator[str]:
         yield text[start:]
 
 
-def _training_mistake(message: str, vocab_size: int) -> str:
+def _training_mistake(message: str, vocab_size: int | None) -> str:
     if "sentences_.empty()" in message:
         return "the training split has no text that a sentencepiece model could be built from"
     if too_high := re.search(r"value <= (\d+)", message):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data_prep.errors import DataError, UserError
 from lm.commands.arguments import COMPUTING, COUNT, JSON, NUMBER, RUN, SWITCH, Options
@@ -113,7 +113,8 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     has_unk = options.allow_unk or options.spell_unk
     excluded: tuple[int, ...] = () if has_unk else (tokenizer.unk_id,)
     stop = [text.replace("\\n", "\n") for text in options.stop or ()]
-    if has_items := run.is_independent and run.config.data.user_field is not None:
+    has_items = run.is_independent and run.config.data.user_field is not None
+    if run.is_independent:
         what = "items of the prompt that are not in the catalogue, left out"
         prompts, unknown = _known_items(run, prompts)
     else:
@@ -187,13 +188,18 @@ def _print(
 
 
 def _known_items(run: TrainedRun, prompts: list[str]) -> tuple[list[str], list[str]]:
-    """The words of items of prompts, given as to `lm recommend --history`, and unknown items."""
+    """The words of items of prompts, and unknown items; those of tables as `--history` has them."""
     from lm.generation.items import Catalogue, parse_items
 
-    catalogue = Catalogue(run)
-    found = [catalogue.find(parse_items(prompt, "the prompt")) for prompt in prompts]
-    known = [" ".join(map(run.tokenizer.token, ids)) for ids, _ in found]
-    return known, list(dict.fromkeys(str(item) for _, unknown in found for item in unknown))
+    catalogue, unknown, known = Catalogue(run), dict[str, None](), list[str]()
+    for prompt in prompts:
+        lists: list[list[Any]] = [line.split() for line in prompt.split("\n")]
+        if run.config.data.user_field is not None:
+            lists = [parse_items(prompt, "the prompt")]
+        found = [catalogue.find(items) for items in lists]
+        known.append("\n".join(" ".join(map(run.tokenizer.token, ids)) for ids, _ in found))
+        unknown.update(dict.fromkeys(str(item) for _, lost in found for item in lost))
+    return known, list(unknown)
 
 
 def _items_of_words(text: str) -> list[str]:

@@ -181,6 +181,9 @@ def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
     finals = [header["end"]] if "end" in header else sorted(targets - sources)
     if len(starts) != 1 or starts[0] not in nodes:
         raise DataError(f"{name}: expected one start node, got {' '.join(starts) or 'none'}")
+    acoustic_scale = finite_number(header.get("acscale", "1"), name)
+    if acoustic_scale <= 0:
+        raise DataError(f"{name}: expected acscale above 0, got {header['acscale']}")
     match = SLF_NAME.fullmatch(Path(name).name)
     if utterance := header.get("U"):
         match = _UTTERANCE.fullmatch(utterance)
@@ -192,8 +195,8 @@ def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
         first_word=nodes[starts[0]],
         finals=[(node, 0.0, 0.0) for node in finals if node in nodes],
         has_first_pass=any("l" in fields for _, fields in links),
-        lm_scale=finite_number(header.get("lmscale", "1"), name),
-        word_penalty=-finite_number(header.get("wdpenalty", "0"), name) * scale,
+        lm_scale=finite_number(header.get("lmscale", "1"), name) / acoustic_scale,
+        word_penalty=-finite_number(header.get("wdpenalty", "0"), name) * scale / acoustic_scale,
         non_words=non_words,
     )
 

@@ -30,8 +30,10 @@ from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.rescoring.nbest import Floats, Ints, NBest
 from lm.rescoring.unknown import UnknownWords
 from lm.rescoring.word_errors import WordErrors
-from lm.scoring.ngram import NGramModel
+from lm.scoring.ngram import NO_UNK, NGramModel
 
+LOWEST = 10 * NO_UNK
+"""Log-probability of a word of probability 0: finite, as 0 · -∞ is a NaN."""
 NUM_UNSEEN = 1_000_000
 """U, the number of words that share P(`<unk>`), unless the lists have more; 10⁴ … 10⁷ are alike."""
 
@@ -140,7 +142,7 @@ class ArpaScores:
         """Log-probabilities [words + 1] in nats of the words of each text and of its end."""
         each = [self._ids(text.split()) for text in texts]
         ids = [np.append(ids, self.eos_id) for ids, _ in each]
-        values = self._model.log_prob(np.concatenate(ids))
+        values = np.maximum(self._model.log_prob(np.concatenate(ids)), LOWEST)
         values += np.concatenate([np.append(of_unknown, 0.0) for _, of_unknown in each])
         return np.split(values, np.cumsum([len(each) for each in ids])[:-1])
 
@@ -159,5 +161,5 @@ class ArpaScores:
         ids, of_unknown = np.full(len(words), self.eos_id), np.zeros(len(words))
         ids[~is_end], of_unknown[~is_end] = self._ids([w for w in words if isinstance(w, str)])
         histories = np.repeat(np.stack(states), len(ids), axis=0)
-        values = self._model.log_probs(histories, np.tile(ids, len(states)))
+        values = np.maximum(self._model.log_probs(histories, np.tile(ids, len(states))), LOWEST)
         return values.reshape(len(states), len(ids)) + of_unknown

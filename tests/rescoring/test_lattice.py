@@ -15,7 +15,7 @@ from data_prep.errors import UserError
 from lm.rescoring.lattice import Lattice, read_lattices
 from lm.rescoring.lattice_search import WordModel, Words, search, to_nbest
 from lm.rescoring.models import ArpaScores
-from lm.rescoring.weights import Weights
+from lm.rescoring.weights import ScoredList, Weights
 from lm.scoring.ngram import NGramModel
 from tests.conftest import ADVERBS, NOUNS, VERBS
 from tests.scoring.arpa_files import THE_CAT, write
@@ -199,6 +199,30 @@ def test_a_folder_of_slf_files_is_a_list_of_lattices(tmp_path: Path) -> None:
     (tmp_path / "c.htk").write_text(re.sub(" l=.*", "", SLF))
     with pytest.raises(UserError, match="some lattices have scores of a language model, others"):
         read_lattices(str(tmp_path))
+
+
+def test_scales_are_relative_to_that_of_the_acoustic_scores() -> None:
+    text = SLF.replace("lmscale=2", "acscale=0.5 lmscale=2")
+    (lattice,) = read_lattices("x.slf", text.splitlines())
+    assert lattice.lm_scale == 4
+    assert lattice.word_penalty == pytest.approx(math.log(10))
+    with pytest.raises(UserError, match=r"x\.slf: expected acscale above 0, got 0"):
+        read_lattices("x.slf", text.replace("acscale=0.5", "acscale=0").splitlines())
+
+
+def test_words_of_probability_0_are_chosen_by_the_acoustic_score_alone(tmp_path: Path) -> None:
+    zero = THE_CAT | {("the",): (-math.inf, 0.0), ("dog",): (-math.inf, 0.0)}
+    models = [ArpaScores(NGramModel(write(tmp_path / "model.arpa", zero, 2)))]
+    lines = ["u", "0 1 the 1,1", "0 1 dog 1,2", "0 1 cat 1,3", "1"]
+    for weights, best in (
+        (Weights(lm_weight=0.0), "the"),
+        (Weights(lm_weight=1.0, first_pass_share=1.0), "the"),
+        (Weights(lm_weight=1.0), "cat"),
+    ):
+        nbest = to_nbest("x", read_lattices("x", lines), weights, models, 9)
+        scored = ScoredList(nbest, [models[0](nbest.texts)])
+        (chosen,) = scored.choose(scored.totals(weights))
+        assert nbest.texts[chosen] == best
 
 
 def test_scores_in_base_0_are_probabilities() -> None:

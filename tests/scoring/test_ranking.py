@@ -315,6 +315,12 @@ def test_an_end_of_a_sequence_that_was_not_learned_is_not_drawn(
     config = (plain / "config.yaml").read_text().replace("leave_one_out", "files")
     (plain / "config.yaml").write_text(config.replace("user_field: user", "user_field: null"))
     assert printed("generate", plain, "--tokens=200", "--temperature=9").count("\n") == 1
+    texts = [
+        printed("generate", plain, f"--prompt={prompt}", "--tokens=5")
+        for prompt in ("item%203 item%204", "item%203 nope item%204")
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("item%203 item%204 item%20")
 
 
 def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path, tmp_path: Path) -> None:

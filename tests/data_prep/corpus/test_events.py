@@ -85,6 +85,12 @@ def test_columns_have_any_type_of_text_and_a_table_without_rows_is_refused(tmp_p
         assert lines(data, split="leave_one_out") == LEAVE_ONE_OUT
     with pytest.raises(UserError, match="the table has no row"):
         list(read_lines(write(tmp_path, "csv", []), "train"))
+    parquet.write_table(table, tmp_path / "events.parquet")
+    parquet.write_table(table.slice(0, 0), tmp_path / "none.parquet")
+    both = SplitFiles(train=["none.parquet", "events.parquet"])
+    assert lines(data, files=both, split="leave_one_out") == LEAVE_ONE_OUT
+    with pytest.raises(UserError, match=r"none\.parquet: the table has no row"):
+        lines(data, files=SplitFiles(train="none.parquet"), split="time")
 
 
 @pytest.mark.parametrize("unit", ["s", "us", "ns"])

@@ -126,12 +126,26 @@ def test_a_giant_line_is_learned_to_its_end() -> None:
     assert tokenizer.decode(ids) == line
 
 
+@pytest.mark.parametrize("byte_fallback", [False, True])
+@pytest.mark.parametrize("model_type", ["unigram", "bpe", "char"])
+def test_the_space_before_a_long_line_has_a_piece(model_type: str, byte_fallback: bool) -> None:
+    settings = {"model_type": model_type, "byte_fallback": byte_fallback}
+    text = ["".join(Random(seed).choices("一丁七万", k=4_000)) for seed in range(9)]
+    tokenizer = trained_pieces(text, 7 + 256 * byte_fallback, **settings)
+    for line in ("一丁", "七 万"):
+        ids = tokenizer.encode(line)
+        assert len(ids) == len(line) + 1
+        assert tokenizer.unk_id not in ids
+        assert tokenizer.decode(ids) == line
+
+
 @pytest.mark.parametrize(
     ("lines", "settings", "message"),
     [
         (TEXT, pieces(None), r"^tokenizer\.vocab_size is not set"),
         (TEXT, pieces(5), r"^tokenizer\.vocab_size is 5: expected at least \d+, a piece for every"),
         (TEXT, pieces(1), "sentencepiece could not build a model of the training split: INTERNAL"),
+        (TEXT, pieces(300, model_type="word", byte_fallback=True), "requires another .*model_type"),
         (TEXT, pieces(9999), r"size is 9999: expected at most \d+, all that the training"),
         (["", ""], pieces(20), "has no text that a sentencepiece model could be built"),
     ],
