@@ -199,7 +199,8 @@ def update(state: TrainingState, batches: Sequence[Batch]) -> None:
     """The device's part of a step; where it is recorded, the host reads nothing of it."""
     fabric, optimizer, clip = state.fabric, state.optimizer, state.config.optim.clip
     carried_loss, may_update = state.carried_loss, True
-    nll, carried = carried_loss.nll.clone(), carried_loss.carried  # before the step
+    nll = carried_loss.nll.clone()  # before the step, as the state, unless an epoch begins in it
+    carried = carried_loss.carried if all(batch.continues for batch in batches) else None
     for number, batch in enumerate(batches, start=1):
         with fabric.no_backward_sync(state.loss, enabled=number < len(batches)):
             fabric.backward(state.loss(batch))
