@@ -60,7 +60,8 @@ class Evaluation:
         nll_nats: negative log-likelihood of all tokens.
         perplexity: exp(nll / tokens).
         perplexity_excluding_oov: over the tokens that are not `<unk>`, which remain context.
-        word_perplexity: exp(nll / (words + lines)): comparable between tokenizers.
+        word_perplexity: exp(nll / (words + lines)): comparable between tokenizers. NaN if some of
+            these are not predicted, as the ends of sequences and the items that are known.
         bits_per_byte: nll / ln 2 / utf8_bytes; None if tokens do not spell the text, in which words
             are separated by single spaces (which other spaces there are, is not counted).
         class_perplexity: of the choice at the root of the tree.

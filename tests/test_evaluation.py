@@ -231,6 +231,23 @@ def test_the_rule_for_line_ends_is_that_of_the_corpus(
     assert "empty lines too" in with_them["eos_rule"]
 
 
+@pytest.mark.parametrize("lowercase", ["false", "true"])
+def test_figures_of_words_and_bytes_are_those_of_sequences_of_which_all_is_predicted(
+    lowercase: str, train: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = ["--data.sequences=independent", "--data.predict_eos=true", "--train.max_steps=1"]
+    options += ["--data.prepared_dir=null", f"--tokenizer.lowercase={lowercase}"]
+    run = TrainedRun(train(tmp_path, *options), "cpu")
+    whole = evaluate_text(run, ["the cat sees a dog", "a bird"], progress=False)
+    assert whole.word_perplexity == pytest.approx(math.exp(whole.nll_nats / (7 + 2)))
+    bits = None if lowercase == "true" else pytest.approx(whole.nll_nats / math.log(2) / 26)
+    assert whole.bits_per_byte == bits
+    for lines in (["the cat sees\ta dog", "a bird"], ["the zebra", "a bird"]):
+        part = evaluate_text(run, lines, progress=False)
+        assert math.isnan(part.word_perplexity)
+        assert part.bits_per_byte is None
+
+
 def test_a_tokenizer_of_another_run_is_refused(
     lstm_run: Path, tmp_path: Path, complaint: Callable[..., str]
 ) -> None:
