@@ -99,8 +99,8 @@ class Evaluation:
         classes = f"{self.class_perplexity:.2f} × {self.within_class_perplexity:.2f}"
         classes += ", unknown words as <unk>" * (self.spelling_nats is not None)
         per_word = f"{self.word_perplexity:.2f}, of {self.words:,} words + {self.lines:,} line ends"
-        if self.utf8_bytes > MAX_WORD_BYTES * self.words:
-            size = round(self.utf8_bytes / max(1, self.words))
+        if self.words and self.utf8_bytes > MAX_WORD_BYTES * self.words:
+            size = round(self.utf8_bytes / self.words)
             per_word = f"not printed: the text has a space every {size:,} bytes, so no words"
         spelled, oov = self.spelling_nats is not None, f"{self.oov:,}"
         if self.spelling_nats is not None:

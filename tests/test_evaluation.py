@@ -173,7 +173,7 @@ def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words_in_the_t
     opened = TrainedRun(lstm_run, "cpu")
     malayalam = "നിയന്ത്രണം"  # a long word of 30 bytes
     japanese = "猫が犬を見ている。そして"
-    for line, size in ((japanese, 37), ("the cat sees a dog", 0), (malayalam, 0)):
+    for line, size in ((japanese, 37), ("the cat sees a dog", 0), (malayalam, 0), ("", 0)):
         result = evaluate_text(opened, [line], progress=False)
         assert result.utf8_bytes == len(line.encode()) + 1
         (row,) = re.findall("per word  +(.*)", result.table("text"))
