@@ -141,6 +141,8 @@ def _fit(
     """Train from the current state to the last step, or until the time is spent."""
     train, log, folder, clock = state.config.train, state.config.log, state.run.folder, state.clock
     validates_at_all = "valid" in state.run.prepared.splits
+    if state.config.optim.schedule == "plateau" and not validates_at_all:
+        _log.warning("optim.schedule: plateau has no effect: there is no validation split")
     has_model = (folder / DESCRIPTION).exists()
     kept = (read_description(folder).valid_perplexity if has_model else None) or math.inf
     clock.start()
