@@ -217,7 +217,9 @@ def update(state: TrainingState, batches: Sequence[Batch]) -> None:
     else:
         carried_loss.nll.copy_(nll)
         carried_loss.carried = carried
-        state.num_tokens -= sum(batch.num_tokens for batch in batches)
+        num_skipped = sum(batch.num_tokens for batch in batches)
+        state.num_tokens -= num_skipped
+        state.progress.tokens_done -= num_skipped
     for parameter in state.parameters:
         parameter.grad = None
     carried_loss.keep()

@@ -102,6 +102,7 @@ def test_skipped_steps_change_no_parameter_and_are_counted(
     assert [line.skipped_steps for line in lines] == [0, 0, 0, 1, 2]
     assert [line.step for line in lines] == [1, 2, 3, 4, 5]
     assert [line.tokens_per_second for line in lines[3:]] == [0, 0]  # their tokens are not counted
+    assert [line.tokens for line in lines[3:]] == [lines[2].tokens] * 2
     assert [math.isnan(line.train_perplexity) for line in lines] == [False] * 3 + [True] * 2
     poison({1})
     message = failed(run, *options, "--train.max_steps=6", "--resume=auto")
