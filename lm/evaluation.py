@@ -110,7 +110,7 @@ def evaluate(
     model.train(was_training)
     if sequences is not None:
         oov = int(sequences.num_left_out.sum())
-    is_spelled = not oov and num_tokens == len(tokens)
+    is_whole = sequences is None or (not oov and num_tokens == len(tokens))
     return Evaluation(
         tokens=num_tokens,
         words=counts.words,
@@ -120,8 +120,8 @@ def evaluate(
         nll_nats=nll,
         perplexity=perplexity(nll, num_tokens),
         perplexity_excluding_oov=perplexity(nll - oov_nll, num_tokens - oov * (sequences is None)),
-        word_perplexity=perplexity(nll, counts.words + counts.lines),
-        bits_per_byte=nll / math.log(2) / counts.utf8_bytes if is_spelled else None,
+        word_perplexity=perplexity(nll, counts.words + counts.lines if is_whole else 0),
+        bits_per_byte=nll / math.log(2) / counts.utf8_bytes if is_whole and not oov else None,
         class_perplexity=perplexity(class_nll, num_tokens),
         within_class_perplexity=perplexity(nll - class_nll, num_tokens),
         context=_context_in_words(model, context, sequences),
@@ -297,12 +297,12 @@ def _described(
     result: Evaluation, run: TrainedRun, tokenizer: Tokenizer | TokenizerConfig
 ) -> Evaluation:
     """The figures of a run's model, with what they count in words."""
+    is_lossy = tokenizer.kind == "words" and (tokenizer.lowercase or tokenizer.split_punctuation)
+    result = replace(result, bits_per_byte=None if is_lossy else result.bits_per_byte)
     if result.unit == ITEM:
         return result
-    is_lossy = tokenizer.kind == "words" and (tokenizer.lowercase or tokenizer.split_punctuation)
     return replace(
         result,
-        bits_per_byte=None if is_lossy else result.bits_per_byte,
         eos_rule=EOS_RULE if run.keeps_empty_lines else WITHOUT_EMPTY_LINES,
         unit=token_unit(tokenizer),
     )

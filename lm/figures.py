@@ -60,7 +60,8 @@ class Evaluation:
         nll_nats: negative log-likelihood of all tokens.
         perplexity: exp(nll / tokens).
         perplexity_excluding_oov: over the tokens that are not `<unk>`, which remain context.
-        word_perplexity: exp(nll / (words + lines)): comparable between tokenizers.
+        word_perplexity: exp(nll / (words + lines)): comparable between tokenizers. NaN if some of
+            these are not predicted, as the ends of sequences and the items that are known.
         bits_per_byte: nll / ln 2 / utf8_bytes; None if tokens do not spell the text, in which words
             are separated by single spaces (which other spaces there are, is not counted).
         class_perplexity: of the choice at the root of the tree.
@@ -98,8 +99,8 @@ class Evaluation:
         classes = f"{self.class_perplexity:.2f} × {self.within_class_perplexity:.2f}"
         classes += ", unknown words as <unk>" * (self.spelling_nats is not None)
         per_word = f"{self.word_perplexity:.2f}, of {self.words:,} words + {self.lines:,} line ends"
-        if self.utf8_bytes > MAX_WORD_BYTES * self.words:
-            size = round(self.utf8_bytes / max(1, self.words))
+        if self.words and self.utf8_bytes > MAX_WORD_BYTES * self.words:
+            size = round(self.utf8_bytes / self.words)
             per_word = f"not printed: the text has a space every {size:,} bytes, so no words"
         spelled, oov = self.spelling_nats is not None, f"{self.oov:,}"
         if self.spelling_nats is not None:

@@ -173,7 +173,7 @@ def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words_in_the_t
     opened = TrainedRun(lstm_run, "cpu")
     malayalam = "നിയന്ത്രണം"  # a long word of 30 bytes
     japanese = "猫が犬を見ている。そして"
-    for line, size in ((japanese, 37), ("the cat sees a dog", 0), (malayalam, 0)):
+    for line, size in ((japanese, 37), ("the cat sees a dog", 0), (malayalam, 0), ("", 0)):
         result = evaluate_text(opened, [line], progress=False)
         assert result.utf8_bytes == len(line.encode()) + 1
         (row,) = re.findall("per word  +(.*)", result.table("text"))
@@ -229,6 +229,23 @@ def test_the_rule_for_line_ends_is_that_of_the_corpus(
             assert summary[name] == pytest.approx(split[name], rel=1e-9)
     assert "empty lines left out" in without["eos_rule"]
     assert "empty lines too" in with_them["eos_rule"]
+
+
+@pytest.mark.parametrize("lowercase", ["false", "true"])
+def test_figures_of_words_and_bytes_are_those_of_sequences_of_which_all_is_predicted(
+    lowercase: str, train: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = ["--data.sequences=independent", "--data.predict_eos=true", "--train.max_steps=1"]
+    options += ["--data.prepared_dir=null", f"--tokenizer.lowercase={lowercase}"]
+    run = TrainedRun(train(tmp_path, *options), "cpu")
+    whole = evaluate_text(run, ["the cat sees a dog", "a bird"], progress=False)
+    assert whole.word_perplexity == pytest.approx(math.exp(whole.nll_nats / (7 + 2)))
+    bits = None if lowercase == "true" else pytest.approx(whole.nll_nats / math.log(2) / 26)
+    assert whole.bits_per_byte == bits
+    for lines in (["the cat sees\ta dog", "a bird"], ["the zebra", "a bird"]):
+        part = evaluate_text(run, lines, progress=False)
+        assert math.isnan(part.word_perplexity)
+        assert part.bits_per_byte is None
 
 
 def test_a_tokenizer_of_another_run_is_refused(

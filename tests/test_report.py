@@ -89,6 +89,16 @@ def test_a_deep_tree_is_trained_used_and_reported(
     assert f"({report['num_nodes'] - 5:,} further nodes: --nodes)" in table
 
 
+def test_the_tree_of_the_output_layer_is_reported_or_else_that_of_the_input(
+    lstm_run: Path, printed: Callable[..., str]
+) -> None:
+    command = ["classes", lstm_run, "--json", "--model.input_tree=two_level"]
+    names = ("huffman", "full", "two_level")
+    trees = [json.loads(printed(*command, f"--output.tree={name}")) for name in names]
+    assert trees[0]["num_nodes"] == trees[0]["vocab_size"] - 1
+    assert trees[1] == trees[2]
+
+
 def test_a_taxonomy_is_a_tree(tiny: Path, tmp_path: Path, printed: Callable[..., str]) -> None:
     (tmp_path / "shop").write_text("tea\tfood/drinks\nmilk\tfood/drinks/cold\nsaw\ttools\n")
     options = corpus_of(tmp_path, "tea milk tea saw tea\n" * 5)

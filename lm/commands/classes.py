@@ -19,14 +19,15 @@ OPTIONS = SOURCE | _SHOWN | JSON
 def run(options: argparse.Namespace) -> None:
     """Print the report on the tree of the output layer, or else on that of the input vectors."""
     run = Run.read(options.source, options.overrides)
-    if run.config.needed_classes is None and run.config.output.tree in ("full", "adaptive"):
+    has_none = run.config.output.tree in ("full", "adaptive")
+    if run.config.needed_classes is None and has_none:
         raise UserError(f"output.tree: {run.config.output.tree} has no word classes to report on")
     run.check_classes()
     import torch
 
     from lm.tree_report import tree_report
 
-    tree, counts = run.input_tree or run.tree, torch.tensor(run.prepared.counts())
+    tree, counts = run.input_tree if has_none else run.tree, torch.tensor(run.prepared.counts())
     assert tree is not None
     report = tree_report(tree, counts, num_nodes=options.nodes, num_top_words=options.words)
     token, are_items = run.prepared.tokenizer().token, run.config.data.user_field is not None

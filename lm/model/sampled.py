@@ -40,10 +40,12 @@ class SampledSoftmax(HierarchicalSoftmax):
         self.num_samples = num_samples
         with torch.device("cpu"):
             share = (1 + counts.double()) / (1 + counts.double()).sum()
+        # As integers, which no conversion of the module rounds: bf16 has 129 numbers in [1/2, 1].
+        log_expected = (num_samples * share).log().float()
         self.log_expected: Tensor
-        self.register_buffer("log_expected", (num_samples * share).log().float(), persistent=False)
+        self.register_buffer("log_expected", log_expected.view(torch.int32), persistent=False)
         self.cumulated: Tensor
-        self.register_buffer("cumulated", share.cumsum(0), persistent=False)
+        self.register_buffer("cumulated", share.cumsum(0).view(torch.int64), persistent=False)
 
     def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Negative log-likelihood as `HierarchicalSoftmax.loss`, of a sample while training."""
@@ -53,7 +55,8 @@ class SampledSoftmax(HierarchicalSoftmax):
         valid = words != self.ignore_index
         words = words.where(valid, 0)
         place = torch.rand(self.num_samples, dtype=torch.float64, device=words.device)
-        sample = torch.searchsorted(self.cumulated, place).clamp_(max=self.vocab_size - 1)
+        cumulated = self.cumulated.view(torch.float64)
+        sample = torch.searchsorted(cumulated, place).clamp_(max=self.vocab_size - 1)
         assert self.bias is not None
         read = lookup if self.row_wise else torch.Tensor.__getitem__
         rows, drawn = (read(self.weight, each)[:, : self.hidden_size] for each in (words, sample))
@@ -68,5 +71,6 @@ class SampledSoftmax(HierarchicalSoftmax):
 
         The logit of a word that is the target is -∞.
         """
-        corrected = others - self.log_expected[sample]
+        log_expected = self.log_expected.view(torch.float32)[sample]
+        corrected = others - log_expected.to(torch.promote_types(self.weight.dtype, torch.float32))
         return torch.cat([own[:, None], corrected], 1).logsumexp(1) - own

@@ -80,10 +80,13 @@ def numbered_name(step: int) -> str:
     return f"step-{step}.ckpt"
 
 
-def keep_newest(folder: Path, num_kept: int) -> None:
-    """Delete all but the newest numbered checkpoints of a folder."""
+def keep_newest(folder: Path, num_kept: int, step: int) -> None:
+    """Delete all but the newest numbered checkpoints of a folder, whose run is at `step`.
+
+    Those of later steps are older: the run has gone back to an earlier checkpoint since.
+    """
     found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NUMBERED.match(path.name))]
-    for _, path in sorted(found, reverse=True)[num_kept:]:
+    for _, _, path in sorted([(n <= step, n, path) for n, path in found], reverse=True)[num_kept:]:
         path.unlink()
 
 

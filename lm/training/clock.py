@@ -70,7 +70,7 @@ class Clock:
     ) -> None:
         self._fabric, self.progress = fabric, progress
         self.limit = None if train.max_minutes is None else 60 * train.max_minutes
-        self.num_steps = batches.num_steps
+        self.num_steps, self._accumulate = batches.num_steps, train.accumulate
         self._validation_steps: float | None = None
         if num_valid_tokens is not None:
             self._validation_steps = batches.between_validations / train.accumulate
@@ -125,7 +125,8 @@ class Clock:
         """Seconds of a validation and its checkpoint: the last one, or estimated from the steps."""
         if self._validation_steps is None:
             return 0.0
-        pace = self.step_seconds or self._training / max(self._steps_here, 1)
+        num_steps = self.progress.batches_done // self._accumulate  # with those before this process
+        pace = self.step_seconds or self._training / max(num_steps, 1)
         return self.progress.validation_seconds or FORWARD_SHARE * self._relative_size * pace
 
     def seconds_left(self, step: int) -> float | None:

@@ -141,6 +141,8 @@ def _fit(
     """Train from the current state to the last step, or until the time is spent."""
     train, log, folder, clock = state.config.train, state.config.log, state.run.folder, state.clock
     validates_at_all = "valid" in state.run.prepared.splits
+    if state.config.optim.schedule == "plateau" and not validates_at_all:
+        _log.warning("optim.schedule: plateau has no effect: there is no validation split")
     has_model = (folder / DESCRIPTION).exists()
     kept = (read_description(folder).valid_perplexity if has_model else None) or math.inf
     clock.start()
@@ -199,7 +201,8 @@ def update(state: TrainingState, batches: Sequence[Batch]) -> None:
     """The device's part of a step; where it is recorded, the host reads nothing of it."""
     fabric, optimizer, clip = state.fabric, state.optimizer, state.config.optim.clip
     carried_loss, may_update = state.carried_loss, True
-    nll, carried = carried_loss.nll.clone(), carried_loss.carried  # before the step
+    nll = carried_loss.nll.clone()  # before the step, as the state, unless an epoch begins in it
+    carried = carried_loss.carried if all(batch.continues for batch in batches) else None
     for number, batch in enumerate(batches, start=1):
         with fabric.no_backward_sync(state.loss, enabled=number < len(batches)):
             fabric.backward(state.loss(batch))
@@ -214,7 +217,9 @@ def update(state: TrainingState, batches: Sequence[Batch]) -> None:
     else:
         carried_loss.nll.copy_(nll)
         carried_loss.carried = carried
-        state.num_tokens -= sum(batch.num_tokens for batch in batches)
+        num_skipped = sum(batch.num_tokens for batch in batches)
+        state.num_tokens -= num_skipped
+        state.progress.tokens_done -= num_skipped
     for parameter in state.parameters:
         parameter.grad = None
     carried_loss.keep()

@@ -57,15 +57,14 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
             problem = "has a model, but no checkpoint that training could continue from"
             raise CheckpointError(f"{folder} {problem}: train in another folder, --run_dir=FOLDER")
         return None
-    if resume != "auto" and not written.exists():
-        written = checkpoint.parent.parent / "config.yaml"
-    changes = _changes(written, config)
-    refused = [each for key, each in changes.items() if not key.startswith(_FREE_ON_RESUME)]
-    if refused:
-        raise UserError(
-            f"{written.parent} was started with another configuration ({', '.join(refused)}):"
-            " set these back to continue it, or start a new run in another folder"
-        )
+    for each in (written, checkpoint.absolute().parent.parent / "config.yaml"):
+        changes = _changes(each, config)
+        refused = [text for key, text in changes.items() if not key.startswith(_FREE_ON_RESUME)]
+        if refused:
+            raise UserError(
+                f"{each.parent} was started with another configuration ({', '.join(refused)}):"
+                " set these back to continue it, or start a new run in another folder"
+            )
     return checkpoint
 
 

@@ -311,7 +311,7 @@ class TrainingState:
             num_kept, folder = self.config.train.keep_checkpoints, folder / "checkpoints"
             names = [BEST] * is_best + [numbered_name(self.step)] * (num_kept > 0) + [LAST]
             save_checkpoint(checkpoint, *(folder / name for name in names))
-            keep_newest(folder, num_kept)
+            keep_newest(folder, num_kept, self.step)
         self.fabric.barrier()  # no process may exit while the first one writes
 
     def _to_checkpoint(self) -> dict[str, Any]:

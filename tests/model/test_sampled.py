@@ -67,6 +67,16 @@ def test_row_wise_gradients_are_the_dense_ones() -> None:
         torch.testing.assert_close(one.grad, other.grad.to_dense(), rtol=1e-6, atol=1e-9)
 
 
+def test_bf16_rounds_neither_the_sample_nor_its_correction() -> None:
+    target, losses = torch.arange(1000), []
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = SampledSoftmax(H, ClassTree.full(1000), counts=target**2, num_samples=100)
+        torch.nn.init.zeros_(layer.to(dtype).weight)
+        torch.manual_seed(2)
+        losses.append(layer.loss(torch.zeros(1000, H, dtype=dtype), target, "none"))
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_in_evaluation_it_is_a_full_softmax(reduction: str) -> None:
     layer, (hidden, target) = make().eval(), inputs()

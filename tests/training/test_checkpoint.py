@@ -178,6 +178,16 @@ def test_the_newest_checkpoints_are_kept_by_their_step(folder: Path) -> None:
     assert (folder / "last.ckpt").samefile(folder / "step-6.ckpt")
 
 
+def test_a_run_that_goes_back_keeps_its_own_checkpoints(
+    folder: Path, command: Command, tmp_path: Path
+) -> None:
+    early = tmp_path / "early"
+    assert main([*command(early), *OPTIONS, "--train.max_steps=2"]) == 0
+    back = ["--train.max_steps=4", f"--resume={early / 'checkpoints' / 'last.ckpt'}"]
+    assert main([*command(tmp_path / "run"), *OPTIONS, *back]) == 0
+    assert {path.name for path in folder.glob("step-*")} == {"step-3.ckpt", "step-4.ckpt"}
+
+
 def test_auto_passes_over_damaged_checkpoints_and_says_so_unless_all_are(
     folder: Path,
     command: Command,

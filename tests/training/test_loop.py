@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from data_prep.prepared import open_prepared
+from lm.cli import main
 from lm.evaluation import evaluate
 from lm.model.language_model import LanguageModel
 from lm.output.rowwise import RowGradient
@@ -17,6 +18,7 @@ from lm.run import Run
 from lm.training.checkpoint import load_checkpoint
 from lm.training.loop import train as train_run
 from lm.training.metrics import read_metrics
+from tests.conftest import corpus_of
 
 Train = Callable[..., Path]
 BeforeCall = Callable[..., None]
@@ -72,6 +74,15 @@ def test_a_plateau_lowers_the_rate_with_each_validation_that_did_not_improve(
     options += ["--log.every_steps=1", "--optim.lr=1", "--train.max_steps=6"]
     lines = read_metrics(train(tmp_path / "run", *options) / "metrics.csv")
     assert [line.learning_rate for line in lines] == [1, 1, 1, 0.5, 0.25, 0.25]
+
+
+def test_a_plateau_without_a_validation_split_has_no_effect_and_says_so(
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = corpus_of(tmp_path, "the cat sees a dog\n" * 20)
+    options += ["--optim.schedule=plateau", "--train.max_steps=2", "--no-progress"]
+    assert main(["train", str(tiny), *options]) == 0
+    assert "plateau has no effect: there is no validation split" in caplog.text
 
 
 def test_the_model_gets_the_counts_and_the_kind_of_gradient_of_the_configuration(

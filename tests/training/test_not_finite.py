@@ -89,6 +89,8 @@ def test_skipped_steps_change_no_parameter_and_are_counted(
     assert main([*command(run), *options, "--train.max_steps=3"]) == 0
     before = load_checkpoint(last)
     weights, carried = before["model"], before["devices"][0]["carried"]
+    if "--data.sequences=independent" in options:  # each begins without a state
+        carried = None
     weights = {name: weight.clone() for name, weight in weights.items()}
     poison({1, 2})
     assert main([*command(run), *options, "--train.max_steps=5", "--resume=auto"]) == 0
@@ -100,11 +102,30 @@ def test_skipped_steps_change_no_parameter_and_are_counted(
     assert [line.skipped_steps for line in lines] == [0, 0, 0, 1, 2]
     assert [line.step for line in lines] == [1, 2, 3, 4, 5]
     assert [line.tokens_per_second for line in lines[3:]] == [0, 0]  # their tokens are not counted
+    assert [line.tokens for line in lines[3:]] == [lines[2].tokens] * 2
     assert [math.isnan(line.train_perplexity) for line in lines] == [False] * 3 + [True] * 2
     poison({1})
     message = failed(run, *options, "--train.max_steps=6", "--resume=auto")
     assert re.match(r"the gradient is not finite in step 6 \(batch \d+ of epoch 1\)", message)
     assert all(weight.isfinite().all() for weight in load_file(run / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_no_state_is_carried_into_an_epoch_that_begins_in_a_skipped_step(
+    accumulate: int,
+    tmp_path: Path,
+    command: Callable[[Path], list[str]],
+    poison: Callable[..., None],
+) -> None:
+    steps = 4 // accumulate
+    options = [f"--train.accumulate={accumulate}", f"--train.max_steps={steps}"]
+    poison({steps})
+    skips = ["--train.skip_nonfinite_steps=1", "--train.seq_len=200"]
+    assert main([*command(tmp_path), *options, *skips]) == 0
+    last = load_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
+    assert read_metrics(tmp_path / "metrics.csv")[-1].epoch == pytest.approx(4 / 3, abs=1e-4)
+    assert last["progress"]["skipped_steps"] == 1
+    assert last["devices"][0]["carried"] is None
 
 
 def test_on_a_gpu_steps_that_are_not_finite_are_found_when_losses_are_read(

@@ -184,9 +184,11 @@ def test_a_changed_configuration_is_refused_naming_the_keys(
     options: list[str],
     keys: str,
     lstm_run: Path,
+    train: Callable[..., Path],
     tmp_path: Path,
     failed: Failed,
     contents: Contents,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = contents(lstm_run)
     expected = (
@@ -197,6 +199,10 @@ def test_a_changed_configuration_is_refused_naming_the_keys(
     assert failed(lstm_run, "--resume", "auto", *allowed, *options) == expected
     checkpoint = lstm_run / "checkpoints" / "last.ckpt"
     assert failed(tmp_path / "run", "--resume", checkpoint, *allowed, *options) == expected
+    train(tmp_path / "own", "--train.max_steps=1", *options)
+    assert failed(tmp_path / "own", "--resume", checkpoint, *allowed, *options) == expected
+    monkeypatch.chdir(checkpoint.parent)
+    assert failed(tmp_path / "run", "--resume", checkpoint.name, *allowed, *options) == expected
     assert contents(lstm_run) == before
 
 
