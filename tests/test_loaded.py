@@ -169,9 +169,9 @@ def test_independent_sequences_end_as_those_of_the_command(
     letters: Callable[..., Path], printed: Callable[..., str]
 ) -> None:
     run = letters("ends", "--data.sequences=independent", "--data.predict_eos=true")
-    found = lm.load(run).generate("a", num_tokens=20, num_samples=9, stop=["d"])
-    arguments = ["--prompt=a", "--tokens=20", "--samples=9", "--stop=d"]
-    assert printed("generate", run, *arguments).splitlines() == [f"a{text}" for text in found]
+    found = lm.load(run).generate("aab", num_tokens=20, num_samples=9, stop=["d"])
+    arguments = ["--prompt=aab", "--tokens=20", "--samples=9", "--stop=d"]
+    assert printed("generate", run, *arguments).splitlines() == [f"aab{text}" for text in found]
 
 
 @pytest.mark.parametrize(

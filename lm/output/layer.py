@@ -183,7 +183,7 @@ class HierarchicalSoftmax(nn.Module):
         return lse.view(self.tree.depth, *target.shape)
 
     def log_prob(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities of all words, [..., N]. Differentiable; evaluates all R rows.
+        """Log-probabilities of all words, [..., N]. Differentiable once; evaluates all R rows.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
@@ -228,8 +228,9 @@ class HierarchicalSoftmax(nn.Module):
         Words in `excluded` are left out; the log-probabilities of the others are as they are. A
         tensor [..., L] int64 of two dimensions or more has those of each position, and -1.
 
-        A class is evaluated only while it is at least as probable as the k-th best word found: few
-        classes for a peaked distribution, nearly all for a flat one such as an untrained layer's.
+        In compiled loops, a class is evaluated only while it is at least as probable as the k-th
+        best word found: few classes for a peaked distribution, nearly all for a flat one such as an
+        untrained layer's. Otherwise, and for many positions that need many classes, all are.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
@@ -258,7 +259,9 @@ class HierarchicalSoftmax(nn.Module):
         Unrestricted draws evaluate the class that is drawn (and, with a temperature or a penalty,
         those of rejected trials); `top_p` alone, on a CPU, those that tell whether that word is in
         the nucleus; other restrictions search as `topk` does. A position's word depends on its
-        hidden vector, its previous words and its seed, not on the other positions.
+        hidden vector, its previous words and its seed, not on the other positions, except that
+        logits may be rounded otherwise. With a temperature, `top_p` or excluded words, the same
+        seeds give other words on a GPU, and on a CPU without numba.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
@@ -276,7 +279,8 @@ class HierarchicalSoftmax(nn.Module):
             seeds: [...] int64, one for each position; None draws them from `generator`.
             generator: source of the seeds, on any device, if they are not given; None is torch's
                 default.
-            options: fields of `Sampling`, which replace those of `sampling`.
+            options: fields of `Sampling`, such as temperature, top_p and excluded, which replace
+                those of `sampling`.
 
         Raises:
             ValueError: if an option is out of range, a log-probability is not finite, or there is a
@@ -288,6 +292,10 @@ class HierarchicalSoftmax(nn.Module):
         sampling = replace(sampling or _P_ITSELF, **options) if options else sampling or _P_ITSELF
         inputs = self._decoded(hidden)
         return distribution.sample(*inputs, sampling, previous, seeds, generator)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.tree.check_saved(state_dict, f"{prefix}tree.")  # before the weights are replaced
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _decoded(self, hidden: Tensor) -> tuple[Tensor, Tensor, ClassTree, Tensor | None]:
         return self._checked(hidden), self.weight, self.tree, self.bias

@@ -148,6 +148,8 @@ def sample(
             raise ValueError("repetition_penalty requires the previous words")
         rows = _rows_of_positions("previous", previous, shape, tree)
         _set_penalty(blocks, sampling.repetition_penalty, rows)
+    if not isinstance(generator, torch.Generator | None):
+        raise ValueError(f"generator must be a torch.Generator, got {generator!r}")
     if seeds is not None and generator is not None:
         raise ValueError("seeds and generator: expected one of the two")
     if seeds is None:

@@ -56,19 +56,21 @@ def word_ids(what: str, words: object) -> tuple[int, ...]:
     values = words.tolist() if hasattr(words, "tolist") else words
     if isinstance(values, Iterable):
         ids = list(values)
-        if all(isinstance(word, SupportsIndex) for word in ids):
+        if all(type(word) is int for word in ids):
+            return tuple(ids)
+        if all(isinstance(word, SupportsIndex) and not isinstance(word, bool) for word in ids):
             return tuple(map(index, ids))
-    raise ValueError(f"{what} must be token ids, got {words!r}")
+    shape, dtype = getattr(words, "shape", None), getattr(words, "dtype", None)
+    shown = repr(words) if shape is None else f"{list(shape)} {dtype}"
+    raise ValueError(f"{what} must be token ids in one dimension, got {shown[:80]}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """The distribution that words are drawn from, made of P(w) in this order.
 
-    Words in `excluded` have probability 0, and the others are renormalised. Then:
-
     1. The repetition penalty θ replaces P(w) by P(w)^θ for words w that occurred before (each
-       counts once), and renormalises.
+       counts once). Words in `excluded` have probability 0. The probabilities are renormalised.
     2. The temperature T replaces P(w) by P(w)^(1/T) and renormalises.
     3. `top_k` restricts the draw to the k most probable words.
     4. `top_p` restricts it to the smallest set of most probable words, among those left, with this

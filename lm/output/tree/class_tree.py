@@ -275,10 +275,13 @@ class ClassTree(nn.Module):
             setattr(self, name, getattr(self._arrays, name).clone())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Refuses another tree's weights, whose rows would silently belong to other words."""
+        self.check_saved(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def check_saved(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Raise a ValueError for another tree, whose rows would silently belong to other words."""
         if differing := self._differing([state_dict.get(prefix + name) for name in _SAVED]):
             raise ValueError(f"the weights belong to another tree: {prefix}{differing} differs")
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _differing(self, saved: Iterable[Tensor | None]) -> str | None:
         """The first of the saved arrays, if they are there, that differs from the tree's own."""

@@ -137,10 +137,13 @@ def test_excluded_words_are_any_collection_of_integers(excluded: Any) -> None:
     layer, hidden = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1, 1])), torch.ones(4)
     assert set(layer.topk(hidden, 2, excluded=excluded).word.tolist()) == {0, 3}
     assert int(layer.sample(hidden, excluded=excluded)) in (0, 3)
-    wrongs: list[Any] = [0, "12", [1.5]]
+    mask = torch.tensor([False, True, True, False])
+    wrongs: list[Any] = [0, "12", [1.5], mask, mask.numpy(), mask.tolist()]
     for wrong in wrongs:
-        with pytest.raises(ValueError, match="excluded must be token ids"):
+        with pytest.raises(ValueError, match="excluded must be token ids in one dimension, got"):
             layer.topk(hidden, 1, excluded=wrong)
+    with pytest.raises(ValueError, match=r"in one dimension, got \[2, 1\] torch.int64"):
+        layer.sample(hidden, excluded=torch.tensor([[1], [2]]))
 
 
 def test_candidates_whose_hidden_vectors_would_not_fit_are_evaluated_node_by_node(

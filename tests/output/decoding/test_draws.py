@@ -198,6 +198,7 @@ def test_frequencies_match_with_seeds_that_are_consecutive_or_derived() -> None:
             {"seeds": torch.arange(P), "generator": torch.Generator()},
             "seeds and generator: expected one of the two",
         ),
+        ({"generator": 3}, "generator must be a torch.Generator, got 3"),
         ({"seeds": torch.zeros(P)}, r"seeds must be \[6\] int64, got \[6\] torch.float32"),
     ],
 )

@@ -212,8 +212,10 @@ def test_errors_in_files_name_the_line_or_word(text: str, message: str, tmp_path
 def test_loading_weights_of_another_tree_raises() -> None:
     layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1, 1]))
     other = HierarchicalSoftmax(4, ClassTree.two_level([0, 1, 0, 1]))
+    before = other.weight.clone()
     with pytest.raises(ValueError, match=r"another tree: tree\.row_of_word"):
         other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.weight, before)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
