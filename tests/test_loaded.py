@@ -211,7 +211,7 @@ def test_independent_sequences_end_as_those_of_the_command(
         (lambda m: m.search(num_beams="2"), "the number of beams must be an integer, got '2'"),
         (lambda m: m.search(length_penalty=math.nan), "length_penalty must be within ±10, got nan"),
         (lambda m: m.search(num_beams=0), "the number of beams must be at least 1, got 0"),
-        (lambda m: m.generate(excluded=None), "excluded must be token ids in one dimension, got None"),
+        (lambda m: m.generate(excluded=None), "excluded must be a list of token ids, got None"),
         (lambda m: m.generate(stop=None), "stop must be a list of strings, got None"),
         (lambda m: m.generate(tokens=10), "generate has no argument tokens; its .*num_tokens.*"),
         (lambda m: m.perplexity(""), "text: there is no line to evaluate"),

@@ -62,7 +62,7 @@ def word_ids(what: str, words: object) -> tuple[int, ...]:
             return tuple(map(index, ids))
     shape, dtype = getattr(words, "shape", None), getattr(words, "dtype", None)
     shown = repr(words) if shape is None else f"{list(shape)} {dtype}"
-    raise ValueError(f"{what} must be token ids in one dimension, got {shown[:80]}")
+    raise ValueError(f"{what} must be a list of token ids, got {shown[:80]}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,9 +140,9 @@ def test_excluded_words_are_any_collection_of_integers(excluded: Any) -> None:
     mask = torch.tensor([False, True, True, False])
     wrongs: list[Any] = [0, "12", [1.5], mask, mask.numpy(), mask.tolist()]
     for wrong in wrongs:
-        with pytest.raises(ValueError, match="excluded must be token ids in one dimension, got"):
+        with pytest.raises(ValueError, match="excluded must be a list of token ids, got"):
             layer.topk(hidden, 1, excluded=wrong)
-    with pytest.raises(ValueError, match=r"in one dimension, got \[2, 1\] torch.int64"):
+    with pytest.raises(ValueError, match=r"a list of token ids, got \[2, 1\] torch.int64"):
         layer.sample(hidden, excluded=torch.tensor([[1], [2]]))
 
 
