@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FEW = 4
 """Positions up to which each one reads the table for itself, however much of it."""
-MOST_ROWS = 1 / 8
+MOST_ROWS = 1 / 4
 """Share of the table opened for each of more positions; beyond it one product takes less time."""
 NODE_COST = 4096
 """Numbers of the table for each node that is opened in the order of probability: reading them takes

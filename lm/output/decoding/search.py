@@ -98,9 +98,14 @@ def first(words: TopK, size: Tensor) -> TopK:
 
 def _best(log_prob: Tensor, k: int) -> TopK:
     """The k best of all words [A, N], in order."""
-    if k < log_prob.shape[1]:
-        best, word = log_prob.topk(k + 1, dim=1)
-        if not bool((best[:, 1:] == best[:, :-1]).any()):
-            return TopK(best[:, :k], word[:, :k])
-    best, word = log_prob.sort(dim=1, descending=True, stable=True)
-    return TopK(best[:, :k], word[:, :k])
+    if k == log_prob.shape[1]:
+        return TopK(*log_prob.sort(dim=1, descending=True, stable=True))
+    best, word = log_prob.topk(k + 1, dim=1)
+    tied = best[:, k] == best[:, k - 1]
+    word, order = word[:, :k].sort(dim=1)  # of equal words, the lowest comes first
+    best, order = best.gather(1, order).sort(dim=1, descending=True, stable=True)
+    word = word.gather(1, order)
+    if bool(tied.any()):  # it is not known which of equal words `topk` has found
+        ordered = log_prob[tied].sort(dim=1, descending=True, stable=True)
+        best[tied], word[tied] = ordered.values[:, :k], ordered.indices[:, :k]
+    return TopK(best, word)
