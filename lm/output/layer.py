@@ -260,8 +260,8 @@ class HierarchicalSoftmax(nn.Module):
         those of rejected trials); `top_p` alone, on a CPU, those that tell whether that word is in
         the nucleus; other restrictions search as `topk` does. A position's word depends on its
         hidden vector, its previous words and its seed, not on the other positions, except that
-        logits may be rounded otherwise. With a temperature, `top_p` or excluded words, the same
-        seeds give other words on a GPU, and on a CPU without numba.
+        logits may be rounded otherwise. With a temperature, a penalty, `top_p` or excluded words,
+        the same seeds give other words on a GPU, and on a CPU without numba.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
