@@ -32,7 +32,7 @@ def word_classes(
         shortlist: number of most frequent words that are children of the root, next to the classes:
             their classes have no meaning.
         seed: seed of `random`, `embedding` and `exchange`.
-        progress: whether progress bars are shown on stderr.
+        progress: whether progress bars are shown on stderr: ten million tokens take minutes.
 
     Returns:
         int32 [N], the class of each word, 0 to C - 1; no class is empty.

@@ -4,8 +4,10 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lm.cli import main
 from tests.data_prep.conftest import write_table
@@ -29,8 +31,8 @@ SMALL = {
 }
 
 
-def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+def blocks(language: str, page: str = README) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     return [text for name, text in found if name == language]
 
 
@@ -87,6 +89,29 @@ def test_the_python_example_runs() -> None:
     exec(block.replace("100_000", "1_000"), names)
     layer = names["layer"]
     assert getattr(layer, "weight").grad.abs().sum() > 0  # noqa: B009
+
+
+LAYER = (TOP / "lm" / "output" / "README.md").read_text(encoding="utf-8")
+EXAMPLES = [block for block in blocks("python", LAYER) if "cuda" not in block]
+
+
+@pytest.mark.filterwarnings("default")  # transformers has some
+@pytest.mark.parametrize("block", EXAMPLES, ids=["transformers", "rows", "shared"])
+def test_the_examples_of_the_layer_run(block: str, tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(block.replace("1_000_000", "1_000").replace("20_000", "2_000"), names)
+    if "model" not in names:
+        return
+    model, words = names["model"].eval(), names["words"]
+    with torch.no_grad():
+        log_prob = model(words).logits
+        nll = -log_prob[:, :-1].gather(2, words[:, 1:, None]).mean()
+        torch.testing.assert_close(model(words, labels=words).loss, nll)
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path)
+        assert torch.equal(loaded(words).logits, log_prob)
+        found = model.generate(words[:, :9], max_new_tokens=1, do_sample=False)
+        assert torch.equal(found[:, 9], log_prob[:, 8].argmax(-1))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(TOP)))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lm.output.backends import BACKENDS, check_backend, choose_backend
 from lm.output.backends.base import Problem, check_tensors, row_size
@@ -15,6 +16,7 @@ from lm.output.decoding import distribution
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.search import TopK
 from lm.output.functional import BackendName, Reduction, hierarchical_cross_entropy, reduced
+from lm.output.rowwise import lookup
 from lm.output.tracing import not_compiled, refuse_recording
 from lm.output.tree.class_tree import ClassTree
 from lm.output.tree.shapes import check_size
@@ -137,6 +139,26 @@ class HierarchicalSoftmax(nn.Module):
             backend=self.backend,
             row_wise=self.row_wise,
         )
+
+    def embed(self, word: Tensor) -> Tensor:
+        """The rows of words [...], [..., H], as input vectors of a model that shares them.
+
+        `nn.Embedding` with the rows of the words as its table. With `row_wise`, the gradient is a
+        `RowGradient`, to which that of the loss is added.
+
+        Example:
+            >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
+            >>> layer.loss(layer.embed(torch.tensor([0, 2])), torch.tensor([2, 1])).backward()
+
+        Args:
+            word: int64, words 0 … N - 1.
+        """
+        check_tensors(words=word)
+        rows = self.tree.arrays.row_of_word.index_select(0, word.flatten())  # no word is below 0
+        return self._rows(rows.view(word.shape))[..., : self.hidden_size]
+
+    def _rows(self, row: Tensor) -> Tensor:
+        return lookup(self.weight, row) if self.row_wise else F.embedding(row, self.weight)
 
     @not_compiled
     @torch.no_grad()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import InternalTorchDynamoError
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.functional import BackendName
@@ -167,6 +168,40 @@ def test_saved_layers_hold_every_number_once(shape: str, tmp_path: Path) -> None
         assert each.untyped_storage().nbytes() == each.nbytes, name
     trees = one.tree, other.tree, tree
     assert len({each.arrays.row_of_word.data_ptr() for each in trees}) == 1
+
+
+class Tied(nn.Module):
+    """A model whose input vectors are rows of the output layer."""
+
+    def __init__(self, row_wise: bool) -> None:
+        super().__init__()
+        self.output = HierarchicalSoftmax(H, TREES["huffman"], row_wise=row_wise)
+
+    def forward(self, word: Tensor) -> Tensor:
+        return self.output.loss(self.output.embed(word), word)
+
+
+@pytest.mark.parametrize("row_wise", [False, True])
+def test_averages_of_buffers_leave_input_vectors_and_what_is_saved_as_they_are(
+    row_wise: bool,
+) -> None:
+    model, words = Tied(row_wise), torch.arange(N)
+    vectors = model.output.weight[model.output.tree.row_of_word[words], :H]
+    assert torch.equal(model.output.embed(words[None]), vectors[None])
+    for wrong in (-1, N):
+        with pytest.raises(IndexError, match="out of range"):
+            model.output.embed(torch.tensor([wrong]))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    for _ in range(3):  # rounds numbers down
+        average.update_parameters(model)
+    averaged = cast(Tied, average.module)
+    assert not torch.equal(averaged.output.tree.row_of_word, model.output.tree.row_of_word)
+    assert torch.equal(averaged.output.embed(words), model.output.embed(words))
+    state = averaged.state_dict()
+    torch.testing.assert_close(state, model.state_dict())
+    model.load_state_dict(state)
+    assert torch.equal(average(words), model(words))
+    average(words).backward()
 
 
 def _check_wrapped(rank: int, world_size: int) -> None:

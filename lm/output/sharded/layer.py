@@ -153,6 +153,9 @@ class ShardedSoftmax(HierarchicalSoftmax):
         """Rows of the whole weight, see `DealtRows.lookup`."""
         return self.dealt.lookup(self.weight, row, row_wise=row_wise, find=self._find)
 
+    def _rows(self, row: Tensor) -> Tensor:
+        return self.lookup(row, row_wise=self.row_wise)
+
     def _find(self, row: Tensor) -> Tensor:
         """Where rows of the whole weight are in `weight`, -1 if in another process."""
         placed = self._placed()

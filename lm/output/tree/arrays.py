@@ -14,7 +14,7 @@ class TreeArrays(NamedTuple):
 
     num_children: Tensor  # [I], number of children of each node
     first_row: Tensor  # [I], row of each node's first child
-    row_of_node: Tensor  # [I], row of each node among its siblings; -1 for the root
+    row_of_node: Tensor  # [I], row that each node owns; -1 for the root
     node_of_row: Tensor  # [R], node whose child owns the row
     row_of_word: Tensor  # [N], row of each word
     level: Tensor  # [I], number of ancestors of each node; 0 for the root

@@ -13,6 +13,7 @@ for the root) and `row_of_word` [N].
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,15 @@ def _array(name: str) -> Any:
 class ClassTree(nn.Module):
     """A tree of softmaxes over N words.
 
+    Rows first_row[n] to first_row[n] + num_children[n] - 1 of the weight belong to the children of
+    node n; row_of_word[w] is that of word w, and row_of_node[n] that of node n, -1 for the root.
+
     It is a module that moves with the layer that uses it. The three arrays that define it are
     buffers, which are saved with the layer and compared with those of the constructor, which are
-    what is computed with: whatever a loader writes into buffers, the tree remains the same, and
-    another tree's weights are refused. Build one with `full`, `two_level`, `from_levels`,
-    `from_clusters`, `balanced`, `huffman`, `from_paths` or `from_file`; sizes and arrays that make
-    no tree raise a ValueError.
+    what is computed with: whatever a loader or an average of models writes into buffers, the tree
+    remains the same, and another tree's weights are refused. Build one with `full`, `two_level`,
+    `from_levels`, `from_clusters`, `balanced`, `huffman`, `from_paths` or `from_file`; sizes and
+    arrays that make no tree raise a ValueError.
 
     Example:
         >>> tree = ClassTree.two_level([0, 1, 0, 1, 1])
@@ -57,7 +61,9 @@ class ClassTree(nn.Module):
         num_nodes: I, number of internal nodes, including the root.
         depth: largest number of nodes on a word's path (1 for the full softmax).
         max_path_columns: largest number of children of the nodes on a word's path, summed.
-        arrays: the `TreeArrays`, as backends take them; each is also an attribute.
+        arrays: the `TreeArrays`, as backends take them. Each is also an attribute; read
+            `arrays.row_of_word`, `row_of_node` and `num_children` here where an average of models
+            may have written to the buffers.
     """
 
     num_children: Tensor
@@ -273,6 +279,11 @@ class ClassTree(nn.Module):
     def _set_buffers(self) -> None:
         for name in _SAVED:
             setattr(self, name, getattr(self._arrays, name).clone())
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        with suppress(ValueError):  # another tree: the next computation says so
+            self._compare()
+        super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self.check_saved(state_dict, prefix)
