@@ -191,7 +191,8 @@ def test_averages_of_buffers_leave_input_vectors_and_what_is_saved_as_they_are(
     for wrong in (-1, N):
         with pytest.raises(IndexError, match="out of range"):
             model.output.embed(torch.tensor([wrong]))
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    rule = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
+    average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True)
     for _ in range(3):  # rounds numbers down
         average.update_parameters(model)
     averaged = cast(Tied, average.module)
