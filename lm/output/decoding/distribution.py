@@ -139,10 +139,7 @@ def sample(
     generator: torch.Generator | None = None,
     excluded: Tensor | None = None,
 ) -> Tensor:
-    """One word per position [...], drawn exactly from the distribution that `sampling` defines.
-
-    Words `excluded` from each position are in place of those of `sampling`.
-    """
+    """One word per position [...], drawn from `sampling`; `excluded` [..., L] replaces its own."""
     left_out = sampling.excluded if excluded is None else excluded
     positions, _ = _positions(hidden, weight, tree, bias, left_out)
     shape, device = hidden.shape[:-1], hidden.device

@@ -129,12 +129,7 @@ def restricted(
 
 
 def sample(
-    *layer: Any,
-    seeds: Any = None,
-    generator: Any = None,
-    previous: Any = None,
-    own_excluded: Any = None,
-    **options: Any,
+    *layer: Any, seeds: Any = None, generator: Any = None, previous: Any = None, **options: Any
 ) -> Tensor:
     """`distribution.sample` with the fields of `Sampling` as options.
 
@@ -143,7 +138,8 @@ def sample(
     hidden, weight, tree, bias = layer
     if isinstance(previous, Sequence):
         previous = torch.tensor(previous).expand(*hidden.shape[:-1], -1)
-    given = {"previous": previous, "seeds": seeds, "generator": generator, "excluded": own_excluded}
+    given = {"previous": previous, "seeds": seeds, "generator": generator}
+    given["excluded"] = options.pop("own_excluded", None)
     return distribution.sample(hidden, weight, tree, bias, Sampling(**options), **given)
 
 
