@@ -22,7 +22,7 @@ and in `evaluate` and `perplexity`. The token id of `<unk>` has P(`<unk>`), and 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -295,11 +295,9 @@ class LoadedModel:
         Other arguments are those of `lm.generation.generate_text`, and the fields of `Sampling`:
         temperature, top_k, top_p, min_p, repetition_penalty, excluded.
         """
-        if unknown := sampling.keys() - {each.name for each in fields(Sampling)}:
-            known = "num_tokens, num_samples, stop, seed, allow_unk, spell_unk"
-            known = ", ".join([known, *(each.name for each in fields(Sampling))])
-            raise ValueError(f"generate has no argument {min(unknown)}; its arguments: {known}")
-        given, special = Sampling(**sampling), self._excluded(allow_unk or spell_unk)
+        others = "prompt, num_tokens, num_samples, stop, seed, allow_unk, spell_unk"
+        given = Sampling().changed(sampling, "generate", others)
+        special = self._excluded(allow_unk or spell_unk)
         if self._run.is_independent and self._run.predicts_eos:
             stop = [*listed("strings to stop at", stop), "\n"]
         (samples,) = generate_text(

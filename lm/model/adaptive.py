@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lm.output.backends.base import check_positions
+from lm.output.backends.visits import check_words
 from lm.output.functional import Reduction, reduced
 
 MAX_DIVISOR = 4
@@ -92,27 +94,26 @@ class AdaptiveSoftmax(nn.Module):
         """Log-probabilities of all words, [..., N], for hidden [..., H]."""
         with torch.autocast(hidden.device.type, enabled=False):
             by_index: Tensor = self.softmax.log_prob(self._flat(hidden))
-        return by_index[:, self.index_of_word].view(*hidden.shape[:-1], -1)
+        return by_index[:, self.index_of_word].view(*hidden.shape[:-1], self.vocab_size)
 
     def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
         """Log-probabilities [..., K] of candidate words, each computed as a position of its own."""
+        check_words("candidate", word, self.vocab_size)
         expanded = hidden.unsqueeze(-2).expand(*word.shape, hidden.shape[-1])
         return -self.loss(expanded, word, "none")
 
     def loss(self, hidden: Tensor, target: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Negative log-likelihood of words, "mean" over the positions that are not ignored."""
-        valid = target != IGNORE_INDEX
-        index = self.index_of_word[target.where(valid, 0).flatten()]
+        index, valid = self._index(hidden, target)
         with torch.autocast(hidden.device.type, enabled=False):
             log_prob = self.softmax(self._flat(hidden), index).output
-        nll: Tensor = (-log_prob).view(target.shape).where(valid, 0.0)
+        nll: Tensor = (-log_prob).where(valid, 0.0).view(target.shape)
         return reduced(nll, target, reduction, IGNORE_INDEX)
 
     @torch.no_grad()
     def nll_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
         """[2, ...]: the choice of the shortlist's word or the cluster, and of a word within it."""
-        flat, valid = self._flat(hidden), target.flatten() != IGNORE_INDEX
-        index = self.index_of_word[target.flatten().where(valid, 0)]
+        (index, valid), flat = self._index(hidden, target), self._flat(hidden)
         cutoffs = self.softmax.cutoffs
         cluster = torch.bucketize(index, index.new_tensor(cutoffs[:-1]), right=True)
         nll = flat.new_zeros(2, len(flat))
@@ -133,6 +134,14 @@ class AdaptiveSoftmax(nn.Module):
         """Not supported: raises a ValueError."""
         raise ValueError("output.tree: adaptive does not support search for the best words")
 
+    def _index(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices [M] of targets in the wrapped module, and which of them are not ignored."""
+        check_positions(hidden, target)
+        check_words("target", target, self.vocab_size, IGNORE_INDEX)
+        flat = target.flatten()
+        valid = flat != IGNORE_INDEX
+        return self.index_of_word[flat.where(valid, 0)], valid
+
     def _flat(self, hidden: Tensor) -> Tensor:
         """[M, H] in the type of the weights."""
-        return hidden.flatten(0, -2).to(self.softmax.head.weight.dtype)
+        return hidden.reshape(-1, hidden.shape[-1]).to(self.softmax.head.weight.dtype)

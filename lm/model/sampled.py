@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output.backends.base import check_positions, compute_dtype
+from lm.output.backends.visits import check_words
 from lm.output.functional import Reduction, reduced
 from lm.output.rowwise import lookup
 
@@ -37,6 +39,8 @@ class SampledSoftmax(HierarchicalSoftmax):
         self, hidden_size: int, tree: ClassTree, *, counts: Tensor, num_samples: int, **options: Any
     ) -> None:
         super().__init__(hidden_size, tree, **options)
+        if tree.num_nodes > 1 or len(counts) != tree.vocab_size:
+            raise ValueError(f"expected a full tree and counts [N], got {tree} and [{len(counts)}]")
         self.num_samples = num_samples
         with torch.device("cpu"):
             share = (1 + counts.double()) / (1 + counts.double()).sum()
@@ -51,17 +55,22 @@ class SampledSoftmax(HierarchicalSoftmax):
         """Negative log-likelihood as `HierarchicalSoftmax.loss`, of a sample while training."""
         if not self.training:
             return super().loss(hidden, target, reduction)
+        check_positions(self._checked(hidden), target)
+        if target.is_cpu:  # a GPU would be waited for
+            check_words("target", target, self.vocab_size, self.ignore_index)
         flat, words = hidden.reshape(-1, self.hidden_size), target.flatten()
         valid = words != self.ignore_index
         words = words.where(valid, 0)
         place = torch.rand(self.num_samples, dtype=torch.float64, device=words.device)
         cumulated = self.cumulated.view(torch.float64)
         sample = torch.searchsorted(cumulated, place).clamp_(max=self.vocab_size - 1)
-        assert self.bias is not None
         read = lookup if self.row_wise else torch.Tensor.__getitem__
+        dtype = compute_dtype(flat.dtype)
         rows, drawn = (read(self.weight, each)[:, : self.hidden_size] for each in (words, sample))
-        own = (flat * rows.to(flat.dtype)).sum(-1, dtype=torch.float32) + read(self.bias, words)
-        others = F.linear(flat, drawn.to(flat.dtype)).float() + read(self.bias, sample)
+        own = (flat * rows.to(flat.dtype)).sum(-1, dtype=dtype)
+        others = F.linear(flat, drawn.to(flat.dtype)).to(dtype)
+        if self.bias is not None:
+            own, others = own + read(self.bias, words), others + read(self.bias, sample)
         others = others.masked_fill(sample == words[:, None], -torch.inf)
         nll = self.sampled_nll(own, others, sample).where(valid, 0.0)
         return reduced(nll.view(target.shape), target, reduction, self.ignore_index)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -217,10 +216,10 @@ class HierarchicalSoftmax(nn.Module):
     def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
         """Log-probabilities of some words of each position, [..., K].
 
-        Equal to `log_prob` at these words. Differentiable, on a GPU once, as the loss; evaluates
-        the softmaxes on the candidates' paths only, on a CPU each once for a position: in a tree of
-        two levels at most C + K N / C columns. Gradients of the parameters are dense, also for
-        row-wise layers.
+        Equal to `log_prob` at these words. Differentiable, on a GPU or compiled once, as the loss;
+        evaluates the softmaxes on the candidates' paths only, on a CPU each once for a position: in
+        a tree of two levels at most C + K N / C columns. Gradients of the parameters are dense,
+        also for row-wise layers.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
@@ -248,7 +247,7 @@ class HierarchicalSoftmax(nn.Module):
         """The k (1 … N) most probable words of each position, exact for the full distribution.
 
         Words in `excluded` are left out; the log-probabilities of the others are as they are. A
-        tensor [..., L] int64 of two dimensions or more has those of each position, and -1.
+        tensor [..., L] int64 of two dimensions or more has those of each position, or -1.
 
         In compiled loops, a class is evaluated only while it is at least as probable as the k-th
         best word found: few classes for a peaked distribution, nearly all for a flat one such as an
@@ -302,7 +301,7 @@ class HierarchicalSoftmax(nn.Module):
             generator: source of the seeds, on any device, if they are not given; None is torch's
                 default.
             options: fields of `Sampling`, such as temperature, top_p and excluded, which replace
-                those of `sampling`.
+                those of `sampling`. Words may be excluded from each position, as in `topk`.
 
         Raises:
             ValueError: if an option is out of range, a log-probability is not finite, or there is a
@@ -311,9 +310,12 @@ class HierarchicalSoftmax(nn.Module):
         refuse_recording("sample")
         if not isinstance(sampling, Sampling | None):
             raise ValueError(f"sampling must be a Sampling, got {sampling!r}")
-        sampling = replace(sampling or _P_ITSELF, **options) if options else sampling or _P_ITSELF
+        given, excluded = options.get("excluded"), None
+        if isinstance(given, Tensor) and given.dim() > 1:
+            excluded, options["excluded"] = given, ()
+        sampling = (sampling or _P_ITSELF).changed(options, "sample", "previous, seeds, generator")
         inputs = self._decoded(hidden)
-        return distribution.sample(*inputs, sampling, previous, seeds, generator)
+        return distribution.sample(*inputs, sampling, previous, seeds, generator, excluded)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self.tree.check_saved(state_dict, f"{prefix}tree.")  # before the weights are replaced

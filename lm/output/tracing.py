@@ -15,6 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _REPLACED = ((builtins, "max", max), (builtins, "min", min), (math, "pow", math.pow))
 """Functions of Python that `torch.export` replaces while it traces."""
+_NO_GRAPH = "it cannot be a part of one graph: compile without fullgraph=True"
 ONCE = "the loss of a tree is differentiable once: its gradient has no derivative (create_graph)"
 
 
@@ -31,6 +32,7 @@ def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
             disabled.append(compiler.disable(function))
         return disabled[0](*args, **kwargs)
 
+    vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_NO_GRAPH)
     return call
 
 
@@ -46,7 +48,7 @@ def refuse_recording(what: str) -> None:
     if is_recorded():
         raise RuntimeError(
             f"{what} cannot be traced or exported, because the nodes that it evaluates depend on"
-            " its input: loss, forward and log_prob can"
+            " its input: loss, forward, log_prob and candidate_log_prob can"
         )
 
 

@@ -39,6 +39,13 @@ def test_probabilities_of_all_words_sum_to_one_and_are_those_of_candidates() -> 
     torch.testing.assert_close(adaptive.candidate_log_prob(vectors, word), expected)
     torch.testing.assert_close(adaptive.loss(vectors, word[:, 0]), -expected[:, 0].mean())
     torch.testing.assert_close(adaptive.loss(vectors, word[:, 0], "sum"), -expected[:, 0].sum())
+    torch.testing.assert_close(adaptive.log_prob(vectors[0]), log_prob[0])
+    assert adaptive.log_prob(vectors[:0]).shape == (0, N)
+    for wrong in (-1, N):
+        with pytest.raises(IndexError, match=f"target {wrong} is out of bounds for {N} words"):
+            adaptive.loss(vectors, torch.full((4,), wrong))
+    with pytest.raises(IndexError, match="candidate -100 is out of bounds"):
+        adaptive.candidate_log_prob(vectors, word * 0 - 100)
 
 
 def test_levels_sum_to_the_loss_and_the_shortlist_pays_at_the_first_alone() -> None:

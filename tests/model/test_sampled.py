@@ -55,6 +55,19 @@ def test_the_loss_is_that_of_its_definition() -> None:
     )
 
 
+def test_mistakes_are_named_while_training_too() -> None:
+    with pytest.raises(ValueError, match=r"expected a full tree and counts \[N\], got"):
+        SampledSoftmax(H, ClassTree.two_level(num_words=N), counts=COUNTS, num_samples=S)
+    layer, (hidden, target) = make(), inputs()
+    for wrong in (-1, N):
+        with pytest.raises(IndexError, match=f"target {wrong} is out of bounds for {N} words"):
+            layer.loss(hidden, torch.full_like(target, wrong))
+    with pytest.raises(
+        ValueError, match=rf"hidden must be \[..., {H}\], got \[{P // 2}, {2 * H}\]"
+    ):
+        layer.loss(hidden.view(P // 2, 2 * H), target)
+
+
 def test_row_wise_gradients_are_the_dense_ones() -> None:
     dense, row_wise, (hidden, target) = make(), make(row_wise=True), inputs()
     for layer in (dense, row_wise):

@@ -17,7 +17,7 @@ from lm.output.functional import BackendName
 
 from .definition import METHODS, TREES, H, Method, N
 
-EXPORTED = ("loss", "nll", "forward", "log_prob")
+EXPORTED = ("loss", "nll", "forward", "log_prob", "candidate_log_prob")
 
 
 class Called(nn.Module):

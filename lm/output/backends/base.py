@@ -254,7 +254,7 @@ def autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         dtypes = ", ".join(str(tensor.dtype) for tensor in (hidden, *others))
         raise ValueError(
             "weight and bias must have the dtype of hidden or a lower precision outside of"
-            f" autocast, got hidden, weight, bias: {dtypes}"
+            f" autocast, got hidden, weight, bias: {dtypes}: convert hidden, as by hidden.float()"
         )
     return hidden
 

@@ -123,7 +123,8 @@ def _sets(
             yield position, words, position[:0]
         else:
             is_found = size >= 0
-            yield position[is_found], words.select(is_found), position[~is_found]
+            of_found = TopK(*(each[is_found] for each in words))
+            yield position[is_found], of_found, position[~is_found]
 
 
 def draw_words(
@@ -158,9 +159,12 @@ def _layer(positions: Positions, start: int, num: int) -> "Layer":
         first_row, num_children = tree.arrays.first_row, tree.arrays.num_children
         tensors = first_row, num_children, tree.item_of_row, tree.num_words_below
         arrays = _of_tree[tree] = tuple(map(as_array, tensors))
-    no_rows, excluded, penalized = arrays[0][:0], positions.excluded, arrays[0][None, :0]
+    excluded = penalized = arrays[0][None, :0]
     if penalty is not None:
         penalized = own(penalty.row[start:][:num].sort().values.contiguous())
+    if (rows := positions.excluded) is not None:
+        rows = rows[start:][:num] if rows.dim() > 1 else rows[None]
+        excluded = own(rows.sort().values.contiguous())
     if num < len(hidden):
         hidden = hidden[start:][:num]
     return Layer(
@@ -172,7 +176,7 @@ def _layer(positions: Positions, start: int, num: int) -> "Layer":
         item_of_row=arrays[2],
         num_words_below=arrays[3],
         num_node_rows=tree.num_node_rows,
-        excluded=no_rows if excluded is None else own(excluded.sort().values),
+        excluded=excluded,
         penalized=penalized,
         factor=1.0 if penalty is None else float(penalty.factor),
         lowest=LOWEST,

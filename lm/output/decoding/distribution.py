@@ -3,7 +3,6 @@
 The methods of `HierarchicalSoftmax` with the same names document arguments, results and errors.
 """
 
-import math
 from collections.abc import Sequence
 from operator import index
 from typing import SupportsIndex
@@ -18,11 +17,9 @@ from lm.output.decoding import compiled, fused, search
 from lm.output.decoding.draws import Finder, Sampling, draw_words, sample_words, word_ids
 from lm.output.decoding.positions import Penalty, Positions, checked_hidden, word_log_prob
 from lm.output.functional import hierarchical_cross_entropy
-from lm.output.tracing import not_compiled, refuse_recording
+from lm.output.tracing import is_recorded, not_compiled
 from lm.output.tree.class_tree import ClassTree
 
-_BLOCK_ELEMENTS = 1 << 23
-"""Largest number of logits on one path of the tree, summed over the positions of a block."""
 _LOSS_DEVICES = {"cuda"}
 """Types of devices on which the loss evaluates candidates."""
 _LOSS_ELEMENTS = 1 << 28
@@ -54,9 +51,9 @@ def candidate_log_prob(
     Candidates of one position often share nodes, at least the root. Each distinct (position, node)
     pair is evaluated once, in one matrix product per distinct node. On a GPU, which would wait for
     as many launches, candidates are targets of the loss, unless they are so many that a hidden
-    vector for each would take 1 GB.
+    vector for each would take 1 GB; so they are in a graph that is compiled, traced or exported.
     """
-    refuse_recording("candidate_log_prob")
+    in_graph = torch.compiler.is_compiling() or is_recorded()
     flat = checked_hidden(hidden, weight, tree, bias)
     check_tensors(candidates=word)
     if word.dim() < 1 or word.shape[:-1] != hidden.shape[:-1]:
@@ -68,14 +65,26 @@ def candidate_log_prob(
         raise ValueError(
             f"candidates must be int64 on {hidden.device}, got {word.dtype} on {word.device}"
         )
-    check_words("candidate", word, tree.vocab_size)
-    words = word.reshape(len(flat), word.shape[-1])
-    by_loss = words.numel() * flat.shape[1] <= _LOSS_ELEMENTS
-    if by_loss and hidden.device.type in _LOSS_DEVICES:
-        with torch.autocast(hidden.device.type, enabled=False):
-            repeated = flat[:, None].expand(-1, words.shape[1], -1)
-            nll = hierarchical_cross_entropy(repeated, weight, words, tree, bias, reduction="none")
+    words = word.reshape(flat.shape[0], word.shape[-1])
+    by_loss = in_graph
+    if not in_graph:
+        check_words("candidate", word, tree.vocab_size)
+        is_small = words.numel() * flat.shape[1] <= _LOSS_ELEMENTS
+        by_loss = is_small and hidden.device.type in _LOSS_DEVICES
+    with torch.autocast(hidden.device.type, enabled=False):
+        if not by_loss:
+            return _by_node(flat, weight, words, tree, bias).view(word.shape)
+        repeated, none = flat[:, None].expand(-1, words.shape[1], -1), torch.iinfo(words.dtype).min
+        nll = hierarchical_cross_entropy(
+            repeated, weight, words, tree, bias, reduction="none", ignore_index=none
+        )
         return -nll.view(word.shape)
+
+
+def _by_node(
+    flat: Tensor, weight: Tensor, words: Tensor, tree: ClassTree, bias: Tensor | None
+) -> Tensor:
+    """Log-probabilities of candidates [P, K], node by node."""
     rows = tree.rows_on_path(words)
     term = (rows >= 0).flatten().nonzero().squeeze(1)  # of [P, K, D]: nodes on a path
     row = rows.flatten()[term]
@@ -85,14 +94,13 @@ def candidate_log_prob(
     nodes = with_rows(visited_nodes(node[None], tree), weight, bias)
     by_level = flat.new_zeros(rows.numel())
     log_q = []
-    with torch.autocast(hidden.device.type, enabled=False):
-        for each, node_rows, node_bias in nodes:
-            visited, visit = torch.unique_consecutive(position[each.visits], return_inverse=True)
-            node_log_q = node_log_softmax(flat[visited], node_rows, node_bias)
-            log_q.append(node_log_q[visit, row[each.visits] - each.rows.start])
+    for each, node_rows, node_bias in nodes:
+        visited, visit = torch.unique_consecutive(position[each.visits], return_inverse=True)
+        node_log_q = node_log_softmax(flat[visited], node_rows, node_bias)
+        log_q.append(node_log_q[visit, row[each.visits] - each.rows.start])
     if log_q:
         by_level = by_level.index_copy(0, term, torch.cat(log_q))
-    return by_level.view(*word.shape, tree.depth).sum(-1)
+    return by_level.view(rows.shape).sum(-1)
 
 
 @not_compiled
@@ -107,25 +115,15 @@ def topk(
     excluded: Sequence[int] | Tensor = (),
 ) -> search.TopK:
     """The k most probable words of each position, log_prob and word [..., k]."""
-    if isinstance(excluded, Tensor) and excluded.dim() > 1:
-        blocks = _blocks(hidden, weight, tree, bias, ())
-        rows = _rows_of_positions("excluded", excluded, hidden.shape[:-1], tree)
-        _set_penalty(blocks, math.inf, rows)
-        ordered = rows.sort(dim=1).values
-        is_new = ordered.diff(dim=1, prepend=ordered.new_full((len(rows), 1), -1)) > 0
-        num_excluded = int(is_new.sum(dim=1).max()) if is_new.numel() else 0
-    else:
+    if not isinstance(excluded, Tensor) or excluded.dim() < 2:
         excluded = word_ids("excluded", excluded)
-        blocks = _blocks(hidden, weight, tree, bias, excluded)
-        num_excluded = len(set(excluded))
-    num_words = tree.vocab_size - num_excluded
+    positions, num_words = _positions(hidden, weight, tree, bias, excluded)
     if not isinstance(k, SupportsIndex) or not 1 <= k <= num_words:
         raise ValueError(f"k must be within 1 … {num_words} words, got {k}")
     k = index(k)  # of a tensor or an array, which loops do not take
     with torch.autocast(hidden.device.type, enabled=False):
-        best = [finder(block).topk(block, k) for block in blocks]
-    found = (torch.cat(tensors) for tensors in zip(*best, strict=True))
-    return search.TopK(*(tensor.view(*hidden.shape[:-1], k) for tensor in found))
+        best = finder(positions).topk(positions, k)
+    return search.TopK(*(tensor.view(*hidden.shape[:-1], k) for tensor in best))
 
 
 @not_compiled
@@ -139,15 +137,17 @@ def sample(
     previous: Tensor | None = None,
     seeds: Tensor | None = None,
     generator: torch.Generator | None = None,
+    excluded: Tensor | None = None,
 ) -> Tensor:
-    """One word per position [...], drawn exactly from the distribution that `sampling` defines."""
-    blocks = _blocks(hidden, weight, tree, bias, sampling.excluded)
+    """One word per position [...], drawn from `sampling`; `excluded` [..., L] replaces its own."""
+    left_out = sampling.excluded if excluded is None else excluded
+    positions, _ = _positions(hidden, weight, tree, bias, left_out)
     shape, device = hidden.shape[:-1], hidden.device
     if sampling.repetition_penalty > 1:
         if previous is None:
             raise ValueError("repetition_penalty requires the previous words")
         rows = _rows_of_positions("previous", previous, shape, tree)
-        _set_penalty(blocks, sampling.repetition_penalty, rows)
+        positions.penalty = Penalty(sampling.repetition_penalty, rows)
     if not isinstance(generator, torch.Generator | None):
         raise ValueError(f"generator must be a torch.Generator, got {generator!r}")
     if seeds is not None and generator is not None:
@@ -160,15 +160,10 @@ def sample(
         found = f"{list(seeds.shape)} {seeds.dtype}"
         raise ValueError(f"seeds must be {list(shape)} int64, got {found}")
     flat = seeds.to(device).flatten()
-    of_blocks = torch.split(flat, [len(block.hidden) for block in blocks])
     with torch.autocast(device.type, enabled=False):
-        words = [
-            sample_words(block, block_seeds, sampling, finder(block))
-            for block, block_seeds in zip(blocks, of_blocks, strict=True)
-            if len(block_seeds)
-        ]
-    drawn = words[0] if len(words) == 1 else torch.cat([flat[:0], *words])
-    return drawn.view(shape)
+        if len(flat):
+            flat = sample_words(positions, flat, sampling, finder(positions))
+    return flat.view(shape)
 
 
 def _rows_of_positions(what: str, words: Tensor, shape: torch.Size, tree: ClassTree) -> Tensor:
@@ -185,12 +180,6 @@ def _rows_of_positions(what: str, words: Tensor, shape: torch.Size, tree: ClassT
     return tree.row_of_word[words.clamp(min=0)].masked_fill(words < 0, -1)
 
 
-def _set_penalty(blocks: Sequence[Positions], factor: float, rows: Tensor) -> None:
-    """Give each block of positions its rows of words to penalize; rows [P, L]."""
-    for each in blocks:
-        each.penalty = Penalty(factor, rows[each.first_position :][: len(each.hidden)])
-
-
 def finder(positions: Positions) -> Finder:
     """The functions that find and draw words: compiled loops or a kernel where they can."""
     if compiled.is_usable(positions):
@@ -198,17 +187,26 @@ def finder(positions: Positions) -> Finder:
     return _KERNEL if fused.is_usable(positions) else _OPERATIONS
 
 
-def _blocks(
-    hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None, excluded: Sequence[int]
-) -> list[Positions]:
-    """Blocks of positions, at least one, small enough for the logits of a whole path."""
-    step, rows = max(1, _BLOCK_ELEMENTS // tree.max_path_columns), None
-    flat = checked_hidden(hidden, weight, tree, bias)
-    parts = torch.split(flat, step) if len(flat) > step else (flat,)
-    if excluded:
+def _positions(
+    hidden: Tensor,
+    weight: Tensor,
+    tree: ClassTree,
+    bias: Tensor | None,
+    excluded: Sequence[int] | Tensor,
+) -> tuple[Positions, int]:
+    """The positions, and the least number of words that are not excluded from one of them."""
+    positions = Positions(checked_hidden(hidden, weight, tree, bias), weight, tree, bias)
+    positions.shape, num_excluded = hidden.shape[:-1], 0
+    if isinstance(excluded, Tensor):
+        rows = positions.excluded = _rows_of_positions("excluded", excluded, positions.shape, tree)
+        ordered = rows.sort(dim=1).values
+        is_new = ordered.diff(dim=1, prepend=ordered.new_full((len(rows), 1), -1)) > 0
+        num_excluded = int(is_new.sum(dim=1).max()) if is_new.numel() else 0
+    elif excluded:
         words = torch.tensor(excluded, device="cpu")  # where the check waits for no device
-        check_words("excluded word", words, tree.vocab_size, ignore_index=0)
-        if len(set(excluded)) == tree.vocab_size:
-            raise ValueError("all words are excluded")
-        rows = tree.row_of_word[words.to(hidden.device)]
-    return [Positions(part, weight, tree, bias, i * step, rows) for i, part in enumerate(parts)]
+        check_words("excluded word", words, tree.vocab_size)
+        num_excluded = len(set(excluded))
+        positions.excluded = tree.row_of_word[words.to(hidden.device)]
+    if num_excluded == tree.vocab_size:
+        raise ValueError("all words are excluded")
+    return positions, tree.vocab_size - num_excluded

@@ -15,18 +15,17 @@ itself needs nearly all of a trained model's (half of the words for p = 0.9 are 
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from operator import index
-from typing import NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lm.output.backends.nodes import node_log_softmax, visited_nodes
 from lm.output.decoding.positions import Positions
-from lm.output.decoding.search import TopK, all_words, every
+from lm.output.decoding.search import BLOCK_ELEMENTS, TopK, all_words, every, nucleus
 from lm.output.decoding.uniforms import Uniforms, derive_seeds
 
 _MIN_TEMPERATURE = 1e-200
@@ -126,6 +125,14 @@ class Sampling:
                 f"repetition_penalty must be finite and at least 1, got {self.repetition_penalty}"
             )
 
+    def changed(self, options: dict[str, Any], function: str, others: str) -> "Sampling":
+        """With fields replaced by options of a function, whose ValueError for others names all."""
+        names = self.__dataclass_fields__.keys()
+        if unknown := options.keys() - names:
+            known = ", ".join([others, *names])
+            raise ValueError(f"{function} has no argument {min(unknown)}; its arguments: {known}")
+        return replace(self, **options) if options else self
+
 
 def sample_words(positions: Positions, seeds: Tensor, sampling: Sampling, finder: Finder) -> Tensor:
     """A word for each position [P], at least one, with seeds [P] int64."""
@@ -164,10 +171,9 @@ def _draw_from_sets(
     """A word for each position [P] from its set of most probable words."""
     word, uniforms = torch.empty_like(seeds), Uniforms(seeds)
     for position, words in sets:
-        log_weight = power * words.log_prob.double()
         if top_p is not None and top_p < 1:
-            before = F.pad(log_weight.softmax(dim=1).cumsum(dim=1)[:, :-1], (1, 0))
-            log_weight = log_weight.masked_fill(before >= top_p, -torch.inf)
+            words = nucleus(words, power, top_p)
+        log_weight = power * words.log_prob.double()
         if min_p:
             cut = log_weight[:, :1] + math.log(min_p)
             log_weight = log_weight.masked_fill(log_weight < cut, -torch.inf)
@@ -201,26 +207,27 @@ def draw_words(positions: Positions, seeds: Tensor, power: float) -> Tensor:
 def _draw_along_path(positions: Positions, uniforms: Uniforms) -> Tensor:
     """A word for each position [P], drawn from P by one child after another from the root down.
 
-    The host waits for the device a few times per level.
+    The host waits for the device a few times per level. Logits of whole paths fit in a block.
     """
     hidden, weight, tree, bias = (
         positions.hidden, positions.weight, positions.tree, positions.bias
     )  # fmt: skip
-    position, word = every(positions), torch.empty_like(uniforms.seeds)
-    node = torch.zeros_like(position)
-    while position.numel():
-        positions.num_opened += position.numel()
-        node, order = node.sort(stable=True)
-        position, uniform = position[order], uniforms.draw(position)[order]
-        found, finite = [], []
-        for each in visited_nodes(node[None], tree):
-            visits, rows = each.visits, each.rows
-            node_bias = None if bias is None else bias[rows]
-            log_q = node_log_softmax(hidden[position[visits]], weight[rows], node_bias)
-            finite.append(log_q.isfinite().all(dim=1))
-            found.append(draw(log_q.double(), uniform[visits]) + rows.start)
-        positions.check_finite(torch.cat(finite), position)
-        item = tree.item_of_row[torch.cat(found)]
-        word[position] = item  # nodes are replaced below
-        position, node = position[item < 0], ~item[item < 0]
+    word, step = torch.empty_like(uniforms.seeds), max(1, BLOCK_ELEMENTS // tree.max_path_columns)
+    for position in torch.split(every(positions), step):
+        node = torch.zeros_like(position)
+        while position.numel():
+            positions.num_opened += position.numel()
+            node, order = node.sort(stable=True)
+            position, uniform = position[order], uniforms.draw(position)[order]
+            found, finite = [], []
+            for each in visited_nodes(node[None], tree):
+                visits, rows = each.visits, each.rows
+                node_bias = None if bias is None else bias[rows]
+                log_q = node_log_softmax(hidden[position[visits]], weight[rows], node_bias)
+                finite.append(log_q.isfinite().all(dim=1))
+                found.append(draw(log_q.double(), uniform[visits]) + rows.start)
+            positions.check_finite(torch.cat(finite), position)
+            item = tree.item_of_row[torch.cat(found)]
+            word[position] = item  # nodes are replaced below
+            position, node = position[item < 0], ~item[item < 0]
     return word

@@ -14,6 +14,7 @@ from lm.output.backends.triton.tile_shapes import Tile, triton_version
 from lm.output.backends.verify import result_of
 from lm.output.decoding import draws
 from lm.output.decoding.positions import Positions
+from lm.output.decoding.search import BLOCK_ELEMENTS
 from lm.output.decoding.uniforms import derive_seeds
 from lm.output.tree.class_tree import ClassTree
 
@@ -59,7 +60,9 @@ def is_usable(positions: Positions) -> bool:
 
 def draw_words(positions: Positions, seeds: Tensor, power: float) -> Tensor:
     """See `draws.draw_words`. The host waits for the device once, unless words are left."""
-    if positions.penalty is not None or not LEAST_POWER <= power <= MOST_POWER:
+    excluded = positions.excluded
+    varies = positions.penalty is not None or (excluded is not None and excluded.dim() > 1)
+    if varies or not LEAST_POWER <= power <= MOST_POWER:
         return draws.draw_words(positions, seeds, power)
     word = launch_draws(positions, seeds, power)
     if int(word.min()) >= 0:
@@ -81,19 +84,19 @@ def launch_draws(positions: Positions, seeds: Tensor, power: float) -> Tensor:
     if positions.excluded is not None:
         excluded = torch.zeros(tree.num_rows, dtype=torch.bool, device=hidden.device)
         excluded[positions.excluded] = True
-    word = torch.empty_like(seeds)
-    launch(
-        "_draw", len(seeds), TILE,
-        layer=Layer(
-            hidden.contiguous(), positions.weight, None if bias is None else bias.contiguous(),
-            excluded,
-        ),
-        tree=Nodes(tree.first_row, tree.num_children, tree.item_of_row, tree.num_words_below),
-        seeds=seeds.contiguous(), log_weight=hidden.new_empty(len(seeds), 2 * width), word=word,
-        power=hidden.new_full((), power), width=width, num_trials=NUM_TRIALS,
-        W=hidden.shape[1], EXACT=power == 1 and positions.excluded is None,
-        ACC=tl.float64 if hidden.dtype == torch.float64 else tl.float32, TILE=TILE,
-    )  # fmt: skip
+    word, bias = torch.empty_like(seeds), None if bias is None else bias.contiguous()
+    step = max(1, BLOCK_ELEMENTS // width)
+    parts = (torch.split(each, step) for each in (hidden.contiguous(), seeds.contiguous(), word))
+    for of_hidden, of_seeds, of_word in zip(*parts, strict=True):
+        launch(
+            "_draw", len(of_seeds), TILE,
+            layer=Layer(of_hidden, positions.weight, bias, excluded),
+            tree=Nodes(tree.first_row, tree.num_children, tree.item_of_row, tree.num_words_below),
+            seeds=of_seeds, log_weight=hidden.new_empty(len(of_seeds), 2 * width), word=of_word,
+            power=hidden.new_full((), power), width=width, num_trials=NUM_TRIALS,
+            W=hidden.shape[1], EXACT=power == 1 and positions.excluded is None,
+            ACC=tl.float64 if hidden.dtype == torch.float64 else tl.float32, TILE=TILE,
+        )  # fmt: skip
     return word
 
 

@@ -1,8 +1,7 @@
 """What decoding works on: positions of a batch, the layer's parameters, words that are left out."""
 
-import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,6 +19,8 @@ def checked_hidden(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor
     """The hidden vectors [..., H] as [P, W], followed by zeros, in at least fp32."""
     check_parameters(hidden, weight, tree, bias)
     dtype = compute_dtype(torch.promote_types(hidden.dtype, weight.dtype))
+    if bias is not None:
+        dtype = torch.promote_types(dtype, bias.dtype)
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
     return followed_by_zeros(flat, weight.shape[1])
 
@@ -56,13 +57,11 @@ def word_log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor 
 class Penalty(NamedTuple):
     """Multiplies the log-probabilities of some words."""
 
-    factor: float  # θ ≥ 1; ∞: the words are never found, as excluded ones
+    factor: float  # θ ≥ 1
     row: Tensor  # [P, L] int64, rows of each position's words, which may repeat; -1 is skipped
 
     def applied(self, log_prob: Tensor) -> Tensor:
-        """Log-probabilities of penalized words, above `LOWEST` unless they are excluded."""
-        if math.isinf(self.factor):
-            return torch.full_like(log_prob, LOWEST)
+        """Log-probabilities of penalized words, above `LOWEST`."""
         return (self.factor * log_prob).clamp(min=LOWEST / 2)
 
 
@@ -74,8 +73,9 @@ class Positions:
     weight: Tensor
     tree: ClassTree
     bias: Tensor | None = None
-    first_position: int = 0  # in the caller's batch, a block of which this is
-    excluded: Tensor | None = None  # [K] int64, rows of words that are never found
+    shape: tuple[int, ...] = ()  # of the caller's batch, to name a position in a message
+    excluded: Tensor | None = None
+    """Rows of words that are never found: [K] int64, or [P, K] those of each position, or -1."""
     penalty: Penalty | None = None
     num_opened: int = 0  # (position, node) pairs whose softmax was evaluated so far
     chosen: Tensor | None = None  # [P] int64, which of the caller's positions these are, if not all
@@ -90,9 +90,12 @@ class Positions:
         penalty = self.penalty
         if penalty is not None:
             penalty = Penalty(penalty.factor, penalty.row[position])
-        hidden, chosen = self.hidden[position], self.chosen
+        excluded, chosen = self.excluded, self.chosen
+        if excluded is not None and excluded.dim() > 1:
+            excluded = excluded[position]
         chosen = position if chosen is None else chosen[position]
-        return replace(self, hidden=hidden, penalty=penalty, num_opened=0, chosen=chosen)
+        changed: dict[str, Any] = {"excluded": excluded, "penalty": penalty, "chosen": chosen}
+        return replace(self, hidden=self.hidden[position], num_opened=0, **changed)
 
     def all_words(self, position: Tensor) -> Tensor:
         """Log-probabilities [V, N] of all words at position [V], after exclusion and penalty.
@@ -104,13 +107,19 @@ class Positions:
         self.check_finite(lowest.isfinite() & highest.isfinite(), position)
         self.num_opened += position.numel() * self.tree.num_nodes
         if self.penalty is not None:
-            word = self.tree.item_of_row[self.penalty.row[position]]
-            index = (self.penalty.row[position] >= 0).nonzero(as_tuple=True)
-            index = (index[0], word[index])
+            index = self._words_of(self.penalty.row[position])
             log_prob[index] = self.penalty.applied(log_prob[index])
-        if self.excluded is not None:
-            log_prob[:, self.tree.item_of_row[self.excluded]] = LOWEST
+        excluded = self.excluded
+        if excluded is not None and excluded.dim() > 1:
+            log_prob[self._words_of(excluded[position])] = LOWEST
+        elif excluded is not None:
+            log_prob[:, self.tree.item_of_row[excluded]] = LOWEST
         return log_prob
+
+    def _words_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the words of rows [V, L], -1 is skipped, are in log-probabilities [V, N]."""
+        place = (rows >= 0).nonzero(as_tuple=True)
+        return place[0], self.tree.item_of_row[rows[place]]
 
     def check_finite(self, finite: Tensor, position: Tensor) -> None:
         """Raise the ValueError for the first position [V] that is not finite [V]."""
@@ -121,5 +130,7 @@ class Positions:
         """Raise the ValueError for a position."""
         if self.chosen is not None:
             position = int(self.chosen[position])
-        wrong = self.first_position + position
-        raise ValueError(f"log-probabilities of position {wrong} are not finite")
+        wrong = torch.tensor(position, device="cpu")
+        index = torch.unravel_index(wrong, self.shape) if self.shape else (wrong,)
+        where = ", ".join(str(int(each)) for each in index)
+        raise ValueError(f"log-probabilities of position {where} are not finite")

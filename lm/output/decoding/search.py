@@ -22,10 +22,6 @@ class TopK(NamedTuple):
     log_prob: Tensor  # [..., k] in at least fp32, in nats
     word: Tensor  # [..., k] int64
 
-    def select(self, rows: Tensor) -> "TopK":
-        """The words of some positions."""
-        return TopK(self.log_prob[rows], self.word[rows])
-
 
 def every(positions: Positions) -> Tensor:
     """The numbers of all positions, [P]."""

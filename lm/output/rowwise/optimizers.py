@@ -161,6 +161,8 @@ class RowAdam(RowOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be within [0, 1), got {betas}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
     def _rule(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> Rule:

@@ -67,8 +67,8 @@ def from_levels(
 
 def from_clusters(clusters: Sequence[Any]) -> Arrays:
     """The shape of `ClassTree.from_clusters`."""
-    nodes, inner, words = [clusters], list[tuple[int, int]](), list[tuple[int, int, int]]()
-    for node, children in enumerate(nodes):  # which grows meanwhile: breadth first
+    nodes, words = [(clusters, list[int]())], list[tuple[int, list[int]]]()
+    for children, path in nodes:  # which grows meanwhile
         if not isinstance(children, Sequence) or isinstance(children, str) or not children:
             raise ValueError(
                 "a cluster must be a non-empty sequence of words (integers) and clusters, got"
@@ -76,19 +76,16 @@ def from_clusters(clusters: Sequence[Any]) -> Arrays:
             )
         for place, child in enumerate(children):
             if isinstance(child, Integral):
-                words.append((int(child), node, place))
+                words.append((int(child), [*path, place]))
             else:
-                nodes.append(child)
-                inner.append((node, place))
+                nodes.append((child, [*path, place]))
     words.sort()
-    num_words = len(words)
     if any(word != i for i, (word, *_) in enumerate(words)):
         raise ValueError(
-            f"clusters of {num_words} words must have each of 0 … {num_words - 1} once, got the"
+            f"clusters of {len(words)} words must have each of 0 … {len(words) - 1} once, got the"
             f" words {[word for word, *_ in words][:20]}"
         )
-    items = torch.tensor([*inner, *(where for _, *where in words)])
-    return _number_breadth_first(items[:, 0], items[:, 1], num_words)
+    return from_paths([path for _, path in words])
 
 
 def balanced(vocab_size: int, branching: int) -> Arrays:

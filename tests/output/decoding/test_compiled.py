@@ -7,28 +7,15 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.output.decoding import compiled, draws
-from lm.output.decoding.distribution import log_prob
+from lm.output.decoding import compiled
 from lm.output.decoding.positions import Positions
 from lm.output.decoding.search import TopK
 
-from .truth import Layer, Options, assert_distributed, draw_many, restricted, sample
+from .truth import Layer, Options, sample
 
-PREVIOUS = [4, 17, 4, -1]
 WAYS: list[Options] = [
     {}, {"top_k": 30}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9},
     {"min_p": 0.1, "temperature": 1.5}, {"top_p": 0.9, "min_p": 0.01},
-]  # fmt: skip
-TRIALS: list[Options] = [
-    {"temperature": 0.6}, {"temperature": 1.6}, {"excluded": [0, 699]},
-    {"repetition_penalty": 1.3, "previous": PREVIOUS},
-]  # fmt: skip
-"""Distributions that operations of PyTorch draw from in another way, with other words."""
-NUCLEI: list[Options] = [
-    {"top_p": 0.9}, {"top_p": 0.9, "temperature": 0.7}, {"top_p": 0.7, "temperature": 1.5},
-    {"top_p": 0.999999}, {"top_p": 0.6, "temperature": 0.4, "excluded": [5, 9]}, {"top_p": 0.3},
-    {"top_p": 0.5, "excluded": [7, 7, *range(99)]},
-    {"top_p": 0.8, "repetition_penalty": 1.3, "previous": PREVIOUS, "excluded": [5]},
 ]  # fmt: skip
 TREES = {
     "two_level": ClassTree.two_level(num_words=700),
@@ -59,32 +46,6 @@ def test_draws_are_those_of_the_reference(
     words = sample(*layer, seeds=torch.arange(12), **options)
     monkeypatch.setattr(compiled, "is_usable", lambda _: False)
     assert torch.equal(words, sample(*layer, seeds=torch.arange(12), **options))
-
-
-@pytest.mark.parametrize("shape", TREES)
-@pytest.mark.parametrize("options", TRIALS, ids=str)
-def test_draws_from_larger_trees_follow_the_distribution(shape: str, options: Options) -> None:
-    hidden, weight, tree, bias = random_layer(shape)
-    layer = hidden[5:7], weight, tree, bias
-    for words, full in zip(draw_many(layer, 7000, **options), log_prob(*layer), strict=True):
-        assert_distributed(words, restricted(full, **options))
-
-
-@pytest.mark.parametrize("_way", ["compiled"], indirect=True)
-@pytest.mark.parametrize("shape", TREES)
-@pytest.mark.parametrize("options", NUCLEI, ids=str)
-def test_drawn_words_are_the_first_ones_in_the_nucleus(
-    shape: str, options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(draws, "NUM_DRAWS", 1)
-    monkeypatch.setattr(draws, "_draw_from_sets", lambda sets, seeds, power: -1)
-    layer = random_layer(shape)
-    words = sample(*layer, seeds=torch.arange(12), **options)
-    rest = {name: value for name, value in options.items() if name != "top_p"}
-    first = sample(*layer, seeds=torch.arange(12), **rest)
-    for word, drawn, full in zip(words, first, log_prob(*layer), strict=True):
-        is_in = bool(restricted(full, **options)[drawn] > 0)
-        assert word == (drawn if is_in else -1)
 
 
 @pytest.mark.parametrize("_way", ["compiled"], indirect=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends import nodes
-from lm.output.decoding import distribution
+from lm.output.decoding import compiled, distribution, draws, search
 from lm.output.decoding.distribution import candidate_log_prob, log_prob, topk
 
 from ..definition import TWO_LEVEL, layer_of, problem
@@ -71,6 +71,15 @@ def test_a_compiled_model_decodes_as_an_eager_one() -> None:
 
     compiled = torch.compile(decoded, backend="eager")
     assert all(map(torch.equal, compiled(hidden), decoded(hidden)))
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match=r"function topk .*compile without fullgraph=True"):
+        torch.compile(decoded, fullgraph=True, backend="eager")(hidden)
+    word = torch.randint(N, (P, 4))
+    candidates = torch.compile(layer.candidate_log_prob, fullgraph=True, backend="eager")
+    torch.testing.assert_close(candidates(hidden, word), layer.candidate_log_prob(hidden, word))
+    for wrong in (N, -1, -100):
+        with pytest.raises(IndexError, match=f"{wrong} is out of bounds for {N} words"):
+            candidates(hidden, torch.full_like(word, wrong))
 
 
 def test_any_leading_shape_and_strides_give_the_same_words() -> None:
@@ -93,7 +102,8 @@ def test_blocks_of_positions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     layer = random_layer("two_level", num_positions=7)
     whole = topk(*layer, k=4)
     drawn = [draw_many(layer, 9, **options) for options in OPTIONS]
-    monkeypatch.setattr(distribution, "_BLOCK_ELEMENTS", 3 * layer[2].max_path_columns)
+    for module in (draws, search, compiled):
+        monkeypatch.setattr(module, "BLOCK_ELEMENTS", 3 * layer[2].max_path_columns)
     in_blocks = topk(*layer, k=4)
     assert torch.equal(in_blocks.word, whole.word)
     torch.testing.assert_close(in_blocks.log_prob, whole.log_prob, rtol=0, atol=1e-13)
@@ -124,8 +134,6 @@ def test_k_is_an_integer_and_wrong_k_or_shapes_raise() -> None:
     assert torch.equal(topk(hidden, weight, tree, bias, k=torch.tensor(2)).word, best.word)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"R = 23 and W ≥ H = 5, got \[22, 5\]"):
         topk(hidden, weight[1:], tree, bias, k=1)
-    with pytest.raises(ValueError, match=r"bias must be \[R\] = \[23\], got \[22\]"):
-        log_prob(hidden, weight, tree, bias[1:])
     with pytest.raises(ValueError, match=r"hidden must be .* floating point, got torch.int64"):
         sample(hidden.long(), weight, tree, bias)
 
@@ -142,8 +150,12 @@ def test_excluded_words_are_any_collection_of_integers(excluded: Any) -> None:
     for wrong in wrongs:
         with pytest.raises(ValueError, match="excluded must be a list of token ids, got"):
             layer.topk(hidden, 1, excluded=wrong)
-    with pytest.raises(ValueError, match=r"a list of token ids, got \[2, 1\] torch.int64"):
-        layer.sample(hidden, excluded=torch.tensor([[1], [2]]))
+    several = torch.tensor([[0, 1, 2], [3, 1, 2]])
+    assert layer.sample(hidden.expand(2, -1), excluded=several).tolist() == [3, 0]
+    with pytest.raises(ValueError, match=r"excluded must be \[L\] int64, got \[2, 3\] torch.int64"):
+        layer.sample(hidden, excluded=several)
+    with pytest.raises(ValueError, match="all words are excluded"):
+        layer.sample(hidden[None], excluded=torch.arange(4)[None])
 
 
 def test_candidates_whose_hidden_vectors_would_not_fit_are_evaluated_node_by_node(
@@ -180,6 +192,19 @@ def test_candidates_equal_the_full_distribution(
         inputs = [hidden, *layer.parameters()]
         truth = torch.autograd.grad(expected.gather(-1, word), inputs, upstream)
         torch.testing.assert_close(torch.autograd.grad(actual, inputs, upstream), truth)
+
+
+@pytest.mark.parametrize("devices", [{"cpu"}, set()])
+def test_a_bias_of_higher_precision_than_the_rows_is_not_rounded(
+    devices: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distribution, "_LOSS_DEVICES", devices)
+    hidden, weight, tree, bias = random_layer("two_level")
+    layer = hidden.float(), weight.float(), tree, bias
+    expected = word_log_prob(hidden.float().double(), weight.float().double(), tree, bias)
+    best, word = expected.topk(3)
+    for found in (topk(*layer, k=3).log_prob, candidate_log_prob(*layer[:2], word, tree, bias)):
+        torch.testing.assert_close(found, best, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from lm.output import ClassTree, Sampling
 from lm.output.decoding import draws
 from lm.output.decoding.distribution import finder, log_prob
 from lm.output.decoding.positions import Penalty, Positions
-from lm.output.decoding.uniforms import Uniforms, derive_seeds
+from lm.output.decoding.uniforms import derive_seeds
 
 from .truth import (
     OPTIONS,
@@ -50,6 +50,26 @@ def test_frequencies_match_the_full_distribution(shape: str, options: Options) -
     drawn = draw_many(layer, 7000, **options)
     for words, full in zip(drawn, word_log_prob(*layer), strict=True):
         assert_distributed(words, restricted(full, **options))
+
+
+OF_EACH: list[Options] = [
+    {}, {"temperature": 1.7}, {"top_k": 7}, {"min_p": 0.1}, PENALTY,
+    {"top_p": 0.5}, {"top_p": 0.5, "temperature": 1.7},
+]  # fmt: skip
+
+
+@all_shapes
+@pytest.mark.parametrize("options", OF_EACH, ids=str)
+def test_words_excluded_from_each_position_are_not_drawn(
+    shape: str, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draws, "NUM_DRAWS", 1)  # words outside a nucleus are given up: half of them
+    layer = random_layer(shape, num_positions=3)
+    excluded = torch.tensor([[3, 3, -1], [0, 1, 11], [-1, -1, -1]])
+    excluded[0, 2] = word_log_prob(*layer)[0].argmax()
+    drawn = draw_many(layer, 7000, own_excluded=excluded[:, None].expand(-1, 7000, -1), **options)
+    for words, full, out in zip(drawn, word_log_prob(*layer), excluded.tolist(), strict=True):
+        assert_distributed(words, restricted(full, excluded=set(out) - {-1}, **options))
 
 
 def test_excluded_words_are_not_drawn_at_any_temperature() -> None:
@@ -100,18 +120,6 @@ def test_temperature_one_opens_only_the_path_of_the_word(shape: str) -> None:
     assert positions.num_opened == sum(len(layer[2].path(word)) for word in words.tolist())
 
 
-@all_shapes
-@pytest.mark.parametrize("temperature", [1.0, 1.7])
-def test_words_given_up_are_drawn_from_the_nucleus(
-    shape: str, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(draws, "NUM_DRAWS", 1)  # half of the first words are outside
-    layer = random_layer(shape, num_positions=1)
-    (drawn,) = draw_many(layer, 7000, top_p=0.5, temperature=temperature)
-    full = word_log_prob(*layer)[0]
-    assert_distributed(drawn, restricted(full, temperature, top_p=0.5))
-
-
 def test_penalty_of_all_words_of_a_sure_class_is_exact_and_ends() -> None:
     """All the probability is in words that the penalty makes improbable."""
     tree = ClassTree.two_level(torch.arange(40) // 20)
@@ -160,20 +168,6 @@ def test_word_of_a_position_depends_on_its_seed_and_not_on_other_positions(
     assert torch.equal(again, seeded[order])
 
 
-def test_frequencies_match_with_seeds_that_are_consecutive_or_derived() -> None:
-    hidden, weight, tree, bias = random_layer("two_level", num_positions=1)
-    (full,) = word_log_prob(hidden, weight, tree, bias)
-    hidden = hidden.expand(9000, -1)
-    consecutive = torch.arange(9000)
-    derived = derive_seeds(
-        derive_seeds(torch.tensor(1), torch.arange(90))[:, None], torch.arange(100)
-    )
-    for seeds in (consecutive, derived.flatten()):
-        for temperature in (1.0, 1.7):
-            words = sample(hidden, weight, tree, bias, seeds=seeds, temperature=temperature)
-            assert_distributed(words, restricted(full, temperature))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -215,8 +209,8 @@ def test_log_probabilities_that_are_not_finite_raise_with_their_position(
     hidden, weight, tree, bias = random_layer("two_level")
     weight[:, 0] = 1.0
     hidden[4, 0] = value
-    with pytest.raises(ValueError, match="log-probabilities of position 4 are not finite"):
-        sample(hidden, weight, tree, bias, **options)
+    with pytest.raises(ValueError, match="log-probabilities of position 1, 1 are not finite"):
+        sample(hidden.view(2, 3, H), weight, tree, bias, **options)
 
 
 def test_seeds_are_the_published_sequence() -> None:
@@ -230,18 +224,3 @@ def test_seeds_are_the_published_sequence() -> None:
     ]
     seeds = derive_seeds(torch.tensor(1234567), torch.arange(5))
     assert [seed % (1 << 64) for seed in seeds.tolist()] == expected
-
-
-def test_numbers_are_uniform_and_each_position_has_its_own() -> None:
-    seeds = derive_seeds(torch.tensor(5), torch.arange(1000))
-    uniforms = Uniforms(seeds)
-    everywhere = torch.arange(1000)
-    rows = torch.stack([uniforms.draw(everywhere) for _ in range(40)])
-    assert 0 <= float(rows.min()) <= float(rows.max()) < 1
-    counts = torch.histc(rows, bins=50, min=0, max=1)
-    statistic = float(((counts - 800) ** 2 / 800).sum())
-    assert 15 < statistic < 100  # chi-square of 49 degrees of freedom
-    assert abs(float(torch.corrcoef(rows)[0, 1:].abs().max())) < 0.13  # four deviations
-    again = Uniforms(seeds[[7, 3]])
-    again.draw(torch.tensor([1]))
-    assert torch.equal(again.draw(torch.tensor([0, 1])), torch.stack([rows[0, 7], rows[1, 3]]))

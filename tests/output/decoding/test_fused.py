@@ -16,7 +16,6 @@ from .truth import (
     H,
     N,
     Options,
-    all_shapes,
     assert_distributed,
     random_layer,
     restricted,
@@ -35,12 +34,6 @@ def _way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_verified", lambda device, dtypes: True)
 
 
-@all_shapes
-def test_words_at_temperature_one_are_those_of_the_reference(shape: str) -> None:
-    layer, seeds = random_layer(shape), torch.arange(6)
-    assert torch.equal(sample(*layer, seeds=seeds), draws.draw_words(Positions(*layer), seeds, 1.0))
-
-
 @pytest.mark.parametrize("power", [0.6, 1.0, 2.5])
 @pytest.mark.parametrize("shape", ["full", "two_level", "shortlist", "huffman 3", "paths"])
 @pytest.mark.parametrize("num_trials", [1, fused.NUM_TRIALS])
@@ -51,7 +44,7 @@ def test_words_are_those_of_the_trials(
     monkeypatch.setattr(fused, "NUM_TRIALS", num_trials)
     hidden, weight, tree, bias = layer = random_layer(shape, scale=1.5)
     seeds = torch.arange(6)
-    excluded = tree.row_of_word[[0, 3, N // 2]] if power != 0.6 else tree.row_of_word[:0]
+    excluded = tree.row_of_word[[0, 3, N // 2]] if power > 1 else tree.row_of_word[:0]
     positions = Positions(*layer, excluded=excluded if len(excluded) else None)
     expected = [
         trials((hidden[[p]], weight, tree, bias), p, power, excluded, num_trials) for p in range(6)
@@ -87,16 +80,17 @@ def test_log_probabilities_that_are_not_finite_raise(value: float, of_root: bool
         sample(hidden, weight, tree, bias, seeds=torch.arange(6))
 
 
-def test_extreme_temperatures_and_penalties_are_left_to_all_words(
+def test_extreme_temperatures_and_words_of_each_position_are_left_to_all_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fused, "launch_draws", lambda *_: pytest.fail("launched"))
     layer, seeds = random_layer("two_level"), torch.arange(6)
-    penalty = Penalty(2.0, torch.zeros(6, 1, dtype=torch.int64))
+    rows = torch.zeros(6, 1, dtype=torch.int64)
     for positions, power in (
         (Positions(*layer), fused.MOST_POWER * 1.1),
         (Positions(*layer), fused.LEAST_POWER / 1.1),
-        (Positions(*layer, penalty=penalty), 1.0),
+        (Positions(*layer, penalty=Penalty(2.0, rows)), 1.0),
+        (Positions(*layer, excluded=rows), 1.0),
     ):
         expected = draws.draw_words(positions, seeds, power)
         assert torch.equal(fused.draw_words(positions, seeds, power), expected)

@@ -19,6 +19,7 @@ DRAWS: list[Options] = [
     *OPTIONS, {"excluded": (0, 3, 11, 3)}, {"excluded": range(9), "temperature": 1.7},
     {"excluded": (0, 3), "top_p": 0.5}, {"top_p": 0.3, "temperature": 1.5}, {"top_p": 0.999},
     {"top_p": 0.8, "repetition_penalty": 1.4, "previous": [3, 0, 3]},
+    {"top_p": 0.5, "own_excluded": torch.tensor([[3, 3, -1], [0, 1, 2]]).repeat(P // 2, 1)},
 ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The distribution over all words, computed word by word in fp64, for random layers."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -108,7 +108,7 @@ def restricted(
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
     previous: Sequence[int] = (),
-    excluded: Sequence[int] = (),
+    excluded: Collection[int] = (),
 ) -> Tensor:
     """The distribution [N] to draw from: exclusion, penalty, temperature, top-k, top-p, min-p."""
     log_prob = log_prob.clone()
@@ -133,12 +133,13 @@ def sample(
 ) -> Tensor:
     """`distribution.sample` with the fields of `Sampling` as options.
 
-    Previous words in a sequence are those of every position.
+    Previous words in a sequence are those of every position; `own_excluded` are of each.
     """
     hidden, weight, tree, bias = layer
     if isinstance(previous, Sequence):
         previous = torch.tensor(previous).expand(*hidden.shape[:-1], -1)
     given = {"previous": previous, "seeds": seeds, "generator": generator}
+    given["excluded"] = options.pop("own_excluded", None)
     return distribution.sample(hidden, weight, tree, bias, Sampling(**options), **given)
 
 

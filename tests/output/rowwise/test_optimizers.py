@@ -156,10 +156,12 @@ def test_rows_in_fp16_are_updated_in_fp32_and_rounded_once(kind: Kind) -> None:
     torch.testing.assert_close(layer.weight.float(), truth.weight, rtol=2e-3, atol=2e-3)
 
 
-def test_a_learning_rate_must_be_positive() -> None:
+def test_a_learning_rate_must_be_positive_and_decay_rates_below_one() -> None:
     for lr in (0.0, math.nan):
         with pytest.raises(ValueError, match=f"lr must be positive, got {lr}"):
             RowSGD(table(SHORTLIST), lr=lr)
+    with pytest.raises(ValueError, match=r"betas must be within \[0, 1\), got \(0.9, 1\)"):
+        RowAdam(table(SHORTLIST), lr=0.1, betas=(0.9, 1))
 
 
 @pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, RowAdam])

@@ -39,6 +39,7 @@ from lm.output.backends.compiled.expansion_loops import (
     OPENED,
     QUEUED,
     begin,
+    excluded_rows,
     expand,
     item_log_weight,
     new_frontier,
@@ -110,10 +111,10 @@ LARGEST_EXPONENT = 600.0
 
 
 @compiled
-def _num_excluded(layer, node):
-    """How many of a node's children are excluded words."""
-    row, n = layer.first_row[node], layer.num_children[node]
-    return np.searchsorted(layer.excluded, row + n) - np.searchsorted(layer.excluded, row)
+def _num_excluded(layer, p, node):
+    """How many of a node's children are words excluded at position p."""
+    row, rows = layer.first_row[node], excluded_rows(layer, p)
+    return np.searchsorted(rows, row + layer.num_children[node]) - np.searchsorted(rows, row)
 
 
 @compiled
@@ -129,16 +130,16 @@ def _open(layer, p, frontier, found):
             found.log_prob[num], found.word[num] = frontier.log_q[j], item
             num += 1
     found.count[WORDS] = num
-    found.count[EXCLUDED] += _num_excluded(layer, node)
+    found.count[EXCLUDED] += _num_excluded(layer, p, node)
     return True
 
 
 @compiled
-def _may_have_excluded(layer, node, count):
-    """Whether excluded words may be below a node that is not opened."""
-    if count[EXCLUDED] == len(layer.excluded):
+def _may_have_excluded(layer, p, node, count):
+    """Whether words excluded at position p may be below a node that is not opened."""
+    if count[EXCLUDED] == layer.excluded.shape[1]:
         return False
-    return layer.first_row[node] < layer.num_node_rows or _num_excluded(layer, node) > 0
+    return layer.first_row[node] < layer.num_node_rows or _num_excluded(layer, p, node) > 0
 
 
 @compiled
@@ -177,7 +178,7 @@ def _is_in_nucleus(layer, p, goal, frontier, found, word, log_prob):
                 weight = math.exp(min(bound, LARGEST_EXPONENT))
                 rest += weight
                 rest_before += weight if above >= log_prob else 0.0
-                is_exact = goal.is_plain and not _may_have_excluded(layer, node, found.count)
+                is_exact = goal.is_plain and not _may_have_excluded(layer, p, node, found.count)
                 low += weight if is_exact else 0.0
             if before >= share * (mass + rest):
                 return 0
@@ -282,7 +283,7 @@ def draw_words(layer, seeds, goal, widest, word):
         np.empty(num_words),
         np.empty(2, np.int64),
     )
-    is_exact, opened = goal.is_plain and len(layer.excluded) == 0, 0
+    is_exact, opened = goal.is_plain and layer.excluded.shape[1] == 0, 0
     for p in range(len(word)):
         trials.count[:], found.count[:], word[p] = 0, 0, -1
         begin(frontier)

@@ -25,9 +25,9 @@ class Layer(NamedTuple):
     item_of_row: np.ndarray
     num_words_below: np.ndarray
     num_node_rows: int  # nodes with later rows have words alone
-    excluded: np.ndarray  # [K] rows, sorted
+    excluded: np.ndarray  # [P, K] or, for all positions, [1, K] rows, sorted; -1 is skipped
     penalized: np.ndarray  # [P, L] rows, sorted; L = 0 for none
-    factor: float  # ∞: they are excluded
+    factor: float
     lowest: float  # log-probability of excluded words; half of it is the least with a penalty
 
 
@@ -110,13 +110,18 @@ def expand(layer, position, node, above, log_q, bias_of_child):
             if i == 0 or rows[i - 1] != rows[i]:
                 j = rows[i] - row
                 log_q[j] = max(layer.factor * log_q[j], layer.lowest / 2)
-                if math.isinf(layer.factor):  # ∞ · 0 is not a number
-                    log_q[j] = layer.lowest
-    for i in range(np.searchsorted(layer.excluded, row), len(layer.excluded)):
-        if layer.excluded[i] >= row + n:
+    excluded = excluded_rows(layer, position)
+    for i in range(np.searchsorted(excluded, row), len(excluded)):
+        if excluded[i] >= row + n:
             break
-        log_q[layer.excluded[i] - row] = layer.lowest
+        log_q[excluded[i] - row] = layer.lowest
     return is_finite
+
+
+@compiled
+def excluded_rows(layer, position):
+    """The rows of the words that are never found at a position, sorted."""
+    return layer.excluded[position if len(layer.excluded) > 1 else 0]
 
 
 @compiled

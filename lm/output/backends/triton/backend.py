@@ -89,7 +89,7 @@ class TritonBackend:
             return f"requires compute capability 8.0, got {sm / 10}"
         version = triton_version()
         if version is None:
-            return "requires the package triton"
+            return "requires Triton: pip install triton"
         if sm >= 90 and version < OLDEST_WITH_FENCES and not (interpreted or _accepted()):
             return (
                 f"requires Triton {'.'.join(map(str, OLDEST_WITH_FENCES))} on devices of compute"

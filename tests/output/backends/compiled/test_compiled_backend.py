@@ -178,9 +178,9 @@ def test_softmaxes_whose_errors_are_not_saved_are_the_references(
 def test_without_numba_auto_warns_and_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "has_numba", lambda: False)
     example = Problem.without_values(30, 8, two_level(90, 9), torch.float32)
-    with pytest.warns(UserWarning, match="slowly on cpu: .* requires the package numba"):
+    with pytest.warns(UserWarning, match="slowly on cpu: .* requires numba: pip install numba"):
         assert choose_backend("auto", example, CPU) == "reference"
-    with pytest.raises(ValueError, match="backend compiled requires the package numba"):
+    with pytest.raises(ValueError, match="backend compiled requires numba: pip install numba"):
         choose_backend("compiled", example, CPU)
     with pytest.raises(ValueError, match="backend compiled requires a CPU, got cuda"):
         choose_backend("compiled", example, torch.device("cuda"))

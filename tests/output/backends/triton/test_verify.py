@@ -53,8 +53,6 @@ def test_correct_kernels_are_taken_after_one_comparison() -> None:
         execute(launch)
         num_entries = launch.arguments["routing"][:8]
 
-    torch.manual_seed(7)
-    before = torch.get_rng_state()
     with instrumented(run=run), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         assert choose_backend("auto", HALF, CPU) == "triton"
         count = len(names)
@@ -62,7 +60,6 @@ def test_correct_kernels_are_taken_after_one_comparison() -> None:
     assert len(names) == count > 0
     assert num_entries[:7].all()
     assert names[-2:] == ["_update", "_update"]  # norms, and a step that reads them
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_comparison_leaves_random_numbers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
