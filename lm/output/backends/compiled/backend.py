@@ -25,11 +25,12 @@ from lm.output.tracing import constant_when_compiled
 DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
-class CompiledBackend(ReferenceBackend):
+class CompiledBackend:
     """`Backend` for CPUs with numba."""
 
     name = "compiled"
     automatic_on: frozenset[str] = frozenset({"cpu"})
+    _reference = ReferenceBackend()
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""
@@ -56,12 +57,16 @@ class CompiledBackend(ReferenceBackend):
     ) -> bool:
         return verified(self, device, Kind(*dtypes), failures)
 
+    def part_size(self, problem: Problem) -> int:
+        """All of them."""
+        return problem.num_positions
+
     def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """See `Backend.new_saved`."""
         if not needs.any:
             return []
         if not saves_errors(problem, needs):
-            return super().new_saved(problem, needs)
+            return self._reference.new_saved(problem, needs)
         return list(new_saved(problem, needs))
 
     def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
@@ -71,7 +76,7 @@ class CompiledBackend(ReferenceBackend):
 
             nll, saved = step.forward(problem, needs)
         else:
-            nll, saved = super().forward(problem, needs)
+            nll, saved = self._reference.forward(problem, needs)
         return nll, saved if needs.any else []
 
     def backward(
@@ -79,7 +84,7 @@ class CompiledBackend(ReferenceBackend):
     ) -> Gradients:
         """See `Backend.backward`."""
         if not saves_errors(problem, needs):
-            return super().backward(d_nll, problem, saved, needs)
+            return self._reference.backward(d_nll, problem, saved, needs)
         from lm.output.backends.compiled import step
 
         return step.backward(d_nll, problem, Saved(*saved), needs)
@@ -88,11 +93,21 @@ class CompiledBackend(ReferenceBackend):
         """See `Backend.nll_by_level`."""
         needs = Needs(hidden=False, weight=False, bias=False)
         if not saves_errors(problem, needs):
-            return super().nll_by_level(problem)
+            return self._reference.nll_by_level(problem)
         from lm.output.backends.compiled import step
 
         log_prob, saved = step.target_log_prob(problem, needs)
         return torch.empty_like(log_prob).index_copy_(1, saved.position, 0 - log_prob)
+
+    def partial(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """See `Backend.partial`; by the reference."""
+        return self._reference.partial(problem, needs)
+
+    def partial_backward(
+        self, d_nll: Tensor, lse: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
+    ) -> Gradients:
+        """See `Backend.partial_backward`; by the reference."""
+        return self._reference.partial_backward(d_nll, lse, problem, saved, needs)
 
 
 def failures() -> Failures:
