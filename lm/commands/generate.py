@@ -111,7 +111,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     model, tokenizer, num_tokens = run.model, run.tokenizer, options.tokens
     has_unk = options.allow_unk or options.spell_unk
-    excluded: tuple[int, ...] = () if has_unk else (tokenizer.unk_id,)
+    excluded = run.never_drawn(has_unk)
     stop = [text.replace("\\n", "\n") for text in options.stop or ()]
     has_items = run.is_independent and run.config.data.user_field is not None
     if run.is_independent:
@@ -124,9 +124,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
         shown = [word if word.isprintable() else repr(word) for word in unknown[:MAX_WORDS_NAMED]]
         rest = f" and {len(unknown) - len(shown)} more" if len(unknown) > len(shown) else ""
         _log.warning("%s: %s%s", what, ", ".join(shown), rest)
-    if not run.predicts_eos:
-        excluded += (tokenizer.eos_id,)
-    elif run.is_independent:
+    if run.is_independent and run.predicts_eos:
         stop.append("\n")
     streams = not options.json and options.beams is None and options.samples == len(prompts) == 1
     streams &= not has_items

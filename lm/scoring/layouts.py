@@ -54,7 +54,8 @@ class Layout:
         ids: deque[str] = deque()
         sentences = self._sentences(lines, ids, keep_empty=self.keep_empty_lines or not stream)
         scores = self.scorer.stream(sentences) if stream else self.scorer.sentences(sentences)
-        num_lines, num_units, num_tokens, oov, log_prob, oov_log_prob = 0, 0, 0, 0, 0.0, 0.0
+        num_lines, num_units, num_tokens, num_left_out, oov = 0, 0, 0, 0, 0
+        log_prob, oov_log_prob = 0.0, 0.0
         by_word = self.name == "kenlm"
         for score in scores:
             id = ids.popleft()
@@ -63,14 +64,16 @@ class Layout:
             num_lines += 1
             num_units += len(score.log_prob)
             num_tokens += len(score.is_unk)
+            num_left_out += score.num_left_out
             is_oov = score.is_oov if by_word else score.is_unk
             each = score.log_prob if by_word else score.tokens.log_prob
-            oov += int(is_oov.sum())
+            oov += int(is_oov.sum()) + score.num_left_out * (not by_word)
             log_prob += float(each.sum())
             oov_log_prob += float(each[is_oov].sum())
         if not num_lines:
             raise DataError(f"{self.source}: there is no line to score")
-        count = num_units if by_word else num_tokens
+        count = num_units - num_left_out if by_word else num_tokens
+        num_unk = oov - num_left_out
         summary = {
             "sentences": num_lines,
             "words": num_units - num_lines,
@@ -78,8 +81,8 @@ class Layout:
             "oov": oov,
             "log_prob": log_prob / UNITS[self.unit],
             "perplexity": perplexity(-log_prob, count),
-            "perplexity_excluding_oov": perplexity(oov_log_prob - log_prob, count - oov),
-            "word_perplexity": perplexity(-log_prob, num_units),
+            "perplexity_excluding_oov": perplexity(oov_log_prob - log_prob, count - num_unk),
+            "word_perplexity": perplexity(-log_prob, 0 if num_left_out else num_units),
         }
         if self.name == "json":
             yield _json({"summary": summary | {"unit": self.unit}})
@@ -129,7 +132,7 @@ class Layout:
             "log_prob": self._number(score.log_prob.sum()),
             "words": len(score.words),
             "tokens": len(score.is_unk),
-            "oov": int(score.is_unk.sum()),
+            "oov": int(score.is_unk.sum()) + score.num_left_out,
         }
         if self.name == "json":
             return _json(sentence | ({"words": units} if units else {}))
