@@ -48,6 +48,9 @@ from lm.model.reader import read_lines as read_independent
 from lm.model.reader import read_text
 from lm.run import TrainedRun
 
+READ_AT_ONCE = 1 << 20
+"""Tokens whose bytes are added up at once."""
+
 
 @torch.no_grad()
 def evaluate(
@@ -179,7 +182,7 @@ def evaluate_split(
         progress=f"evaluate {split}" if progress else None,
         sequences=prepared.sequences(split) if prepared.is_independent else None,
     )
-    return _described(result, run, run.config.tokenizer)
+    return _described(result, run, run.config.tokenizer, prepared.tokens(split))
 
 
 def evaluate_text(
@@ -230,7 +233,7 @@ def evaluate_text(
     )
     if open_vocabulary:
         result = _spelled(result, run, text)
-    return _described(result, run, run.tokenizer)
+    return _described(result, run, run.tokenizer, tokens)
 
 
 def _spelled(result: Evaluation, run: TrainedRun, lines: list[str]) -> Evaluation:
@@ -294,10 +297,15 @@ def encode_text(
 
 
 def _described(
-    result: Evaluation, run: TrainedRun, tokenizer: Tokenizer | TokenizerConfig
+    result: Evaluation,
+    run: TrainedRun,
+    tokenizer: Tokenizer | TokenizerConfig,
+    tokens: NDArray[Any],
 ) -> Evaluation:
     """The figures of a run's model, with what they count in words."""
     is_lossy = tokenizer.kind == "words" and (tokenizer.lowercase or tokenizer.split_punctuation)
+    if result.bits_per_byte is not None and result.spelling_nats is None and not is_lossy:
+        is_lossy = not _have_all_bytes(tokens, result, run.tokenizer)
     result = replace(result, bits_per_byte=None if is_lossy else result.bits_per_byte)
     if result.unit == ITEM:
         return result
@@ -306,3 +314,16 @@ def _described(
         eos_rule=EOS_RULE if run.keeps_empty_lines else WITHOUT_EMPTY_LINES,
         unit=token_unit(tokenizer),
     )
+
+
+def _have_all_bytes(tokens: NDArray[Any], result: Evaluation, tokenizer: Tokenizer) -> bool:
+    """Whether a text is as long as its words, none of which is unknown, with single spaces."""
+    if not isinstance(tokenizer, WordTokenizer):
+        return True
+    is_end, num_bytes = tokens == tokenizer.eos_id, np.diff(tokenizer.words.starts)
+    num_bytes[tokenizer.eos_id] = 0
+    parts = np.array_split(tokens, 1 + len(tokens) // READ_AT_ONCE)
+    size = sum(int(num_bytes[part].sum()) for part in parts)
+    num_ends, num_empty = int(is_end.sum()), int((is_end & np.append(True, is_end[:-1])).sum())
+    size += len(tokens) - num_ends + num_empty  # a space or line end after each word
+    return num_ends == result.lines and size == result.utf8_bytes
