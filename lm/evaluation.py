@@ -98,10 +98,10 @@ def evaluate(
         total=num_tokens, desc=progress, unit="token", unit_scale=True, disable=disable
     ) as bar:
         if sequences is None:
-            chunks = read_text(model, tokens, eos_id, context)
+            chunks: Iterable[Any] = read_text(model, tokens, eos_id, context)
         else:
             chunks = read_independent(model, sequences.lines(), eos_id, sequences.num_known)
-        for hidden, targets, _ in chunks:
+        for hidden, targets, *_ in chunks:
             by_level = model.output.nll_by_level(hidden, targets).double()
             each = by_level.sum(0)
             nll += float(each.sum())
@@ -203,7 +203,8 @@ def evaluate_text(
             the text has no line; with an open vocabulary also as `spelling_nats`.
     """
     literals = dict.fromkeys(run.tokenizer.literals, 0)
-    text = list(counted_literals(lines, literals))
+    counted = counted_literals(lines, literals)
+    text = [line for line in counted if run.keeps_empty_lines or line.strip()]
     tokens, counts = encode_text(run, text, name)
     log_literals("text", literals)
     sequences = None
@@ -211,8 +212,7 @@ def evaluate_text(
         if open_vocabulary:
             raise UserError("an open vocabulary requires a text: items have no spelling")
         num_known: list[int] = []
-        kept = [line for line in text if run.keeps_empty_lines or line.strip()]
-        for _ in counted_known(kept, "text", num_known, lowercase=run.tokenizer.lowercase):
+        for _ in counted_known(text, "text", num_known, lowercase=run.tokenizer.lowercase):
             pass
         sequences = find_sequences(
             tokens,

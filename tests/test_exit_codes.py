@@ -74,8 +74,6 @@ BAD_INPUTS = """\
 3 | prepare {tiny} --data.files.train={binary} | binary.txt
 3 | prepare {tiny} --data.files.train={empty} | empty.txt
 3 | prepare {tiny} --data.files.train={text} --data.format=json | text.txt
-3 | prepare {tiny} --data.files.train={text} --data.format=parquet | text.txt
-3 | prepare {tiny} --data.files.train={text} --data.format=csv | text.txt
 2 | prepare {tiny} --classes.method=file | classes.file
 3 | prepare {tiny} --classes.method=file --classes.file={absent} | absent
 3 | prepare {tiny} --classes.method=file --classes.file={binary} | binary.txt
@@ -85,6 +83,7 @@ BAD_INPUTS = """\
 3 | info {tiny} | data is not a prepared folder: it has no meta.json
 2 | info {folder} | no run here (config.yaml is missing): lm train CONFIG begins
 4 | extend {tiny} | tiny.yaml is a file, not the folder of a run
+2 | extend {run} --run_dir=x | lm extend requires a run with data.sequences: independent
 2 | evaluate | the following arguments are required: RUN
 4 | evaluate {absent} | no trained model here (model.json is missing); there is no such folder
 4 | evaluate {absent} --ranking | no trained model here
@@ -121,7 +120,6 @@ BAD_INPUTS = """\
 2 | score {run} {text} --unit=bytes | --unit
 2 | score {run} {text} --details --format=kenlm | --details requires
 2 | score {run} {text} --details --level=sentence | --details requires
-2 | score {run} {text} --details --level=summary | --details requires
 2 | score {run} {text} --details --open-vocabulary | --details excludes --open-vocabulary
 2 | score {run} {text} --open-vocabulary --vocabulary-size=99 | not allowed with argument
 2 | score {run} {text} --vocabulary-size=3 | vocabulary size 3: expected at least 2
@@ -141,10 +139,6 @@ BAD_INPUTS = """\
 2 | generate {run} --samples=1000000000 | the texts need 6,400 GB of memory
 2 | generate {run} --beams=1000000000 | the beams need
 2 | generate {run} --beams=2 --top-k=3 | --top-k cannot be combined with --beams
-2 | generate {run} --beams=2 --temperature=1 | --temperature cannot be combined with --beams
-2 | generate {run} --beams=2 --top-p=1 | --top-p cannot be combined with --beams
-2 | generate {run} --beams=2 --min-p=1 | --min-p cannot be combined with --beams
-2 | generate {run} --beams=2 --stop=1 | --stop cannot be combined with --beams
 2 | generate {run} --beams=2 --seed=1 | --seed cannot be combined with --beams
 2 | generate {run} --beams=2 --spell-unk | --spell-unk cannot be combined with --beams
 2 | generate {run} --beams=2 --samples=3 | --samples 3 requires as many --beams
@@ -170,6 +164,7 @@ BAD_INPUTS = """\
 3 | rescore {run} {nbest} --lm-weight=1 '--non-words=(' | --non-words '(': no regular expression
 3 | rescore {run} {nbest} --lm-weight=1 --references={absent} | absent
 3 | rescore {run} {nbest} --lm-weight=1 --references={twice} | line 3: u1 has a reference already
+2 | rescore {run} {nbest} --lm-weight=1 --references={wordless} | the references have no words
 2 | rescore {run} {nbest} --lm-weight=1 --references={other_said} | no reference for utterance u1 of
 3 | rescore {run} {nbest} --lm-weight=1 --acoustic-costs={costs} | this one has tabs
 3 | rescore {run} {nbest} --lm-weight=1 --acoustic-costs={twice_costs} | u1 has a cost already
@@ -197,6 +192,7 @@ FILES = {
     "other": b"u2\tthe\n",
     "other_said": b"u2 the\n",
     "costs": b"u1 1\n",
+    "wordless": b"u1\n",
     "twice_costs": b"u1 1\nu1 2\n",
 }
 

@@ -85,7 +85,8 @@ def recommend(
     eos_id = excluded[0]
     num_known: Ints = np.array(list(map(len, histories)), np.int64)
     lines = [[*history, eos_id] for history in histories]
-    read = [(vectors, index) for vectors, _, index in read_lines(model, lines, eos_id, num_known)]
+    chunks = read_lines(model, lines, eos_id, num_known)
+    read = [(vectors, index) for vectors, _, index, _ in chunks]
     order = np.concatenate([index for _, index in read]).argsort()
     hidden = torch.cat([vectors for vectors, _ in read])[torch.from_numpy(order).to(model.device)]
     everyones, topk = set(excluded), torch.no_grad()(model.output.topk)

@@ -156,14 +156,13 @@ class Scorer:
             aligned = list(map(self._aligned, batch))
             ids = [np.append(line.ids, eos_id).astype(np.int32) for line in aligned]
             figures, index_of_line = [], []
-            for hidden, targets, index in read_lines(self.model, ids, eos_id):
-                figures.append(self._figures(hidden, targets))
+            for hidden, targets, index, place in read_lines(self.model, ids, eos_id):
+                figures.append([place + 1, *self._figures(hidden, targets)])
                 index_of_line.append(index)
             by_line = np.concatenate(index_of_line).argsort(kind="stable")
-            columns = [np.concatenate(column)[by_line] for column in zip(*figures, strict=True)]
-            context = np.concatenate([np.arange(1, len(each) + 1) for each in ids])
-            context = context if limit is None else np.minimum(context, limit)
-            yield from self._line_scores(batch, aligned, columns, context)
+            columns = (np.concatenate(column)[by_line] for column in zip(*figures, strict=True))
+            context = next(columns) if limit is None else np.minimum(next(columns), limit)
+            yield from self._line_scores(batch, aligned, list(columns), context)
 
     def _aligned(self, line: str) -> AlignedLine:
         words, ids, word_of_id = self.tokenizer.align(line)
@@ -179,9 +178,8 @@ class Scorer:
         ids = np.concatenate([np.append(line.ids, eos_id) for line in aligned])
         figures, context = [], []
         for hidden, targets, num_before in read_text(self.model, ids, eos_id, self.context):
-            hidden = hidden.transpose(0, 1).flatten(0, 1)  # in the order of the text
-            figures.append(self._figures(hidden, targets.T.flatten()))
-            context.append(num_before.T.flatten())
+            figures.append(self._figures(hidden, targets))
+            context.append(num_before)
         columns = [np.concatenate(column) for column in zip(*figures, strict=True)]
         yield from self._line_scores(lines, aligned, columns, np.concatenate(context))
 

@@ -129,21 +129,6 @@ def test_references_are_read_in_the_layouts_of_kaldi_and_sctk(
     assert rate == pytest.approx(100 * (errors[0] + errors[2]) / num_words)
 
 
-@pytest.mark.parametrize(
-    ("references", "error"),
-    [
-        ("w1 (u1)\nw2 (u1)\n", "line 2: u1 has a reference already"),
-        ("w1 w2 (u7)\n", "no reference for utterance u1"),
-        ("u1\n", "the references have no words"),
-    ],
-)
-def test_references_that_cannot_be_used_are_named(
-    references: str, error: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=error):
-        read(tmp_path, "u1\tw1 w2\n", references)
-
-
 def test_references_without_hypotheses_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
