@@ -44,6 +44,7 @@ def test_a_table_becomes_a_ranking_in_three_commands(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     write(name, *columns, [14] * 10 + [2, 1])
+    name = str(Path(name).rename(name.replace("csv", "dat")))  # whose first line tells what it is
     summary = printed("new", "my.yaml", f"--text={name}", *options)
     assert (
         f"{name}, 143 events of 12 users with 12 items, in the order of {columns[2]}\n" in summary

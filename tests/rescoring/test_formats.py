@@ -36,6 +36,7 @@ def read(folder: Path, text: str, references: str = "", non_words: str | None = 
         ("1001\t\n1001\tw1 w2\n", ["", "w1 w2"]),
         ("#1\tw1 w2\n#1\tw3\n", ["w1 w2", "w3"]),
         ("u\t7\nu\t8\n", ["7", "8"]),
+        ("u-10 w3\nu-1 w1\nu-2 w2\n", ["w1", "w2", "w3"]),  # as `sort` may leave them
     ],
 )
 def test_words_are_those_that_the_format_says(
