@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 HELP = "draw text from a trained model"
 MAX_WORDS_NAMED = 10
 """Unknown words of the prompts that are named."""
-_PROMPTS: Options = {
+_CHOICE: Options = {
     "--prompt": {"metavar": "TEXT|-", "help": "text to continue (- reads stdin)"},
     "--prompts": {"metavar": "FILE|-", "help": "texts to continue, one per line"},
-}
-_CHOICE: Options = {
     "--tokens": COUNT | {"default": 100, "help": "number of tokens to generate (default 100)"},
     "--samples": COUNT
     | {"default": 1}
@@ -51,8 +49,8 @@ _CHOICE: Options = {
     "--spell-unk": SWITCH | {"help": "also draw <unk>, and for each a spelling"},
     "--seed": {"type": int, "help": "seed of the random numbers, 64 bits (default 1)"},
 }
-OPTIONS = RUN | _PROMPTS | _CHOICE | COMPUTING | JSON
-EXCLUSIVE = tuple(_PROMPTS)
+OPTIONS = RUN | _CHOICE | COMPUTING | JSON
+EXCLUSIVE = ("--prompt", "--prompts")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _log = logging.getLogger(__name__)
 

@@ -96,8 +96,6 @@ def recommend(
     rows = [torch.tensor([*excluded, *history]) for history in histories]
     left_out = pad_sequence(rows, batch_first=True, padding_value=-1).to(hidden.device)
     sizes = np.array([min(k, most - len({*history} - everyones)) for history in histories])
-    if (sizes == k).all():
-        return topk(hidden, k, excluded=left_out)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     log_prob = hidden.new_full((len(sizes), k), -torch.inf, dtype=dtype)
     best = TopK(log_prob, torch.full_like(log_prob, -1, dtype=torch.int64))

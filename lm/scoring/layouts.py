@@ -54,8 +54,7 @@ class Layout:
         ids: deque[str] = deque()
         sentences = self._sentences(lines, ids, keep_empty=self.keep_empty_lines or not stream)
         scores = self.scorer.stream(sentences) if stream else self.scorer.sentences(sentences)
-        num_lines, num_units, num_tokens, num_left_out, oov = 0, 0, 0, 0, 0
-        log_prob, oov_log_prob = 0.0, 0.0
+        num_lines, num_units, num_tokens, oov, log_prob, oov_log_prob = 0, 0, 0, 0, 0.0, 0.0
         by_word = self.name == "kenlm"
         for score in scores:
             id = ids.popleft()
@@ -64,16 +63,15 @@ class Layout:
             num_lines += 1
             num_units += len(score.log_prob)
             num_tokens += len(score.is_unk)
-            num_left_out += score.num_left_out
             is_oov = score.is_oov if by_word else score.is_unk
             each = score.log_prob if by_word else score.tokens.log_prob
-            oov += int(is_oov.sum()) + score.num_left_out * (not by_word)
+            oov += int(score.is_oov.sum()) if by_word else self._num_oov(score)
             log_prob += float(each.sum())
             oov_log_prob += float(each[is_oov].sum())
         if not num_lines:
             raise DataError(f"{self.source}: there is no line to score")
-        count = num_units - num_left_out if by_word else num_tokens
-        num_unk = oov - num_left_out
+        left_out = oov if self.scorer.leaves_out else 0
+        count = num_units - left_out if by_word else num_tokens
         summary = {
             "sentences": num_lines,
             "words": num_units - num_lines,
@@ -81,8 +79,8 @@ class Layout:
             "oov": oov,
             "log_prob": log_prob / UNITS[self.unit],
             "perplexity": perplexity(-log_prob, count),
-            "perplexity_excluding_oov": perplexity(oov_log_prob - log_prob, count - num_unk),
-            "word_perplexity": perplexity(-log_prob, 0 if num_left_out else num_units),
+            "perplexity_excluding_oov": perplexity(oov_log_prob - log_prob, count - oov + left_out),
+            "word_perplexity": perplexity(-log_prob, 0 if left_out else num_units),
         }
         if self.name == "json":
             yield _json({"summary": summary | {"unit": self.unit}})
@@ -132,11 +130,15 @@ class Layout:
             "log_prob": self._number(score.log_prob.sum()),
             "words": len(score.words),
             "tokens": len(score.is_unk),
-            "oov": int(score.is_unk.sum()) + score.num_left_out,
+            "oov": self._num_oov(score),
         }
         if self.name == "json":
             return _json(sentence | ({"words": units} if units else {}))
         return self._tsv([{"id": id} | unit for unit in units] or [sentence], has_header=is_first)
+
+    def _num_oov(self, score: LineScore) -> int:
+        """Tokens that are `<unk>` or left out."""
+        return int((score.is_oov if self.scorer.leaves_out else score.is_unk).sum())
 
     def _kenlm(self, id: str, score: LineScore) -> str:
         units = ""

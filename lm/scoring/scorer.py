@@ -53,7 +53,6 @@ class LineScore:
         words: [n - 1], separated by whitespace.
         log_prob: [n] nats, sums over the tokens of each unit.
         is_oov: [n], whether a token of the unit is `<unk>`, or it is left out.
-        num_left_out: units without a token, as the catalogue lacks these items.
         is_unk: [t], whether each token is `<unk>`.
         context: [n], how many tokens predict the unit's first, `<eos>` at the start included.
         word_id: [n], the first token of each unit; -1 for a word without a token of its own.
@@ -64,7 +63,6 @@ class LineScore:
     words: list[str]
     log_prob: Floats
     is_oov: NDArray[np.bool_]
-    num_left_out: int
     is_unk: NDArray[np.bool_]
     context: Ints
     word_id: Ints
@@ -162,7 +160,7 @@ class Scorer:
             by_line = np.concatenate(index_of_line).argsort(kind="stable")
             columns = (np.concatenate(column)[by_line] for column in zip(*figures, strict=True))
             context = next(columns) if limit is None else np.minimum(next(columns), limit)
-            yield from self._line_scores(batch, aligned, list(columns), context)
+            yield from self._line_scores(batch, aligned, ids, list(columns), context)
 
     def _aligned(self, line: str) -> AlignedLine:
         words, ids, word_of_id = self.tokenizer.align(line)
@@ -175,13 +173,13 @@ class Scorer:
         aligned = [self.tokenizer.align(line) for line in lines]
         if not aligned:
             return
-        ids = np.concatenate([np.append(line.ids, eos_id) for line in aligned])
-        figures, context = [], []
-        for hidden, targets, num_before in read_text(self.model, ids, eos_id, self.context):
+        ids = [np.append(line.ids, eos_id) for line in aligned]
+        text, figures, context = np.concatenate(ids), [], []
+        for hidden, targets, num_before in read_text(self.model, text, eos_id, self.context):
             figures.append(self._figures(hidden, targets))
             context.append(num_before)
         columns = [np.concatenate(column) for column in zip(*figures, strict=True)]
-        yield from self._line_scores(lines, aligned, columns, np.concatenate(context))
+        yield from self._line_scores(lines, aligned, ids, columns, np.concatenate(context))
 
     @torch.no_grad()
     def _figures(self, hidden: Tensor, targets: Tensor) -> list[NDArray[Any]]:
@@ -208,12 +206,12 @@ class Scorer:
         self,
         lines: Sequence[str],
         aligned: Iterable[AlignedLine],
+        all_ids: list[NDArray[Any]],
         columns: list[NDArray[Any]],
         context: Ints,
     ) -> Iterator[LineScore]:
         """The scores of lines, from figures of their tokens one line after another."""
-        begin, eos_id = 0, self.tokenizer.eos_id
-        all_ids = [np.append(line.ids, eos_id).astype(np.int32) for line in aligned]
+        begin = 0
         is_unk = np.concatenate(all_ids) == self.tokenizer.unk_id
         columns[0][is_unk] += self.unknown_log_prob(lines, int(is_unk.sum()))
         for line, ids in zip(aligned, all_ids, strict=True):
@@ -227,7 +225,6 @@ class Scorer:
                 words=line.words,
                 log_prob=np.bincount(unit, tokens.log_prob, num_units).astype(np.float64),
                 is_oov=is_left_out | (np.bincount(unit, is_unk[part], num_units) > 0),
-                num_left_out=int(is_left_out.sum()),
                 is_unk=is_unk[part],
                 context=context[part][first],
                 word_id=np.where(unit[first] == np.arange(num_units), ids[first], -1),

@@ -185,12 +185,7 @@ def test_unknown_words_share_p_unk(
         (NUM_UNSEEN, fixed, 10**6, "each of the 3 unknown words of the lists has 1/1,000,000 of"),
         (2, fixed, 4, f"has 1/4 of P(<unk>), as by --vocabulary-size={size + 3}"),
         (2, tuning, 5, f"has 1/5 of P(<unk>), as by --vocabulary-size={size + 4}"),
-        (
-            2,
-            [*fixed, f"--vocabulary-size={size}"],
-            1,
-            "has 1/1 of P(<unk>), as by --vocabulary-size",
-        ),
+        (2, [*fixed, f"--vocabulary-size={size}"], 1, "has 1/1 of P(<unk>), as by --vocab"),
         (2, [*fixed, f"--vocabulary-size={size + 9}"], 10, "has 1/10 of P(<unk>), as by --vocab"),
     ):
         monkeypatch.setattr("lm.rescoring.models.NUM_UNSEEN", least)
