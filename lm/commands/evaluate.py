@@ -51,7 +51,7 @@ OPTIONS: Options = (
             " --open-vocabulary in bits per byte, and 95 %% intervals",
         },
         "--ranking": SWITCH
-        | {"help": "sequences of items: how high the next items rank in the whole catalogue"},
+        | {"help": "sequences of items: instead, how high the next items rank in the catalogue"},
         "--k": COUNT
         | {"nargs": "+", "help": "with --ranking: numbers of first items (default: 10)"},
         "--exclude": EXCLUDE["--exclude"]
