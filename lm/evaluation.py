@@ -95,10 +95,10 @@ def evaluate(
         total=num_tokens, desc=progress, unit="token", unit_scale=True, disable=disable
     ) as bar:
         if sequences is None:
-            chunks = read_text(model, tokens, eos_id, context)
+            chunks: Iterable[Any] = read_text(model, tokens, eos_id, context)
         else:
             chunks = read_independent(model, sequences.lines(), eos_id, sequences.num_known)
-        for hidden, targets, _ in chunks:
+        for hidden, targets, *_ in chunks:
             by_level = model.output.nll_by_level(hidden, targets).double()
             each = by_level.sum(0)
             nll += float(each.sum())
@@ -179,7 +179,7 @@ def evaluate_split(
         progress=f"evaluate {split}" if progress else None,
         sequences=prepared.sequences(split) if prepared.is_independent else None,
     )
-    return _described(result, run, run.config.tokenizer)
+    return _described(result, run, run.config.tokenizer, prepared.tokens(split))
 
 
 def evaluate_text(
@@ -200,7 +200,8 @@ def evaluate_text(
             the text has no line; with an open vocabulary also as `spelling_nats`.
     """
     literals = dict.fromkeys(run.tokenizer.literals, 0)
-    text = list(counted_literals(lines, literals))
+    counted = counted_literals(lines, literals)
+    text = [line for line in counted if run.keeps_empty_lines or line.strip()]
     tokens, counts = encode_text(run, text, name)
     log_literals("text", literals)
     sequences = None
@@ -208,8 +209,7 @@ def evaluate_text(
         if open_vocabulary:
             raise UserError("an open vocabulary requires a text: items have no spelling")
         num_known: list[int] = []
-        kept = [line for line in text if run.keeps_empty_lines or line.strip()]
-        for _ in counted_known(kept, "text", num_known, lowercase=run.tokenizer.lowercase):
+        for _ in counted_known(text, "text", num_known, lowercase=run.tokenizer.lowercase):
             pass
         sequences = find_sequences(
             tokens,
@@ -230,7 +230,7 @@ def evaluate_text(
     )
     if open_vocabulary:
         result = _spelled(result, run, text)
-    return _described(result, run, run.tokenizer)
+    return _described(result, run, run.tokenizer, tokens)
 
 
 def _spelled(result: Evaluation, run: TrainedRun, lines: list[str]) -> Evaluation:
@@ -294,10 +294,15 @@ def encode_text(
 
 
 def _described(
-    result: Evaluation, run: TrainedRun, tokenizer: Tokenizer | TokenizerConfig
+    result: Evaluation,
+    run: TrainedRun,
+    tokenizer: Tokenizer | TokenizerConfig,
+    tokens: NDArray[Any],
 ) -> Evaluation:
     """The figures of a run's model, with what they count in words."""
     is_lossy = tokenizer.kind == "words" and (tokenizer.lowercase or tokenizer.split_punctuation)
+    if result.bits_per_byte is not None and result.spelling_nats is None and not is_lossy:
+        is_lossy = not _have_all_bytes(tokens, result, run.tokenizer)
     result = replace(result, bits_per_byte=None if is_lossy else result.bits_per_byte)
     if result.unit == ITEM:
         return result
@@ -306,3 +311,15 @@ def _described(
         eos_rule=EOS_RULE if run.keeps_empty_lines else WITHOUT_EMPTY_LINES,
         unit=token_unit(tokenizer),
     )
+
+
+def _have_all_bytes(tokens: NDArray[Any], result: Evaluation, tokenizer: Tokenizer) -> bool:
+    """Whether a text is as long as its words, none of which is unknown, with single spaces."""
+    if not isinstance(tokenizer, WordTokenizer):
+        return True
+    is_end, num_bytes = tokens == tokenizer.eos_id, np.diff(tokenizer.words.starts)
+    num_bytes[tokenizer.eos_id] = 0  # so that a word <eos> is missing
+    parts = np.array_split(tokens, 1 + len(tokens) // 2**20)  # for less memory
+    num_empty = int((is_end & np.append(True, is_end[:-1])).sum())
+    size = sum(int(num_bytes[part].sum()) for part in parts)
+    return size + result.words + num_empty == result.utf8_bytes  # a space or line end after each

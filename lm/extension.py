@@ -180,7 +180,7 @@ def choose_nodes(model: LanguageModel, data: _Data) -> Tensor:
         if not lines:
             continue
         known = [np.append(line[line < num_old], eos_id) for line in lines]
-        read = [(hidden, index) for hidden, _, index in read_lines(model, known, eos_id)]
+        read = [(hidden, index) for hidden, _, index, _ in read_lines(model, known, eos_id)]
         order = np.concatenate([index for _, index in read]).argsort(kind="stable")
         first = np.cumsum([0, *map(len, known)])[:-1]  # of each sequence in this order
         is_new = [line >= num_old for line in lines]
@@ -285,7 +285,7 @@ def _events(
     generator = torch.Generator(model.device).manual_seed(0)
     found: list[tuple[Tensor, Tensor]] = []
     for lines in data.chunks("rows"):
-        for hidden, target, _ in read_lines(model, lines, eos_id):
+        for hidden, target, *_ in read_lines(model, lines, eos_id):
             drawn = torch.rand(len(target), generator=generator, device=model.device)
             kept = drawn < prob[target]
             found.append((hidden[kept], target[kept]))

@@ -62,8 +62,8 @@ class Evaluation:
         perplexity_excluding_oov: over the tokens that are not `<unk>`, which remain context.
         word_perplexity: exp(nll / (words + lines)): comparable between tokenizers. NaN if some of
             these are not predicted, as the ends of sequences and the items that are known.
-        bits_per_byte: nll / ln 2 / utf8_bytes; None if tokens do not spell the text, in which words
-            are separated by single spaces (which other spaces there are, is not counted).
+        bits_per_byte: nll / ln 2 / utf8_bytes; None if tokens do not spell the text, which has as
+            many bytes as its words with single spaces between them.
         class_perplexity: of the choice at the root of the tree.
         within_class_perplexity: of the choices below: `perplexity` / `class_perplexity`.
         context: how many tokens each token is predicted from, as a sentence.

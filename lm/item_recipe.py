@@ -49,9 +49,9 @@ def new_item_recipe(
         raise UserError(f"--items: expected USER ITEM [TIME], got {len(columns)} names")
     run = Config(name=path.stem).run_path
     check_names(path, run, [table])
-    format, _ = find_columns(table)
+    format, _ = find_columns(table, columns)
     if format == "text":
-        raise UserError(f"{table}: plain text has no columns: leave out --items")
+        raise UserError(f"{table}: plain text has no columns {', '.join(columns)}")
     user, item, *time = columns
     settings: dict[str, Any] = {
         "format": format,

@@ -13,6 +13,9 @@ equally. In `score`, `step`, `step_many`, `candidate_log_prob`, `candidate_log_p
 `log_prob`, the probability of `<unk>` is then that of one such word: the others add up to 1 with
 V - (N - 1) times this one.
 `evaluate`, `perplexity`, `generate` and `search` take `<unk>` as one word, whatever V is.
+A model of independent sequences has items in place of token ids, integers too, and leaves those out
+that its catalogue lacks. Without V, a step or candidate that is such an item has the
+log-probability -∞, and the state after it is the one before.
 
 With `open_vocabulary` every string has a probability: that of a word w outside the vocabulary is
 P(`<unk>`) P(w | `<unk>`), by the model's speller (`data_prep.tokenizer.speller`), in all of these
@@ -84,7 +87,7 @@ class LoadedModel:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, `<eos>` between its lines (after the last one if it ends in LF)."""
-        return encode_prompt(self.tokenizer, text)[1:]
+        return encode_prompt(self.tokenizer, self._known(text))[1:]
 
     def id(self, word: Word) -> int:
         """The token id of a word or item, `<unk>`'s if unknown; see `encode` for one of several."""
@@ -102,15 +105,15 @@ class LoadedModel:
         return unknown_words(self.tokenizer, [text])
 
     def start(self, prefix: str | Sequence[Word] = "") -> State:
-        """The state after a text, token ids or items; by default that before the first word.
-
-        A model of independent sequences has items in place of token ids, integers too.
-        """
+        """The state after a text, token ids or items; by default that before the first word."""
         return self._start(self._read(prefix))
 
     def _read(self, prefix: str | Sequence[Word]) -> list[int]:
         """Token ids of a text, or of token ids or items."""
         return self.encode(prefix) if isinstance(prefix, str) else self._item_ids(prefix)
+
+    def _known(self, text: str) -> str:
+        return self._catalogue.known(text) if self._catalogue else text
 
     def _start(self, ids: list[int]) -> State:
         """The state after token ids."""
@@ -137,6 +140,8 @@ class LoadedModel:
         if len(states) != len(tokens):
             raise ValueError(f"expected a word for each state, got {len(states)} and {len(tokens)}")
         steps = list(map(Step, of_unknown, states))
+        if self._scorer.leaves_out:
+            tokens = [[] if each == [self.unk_id] else each for each in tokens]
         carries = self.model.backbone.carries_state
         for place in range(max(map(len, tokens), default=0)):
             groups = defaultdict(list)
@@ -192,8 +197,7 @@ class LoadedModel:
         They are exact; a tree computes only the classes that may hold one of them. `id` has the
         token id of each.
 
-        A model of independent sequences has items, see `start`: those that are not in the catalogue
-        are left out with a warning, and `<eos>` is no item. Text is not divided into items.
+        In a model of independent sequences `<eos>` is no item, and text is not divided into items.
 
         Args:
             prefix: what comes before.
@@ -205,7 +209,7 @@ class LoadedModel:
             ValueError: if k is not within 1 … N less the tokens left out, or if text is given to a
                 model of independent sequences.
         """
-        special, excluded = self._excluded(False), list[int]()
+        special, excluded = self._run.never_drawn(), list[int]()
         if self._catalogue is not None:
             special = self._catalogue.special
             if isinstance(prefix, str) and prefix:
@@ -297,13 +301,13 @@ class LoadedModel:
         """
         others = "prompt, num_tokens, num_samples, stop, seed, allow_unk, spell_unk"
         given = Sampling().changed(sampling, "generate", others)
-        special = self._excluded(allow_unk or spell_unk)
+        special = self._run.never_drawn(allow_unk or spell_unk)
         if self._run.is_independent and self._run.predicts_eos:
             stop = [*listed("strings to stop at", stop), "\n"]
         (samples,) = generate_text(
             self.model,
             self.tokenizer,
-            [prompt],
+            [self._known(prompt)],
             num_tokens=num_tokens,
             num_samples=num_samples,
             sampling=replace(given, excluded=(*given.excluded, *special)),
@@ -329,11 +333,11 @@ class LoadedModel:
         return search_text(
             self.model,
             self.tokenizer,
-            prompt,
+            self._known(prompt),
             num_tokens=num_tokens,
             num_beams=num_beams,
             length_penalty=length_penalty,
-            excluded=self._excluded(allow_unk),
+            excluded=self._run.never_drawn(allow_unk),
         )
 
     @cached_property
@@ -356,10 +360,6 @@ class LoadedModel:
         if self._catalogue is None:
             return self._ids([self.id(word) if isinstance(word, str) else word for word in words])
         return self._catalogue.ids(words)
-
-    def _excluded(self, allow_unk: bool) -> tuple[int, ...]:
-        excluded = () if allow_unk else (self.unk_id,)
-        return excluded if self._run.predicts_eos else (*excluded, self.eos_id)
 
     def _state(self, prefix: Prefix) -> State:
         return self._own(prefix) if isinstance(prefix, State) else self.start(prefix)
@@ -387,7 +387,7 @@ class LoadedModel:
             has_no_spelling = self._open_vocabulary and not isinstance(word, str)
             is_any_word = has_no_spelling or not self._scorer.tells_unknown_apart
             if self._warns and num_unknown[i] and is_any_word:
-                warn_of(word)
+                warn_of(word, is_left_out=self._scorer.leaves_out)
                 self._warns = False
             num_unknown[i] *= not has_no_spelling
         log_prob = self._scorer.unknown_log_prob(texts, sum(num_unknown))

@@ -272,6 +272,11 @@ class TrainedRun:
         """Whether the end of a line is predicted, which is not learned from items without one."""
         return not self.is_independent or self.config.data.predict_eos
 
+    def never_drawn(self, allow_unk: bool = False) -> tuple[int, ...]:
+        """Token ids that no text has: an `<eos>` that is not predicted, `<unk>` unless allowed."""
+        unk = () if allow_unk else (self.tokenizer.unk_id,)
+        return unk if self.predicts_eos else (*unk, self.tokenizer.eos_id)
+
     @cached_property
     def keeps_empty_lines(self) -> bool:
         """Whether an empty line of a text is a line, as in the corpus: `data.keep_empty_lines`.

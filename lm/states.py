@@ -58,12 +58,15 @@ def checked_ids(tokens: Sequence[Any], vocab_size: int) -> list[int]:
     return ids
 
 
-def warn_of(word: str | int) -> None:
+def warn_of(word: str | int, *, is_left_out: bool) -> None:
     """Warn of the probability that an unknown word is given."""
-    warn_caller(
-        f"{word!r} is given the probability of all unknown words together, which may exceed that of"
-        " a known one: see open_vocabulary and vocabulary_size of lm.load"
-    )
+    problem = "is not in the catalogue: its probability is 0"
+    if not is_left_out:
+        problem = (
+            "is given the probability of all unknown words together, which may exceed that of a"
+            " known one: see open_vocabulary and vocabulary_size of lm.load"
+        )
+    warn_caller(f"{word!r} {problem}")
 
 
 def warn_caller(text: str) -> None:

@@ -214,6 +214,12 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder is a new one."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
 def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """`printed(*arguments)`: what a command prints on stdout."""
 

@@ -208,8 +208,8 @@ def test_the_stated_context_is_that_of_the_windows(context: int) -> None:
         " start of the text"
     )
     first, *rest = [before for _, _, before in reader.read_text(model, tokens, EOS, context)]
-    assert first.flatten().tolist() == list(range(1, few))
-    assert {*np.concatenate(rest, axis=None).tolist()} == {*range(few, context + 1)}
+    assert first.tolist() == list(range(1, few))
+    assert {*np.concatenate(rest).tolist()} == {*range(few, context + 1)}
 
 
 def test_the_rule_for_line_ends_is_that_of_the_corpus(

@@ -242,7 +242,3 @@ def test_what_cannot_be_extended_is_refused(
     assert message in complaint("extend", "runs/shop", *options)
     assert not Path("x").exists()
     assert not [*Path("taken").iterdir()]
-
-
-def test_a_run_on_text_is_not_extended(lstm_run: Path, complaint: Callable[..., str]) -> None:
-    assert "data.sequences: independent" in complaint("extend", lstm_run, "--run_dir=x")

@@ -94,11 +94,15 @@ def test_evaluation_and_stream_add_the_spellings(run: Path) -> None:
 def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
     run: Path, letters: Callable[..., Path]
 ) -> None:
-    def bits(folder: Path, line: str) -> float | None:
-        run = TrainedRun(folder)
-        return evaluate_text(run, [line, "b"], progress=False, open_vocabulary=True).bits_per_byte
+    def bits(folder: Path, line: str, open_vocabulary: bool = True) -> float | None:
+        lines, run = ["", line, "b"], TrainedRun(folder)
+        settings: Any = {"progress": False, "open_vocabulary": open_vocabulary}
+        return evaluate_text(run, lines, **settings).bits_per_byte
 
     assert bits(run, "ab zebra") is not None
+    assert bits(run, "ab b") == pytest.approx(bits(run, "ab b", open_vocabulary=False))
+    for line in ("ab  b", " ab b", "ab b ", "ab\u00a0b", "ab <eos> b"):
+        assert bits(run, line, open_vocabulary=False) is None
     for line in ("ab  zebra", " ab zebra", "ab zebra ", "ab\tzebra", "ab\u00a0zebra", "ab <eos> b"):
         assert bits(run, line) is None
     lower = letters("lower", "--tokenizer.lowercase=true")

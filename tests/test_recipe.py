@@ -26,11 +26,7 @@ from tests.data_prep.conftest import write_table
 
 Complaint = Callable[..., str]
 Printed = Callable[..., str]
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("current_folder")
 
 
 def new(text: str, *options: str) -> Config:

@@ -14,10 +14,7 @@ from lm.cli import main
 from lm.config import Config, load_config
 from lm.recipe import measure
 
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("current_folder")
 
 
 def new(text: str) -> Config:

@@ -46,7 +46,7 @@ _NO_TEXT = {
         "compressed, in a way that is not read here: decompress it"
     ),
     PARQUET.pattern: "a parquet file: TABLE",
-    rb"ARROW1\0": f"an Arrow file: save it as parquet to train on it, else {COLUMN_ALONE}",
+    rb"ARROW1\0|\xff{4}": f"an Arrow file: save it as parquet to train on it, else {COLUMN_ALONE}",
     rb"mmap lm http": "a binary file of KenLM: give the ARPA file",
     rb"%PDF-\d": f"a PDF document: {_EXPORT}, for instance by pdftotext",
     rb"%!PS-Adobe|\{\\rtf\d|\xd0\xcf\x11\xe0": f"a document: {_EXPORT}",
@@ -125,7 +125,8 @@ def _only_member(file: BufferedReader, name: str) -> IO[bytes]:
     """The file in a zip archive; UserError unless it is one, and without a password."""
     try:
         archive = zipfile.ZipFile(file)
-        members = [each for each in archive.infolist() if not each.is_dir()]
+        files = (each for each in archive.infolist() if not each.is_dir())
+        members = [each for each in files if not each.filename.startswith("__MACOSX/")]
         is_encrypted = any(each.flag_bits & 1 for each in members)
         if len(members) != 1 or is_encrypted:
             names = [each.filename for each in members[:3]] + ["…"] * (len(members) > 3)

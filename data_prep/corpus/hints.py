@@ -47,11 +47,9 @@ def find_text(path: Path, field: str | None) -> TextFile:
     `field`. Without a `field`, the column is `text`, or else the only one of text. UserError if the
     file cannot be read, or it is not clear which column is meant.
     """
-    format = _format(path)
+    format = _format(path, [] if field is None else [field])
     if format == "text" and field is not None:
-        if field not in next(csv_rows(read_text(str(path)), strict=False), {}):
-            raise DataError(f"{path}: plain text has no column {field}: leave out --text-field")
-        format = "csv"
+        raise DataError(f"{path}: plain text has no column {field}: leave out --text-field")
     if format == "text":
         return TextFile(path)
     rows, names = _first_rows(path, format)
@@ -72,9 +70,9 @@ def find_text(path: Path, field: str | None) -> TextFile:
     return TextFile(path, format, found[0])
 
 
-def find_columns(path: Path) -> tuple[str, list[str]]:
-    """The format of a file, as `find_text` finds it, and the names of its columns."""
-    format = _format(path)
+def find_columns(path: Path, fields: Sequence[str] = ()) -> tuple[str, list[str]]:
+    """The format of a file, as `find_text` finds it by `fields`, and the names of its columns."""
+    format = _format(path, fields)
     return format, [] if format == "text" else _first_rows(path, format)[1]
 
 
@@ -87,11 +85,13 @@ def _first_rows(path: Path, format: str) -> tuple[list[dict[str, Any]], list[str
     return rows, [*dict.fromkeys(chain.from_iterable(rows))]
 
 
-def _format(path: Path) -> str:
+def _format(path: Path, fields: Sequence[str]) -> str:
     with open_to_read(path) as file:
         if PARQUET.match(file.read(HEAD_BYTES)):
             return "parquet"
-    return _format_of_lines(islice(filter(str.strip, read_text(str(path))), NUM_LINES), path.name)
+    first = [*islice(filter(str.strip, read_text(str(path))), NUM_LINES)]
+    has_fields = fields and {*fields} <= {*next(csv_rows(iter(first), strict=False), ())}
+    return "csv" if has_fields else _format_of_lines(first, path.name)
 
 
 def _format_of_lines(lines: Iterable[str], name: str) -> str:

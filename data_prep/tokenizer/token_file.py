@@ -60,14 +60,14 @@ def counted_known(
 
     UserError if a line has several tabs, or one in the training split; or an item is `<eos>`.
     """
-    for number, line in enumerate(lines, 1):
+    for line in lines:  # without those left out, so that a number would name another
         known, tab, rest = line.partition("\t")
         if tab and (split == "train" or "\t" in rest):
             allowed = "none in the training split" if split == "train" else "at most one"
             problem = f"expected {allowed}: it separates known items from those to predict"
-            raise UserError(f"{split}, line {number}: a tab, {problem}; spaces separate items")
+            raise UserError(f"{split}, {line!r:.60}: a tab, {problem}; spaces separate items")
         if EOS in (line.lower() if lowercase else line).split():
-            raise UserError(f"{split}, line {number}: {EOS} is no item: it ends each sequence")
+            raise UserError(f"{split}, {line!r:.60}: {EOS} is no item: it ends each sequence")
         counts.append(len(known.split()) if tab else 0)
         yield line
 

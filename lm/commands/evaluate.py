@@ -23,41 +23,45 @@ from lm.commands.arguments import (
 from lm.run import TrainedRun
 
 HELP = "perplexity of a trained model on a text"
-_TEXT: Options = {
-    "--split": {"default": "test", "choices": ("train", "valid", "test"), "help": "default: test"},
-    "--text": {
-        "metavar": "FILE|-",
-        "help": "text instead of a split, with its rule for empty lines",
-    },
-}
-_BY_FREQUENCY: Options = {
-    "--by-frequency": SWITCH
-    | {"help": "also the loss by frequency rank of tokens, <unk> and <eos> among them"},
-}
-_COMPARE: Options = {
-    "--compare": {
-        "nargs": "+",
-        "default": [],
-        "metavar": "RUN",
-        "help": "other runs on the same text: differences in nats per token, or with"
-        " --open-vocabulary in bits per byte, and 95 %% intervals",
-    },
-}
-_RANKING: Options = {
-    "--ranking": SWITCH
-    | {"help": "sequences of items: how high the next items rank in the whole catalogue, instead"},
-    "--k": COUNT | {"nargs": "+", "help": "with --ranking: numbers of first items (default: 10)"},
-    "--exclude": EXCLUDE["--exclude"]
-    | {"default": None, "help": "with --ranking: " + EXCLUDE["--exclude"]["help"]},
-}
-_ARPA: Options = {
-    "--arpa": FILE | {"help": "ARPA model over the same words, to mix with"},
-    "--mixture": NUMBER
-    | {"help": "share of RUN in the mixture (default: tuned on the validation split)"},
-}
-_WHAT = RUN | _TEXT | OPEN_VOCABULARY | _ARPA | _BY_FREQUENCY | _COMPARE | _RANKING
-OPTIONS = _WHAT | COMPUTING | NO_PROGRESS | JSON
-EXCLUSIVE = tuple(_TEXT)
+OPTIONS: Options = (
+    RUN
+    | {
+        "--split": {
+            "default": "test",
+            "choices": ("train", "valid", "test"),
+            "help": "default: test",
+        },
+        "--text": {
+            "metavar": "FILE|-",
+            "help": "text instead of a split, with its rule for empty lines",
+        },
+    }
+    | OPEN_VOCABULARY
+    | {
+        "--arpa": FILE | {"help": "ARPA model over the same words, to mix with"},
+        "--mixture": NUMBER
+        | {"help": "share of RUN in the mixture (default: tuned on the validation split)"},
+        "--by-frequency": SWITCH
+        | {"help": "also the loss by frequency rank of tokens, <unk> and <eos> among them"},
+        "--compare": {
+            "nargs": "+",
+            "default": [],
+            "metavar": "RUN",
+            "help": "other runs on the same text: differences in nats per token, or with"
+            " --open-vocabulary in bits per byte, and 95 %% intervals",
+        },
+        "--ranking": SWITCH
+        | {"help": "sequences of items: instead, how high the next items rank in the catalogue"},
+        "--k": COUNT
+        | {"nargs": "+", "help": "with --ranking: numbers of first items (default: 10)"},
+        "--exclude": EXCLUDE["--exclude"]
+        | {"default": None, "help": "with --ranking: " + EXCLUDE["--exclude"]["help"]},
+    }
+    | COMPUTING
+    | NO_PROGRESS
+    | JSON
+)
+EXCLUSIVE = ("--split", "--text")
 _log = logging.getLogger(__name__)
 
 

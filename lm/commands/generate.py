@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 HELP = "draw text from a trained model"
 MAX_WORDS_NAMED = 10
 """Unknown words of the prompts that are named."""
-_PROMPTS: Options = {
+_CHOICE: Options = {
     "--prompt": {"metavar": "TEXT|-", "help": "text to continue (- reads stdin)"},
     "--prompts": {"metavar": "FILE|-", "help": "texts to continue, one per line"},
-}
-_CHOICE: Options = {
     "--tokens": COUNT | {"default": 100, "help": "number of tokens to generate (default 100)"},
     "--samples": COUNT
     | {"default": 1}
@@ -51,8 +49,8 @@ _CHOICE: Options = {
     "--spell-unk": SWITCH | {"help": "also draw <unk>, and for each a spelling"},
     "--seed": {"type": int, "help": "seed of the random numbers, 64 bits (default 1)"},
 }
-OPTIONS = RUN | _PROMPTS | _CHOICE | COMPUTING | JSON
-EXCLUSIVE = tuple(_PROMPTS)
+OPTIONS = RUN | _CHOICE | COMPUTING | JSON
+EXCLUSIVE = ("--prompt", "--prompts")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _log = logging.getLogger(__name__)
 
@@ -111,7 +109,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     model, tokenizer, num_tokens = run.model, run.tokenizer, options.tokens
     has_unk = options.allow_unk or options.spell_unk
-    excluded: tuple[int, ...] = () if has_unk else (tokenizer.unk_id,)
+    excluded = run.never_drawn(has_unk)
     stop = [text.replace("\\n", "\n") for text in options.stop or ()]
     has_items = run.is_independent and run.config.data.user_field is not None
     if run.is_independent:
@@ -124,9 +122,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
         shown = [word if word.isprintable() else repr(word) for word in unknown[:MAX_WORDS_NAMED]]
         rest = f" and {len(unknown) - len(shown)} more" if len(unknown) > len(shown) else ""
         _log.warning("%s: %s%s", what, ", ".join(shown), rest)
-    if not run.predicts_eos:
-        excluded += (tokenizer.eos_id,)
-    elif run.is_independent:
+    if run.is_independent and run.predicts_eos:
         stop.append("\n")
     streams = not options.json and options.beams is None and options.samples == len(prompts) == 1
     streams &= not has_items

@@ -66,7 +66,8 @@ def run(options: argparse.Namespace) -> None:
                 first = f"the first is {unknown[0]!r} {place}"
             num_lost += len(unknown)
             num_without += bool(unknown and not has)
-            items = list(map(catalogue.item, ids))
+            items = [catalogue.item(id) for id in ids if id >= 0]  # fewer than k may be left
+            probs = probs[: len(items)]
             if options.json:
                 row = named | {"items": items, "probabilities": probs, "unknown": unknown}
                 print(json.dumps(row, ensure_ascii=False))

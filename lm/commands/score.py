@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     from data_prep.corpus.lines import read_text
     from data_prep.tokenizer.token_file import counted_literals, log_literals
     from lm.device import return_freed_memory
-    from lm.figures import perplexity_rule, token_unit
+    from lm.figures import ITEM, perplexity_rule, token_unit
     from lm.rescoring.unknown import noted_words
     from lm.scoring import Scorer
     from lm.scoring.layouts import Layout
@@ -86,6 +86,8 @@ def run(options: argparse.Namespace) -> None:
     if options.stream and not run.keeps_empty_lines:
         rule += ", empty lines left out as in training"
     unit = "word" if options.format == "kenlm" else token_unit(run.tokenizer)
+    if run.is_independent and options.vocabulary_size is None:
+        unit, rule = ITEM, f"{rule}, unknown items left out"
     counted = perplexity_rule(unit, options.open_vocabulary)
     if options.vocabulary_size is not None:
         counted = counted.replace("counted as <unk>", "by their shares of P(<unk>)")

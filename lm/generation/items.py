@@ -6,12 +6,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from data_prep.corpus.events import item_word, word_item
 from data_prep.errors import UserError
+from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.tokenizer import Tokenizer
+from lm.generation.text import unknown_words
 from lm.model.language_model import LanguageModel
 from lm.model.reader import Ints, read_lines
 from lm.output.decoding.search import TopK
@@ -46,6 +47,13 @@ class Catalogue:
             warn_caller(f"not in the catalogue and left out: {list(dict.fromkeys(unknown))}")
         return ids
 
+    def known(self, text: str) -> str:
+        """A text of the words of items without those it lacks; warns of these."""
+        if unknown := unknown_words(self._tokenizer, [text]):
+            warn_caller(f"not in the catalogue and left out: {unknown}")
+        lines, others = text.split("\n"), {*unknown, UNK}
+        return "\n".join(" ".join(w for w in line.split() if w not in others) for line in lines)
+
     def item(self, id: int) -> str:
         """The item with a token id, as text."""
         word = self._tokenizer.token(id)
@@ -62,10 +70,12 @@ def recommend(
 ) -> TopK:
     """The k most probable next items of each of some histories, [L, k].
 
+    A history that leaves fewer than k items has these, then -1 with the log-probability -∞.
+
     Args:
         model: in evaluation mode.
         histories: the token ids of L sequences, which may be empty.
-        k: number of items of each, at most those that are not excluded from any.
+        k: number of items of each, at most those that are not `excluded`.
         excluded: token ids that are recommended to nobody, the first of which is `<eos>`.
         exclude: `seen` leaves out the items of its history.
 
@@ -75,15 +85,25 @@ def recommend(
     eos_id = excluded[0]
     num_known: Ints = np.array(list(map(len, histories)), np.int64)
     lines = [[*history, eos_id] for history in histories]
-    read = [(vectors, index) for vectors, _, index in read_lines(model, lines, eos_id, num_known)]
+    chunks = read_lines(model, lines, eos_id, num_known)
+    read = [(vectors, index) for vectors, _, index, _ in chunks]
     order = np.concatenate([index for _, index in read]).argsort()
     hidden = torch.cat([vectors for vectors, _ in read])[torch.from_numpy(order).to(model.device)]
-    left_out: Sequence[int] | Tensor = excluded
-    if exclude == "seen":
-        rows = [torch.tensor([*excluded, *history]) for history in histories]
-        left_out = pad_sequence(rows, batch_first=True, padding_value=-1).to(hidden.device)
-    with torch.no_grad():
-        return model.output.topk(hidden, k, excluded=left_out)
+    everyones, topk = set(excluded), torch.no_grad()(model.output.topk)
+    most = model.vocab_size - len(everyones)
+    if exclude == "nothing" or k > most:
+        return topk(hidden, k, excluded=excluded)
+    rows = [torch.tensor([*excluded, *history]) for history in histories]
+    left_out = pad_sequence(rows, batch_first=True, padding_value=-1).to(hidden.device)
+    sizes = np.array([min(k, most - len({*history} - everyones)) for history in histories])
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    log_prob = hidden.new_full((len(sizes), k), -torch.inf, dtype=dtype)
+    best = TopK(log_prob, torch.full_like(log_prob, -1, dtype=torch.int64))
+    for size in set(sizes.tolist()) - {0}:
+        users = np.flatnonzero(sizes == size)
+        found = topk(hidden[users], size, excluded=left_out[users])
+        best.log_prob[users, :size], best.word[users, :size] = found.log_prob, found.word
+    return best
 
 
 def parse_items(line: str, name: str) -> list[Any]:

@@ -54,8 +54,8 @@ def read_text(
     a window apart, and predicts from the second half of each, and from the first half of the first.
 
     Yields:
-        Hidden vectors [T', B, H]; targets [T', B] int64, in the order of the text column by column;
-        and the number of tokens [T', B] that each is predicted from, `<eos>` included.
+        Hidden vectors [P, H] and targets [P] int64, in the order of the text, and the number of
+        tokens [P] that each is predicted from, `<eos>` included.
     """
     carries_state = model.backbone.carries_state
     state = None
@@ -70,8 +70,9 @@ def read_text(
         targets = torch.from_numpy(tokens[place].astype(np.int64)).to(model.device)
         num_before = place + 1 - (0 if carries_state else place[0])
         if num_skipped and place[0, 0] == 0:
-            yield hidden[:num_skipped, :1], targets[:num_skipped, :1], num_before[:num_skipped, :1]
-        yield hidden[num_skipped:], targets[num_skipped:], num_before[num_skipped:]
+            yield hidden[:num_skipped, 0], targets[:num_skipped, 0], num_before[:num_skipped, 0]
+        hidden = hidden[num_skipped:].transpose(0, 1).flatten(0, 1)
+        yield hidden, targets[num_skipped:].T.flatten(), num_before[num_skipped:].T.flatten()
 
 
 def _windows(num_tokens: int, context: int) -> Iterator[tuple[Ints, int]]:
@@ -94,14 +95,14 @@ def read_lines(
     lines: Sequence[Sequence[int] | NDArray[Any]],
     eos_id: int,
     num_known: Ints | None = None,
-) -> Iterator[tuple[Tensor, Tensor, Ints]]:
+) -> Iterator[tuple[Tensor, Tensor, Ints, Ints]]:
     """Read independent lines, each from `<eos>`, in batches of similar length.
 
     The first num_known [L] tokens of each are not predicted; None: all are.
 
     Yields:
-        Hidden vectors [P, H], targets [P] int64, and the index [P] of the line of each. The tokens
-        of a line are in their order, among those of other lines.
+        Hidden vectors [P, H], targets [P] int64, the index [P] of the line of each and its place
+        [P] there. The tokens of a line are in their order, among those of other lines.
     """
     for batch in _batches(lines):
         lengths = np.array([len(lines[index]) for index in batch])
@@ -122,8 +123,8 @@ def read_lines(
             end = begin + len(hidden)
             present = is_token[begin:end]
             targets = tokens[1:][begin:end][present]
-            columns = present.nonzero()[:, 1].cpu().numpy()
-            yield hidden[present], targets, np.array(batch)[columns]
+            steps, columns = present.nonzero().T.cpu().numpy()
+            yield hidden[present], targets, np.array(batch)[columns], begin + steps
             begin = end
 
 

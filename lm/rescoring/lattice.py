@@ -3,7 +3,8 @@
 - SLF: a file for each utterance. Its id is `UTTERANCE` (or `U`) of the header without folder and
   ending of a file of features or sound, else the file's name without ending. A folder of `*.slf`,
   `*.lat` or `*.htk` files, compressed or not, is a list of them. Words belong to nodes or to
-  links. Scores are logarithms in the base of the header (by default natural).
+  links. Scores are logarithms in the base of the header (by default natural). A pronunciation's
+  score is added to the acoustic one, by `prscale` relative to `acscale`.
 - Kaldi: one file with, for each utterance, its id on a line, lines `from to word costs`, lines
   `final-state costs`, and an empty line; costs are `graph,acoustic,transitions`. Lattices that are
   not compact have `from to input-label word costs`, without transitions. Costs are negative natural
@@ -168,12 +169,19 @@ def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
             raise DataError(f"{name} is damaged or incomplete: {counts}")
     base = finite_number(header.get("base", str(math.e)), name)
     scale = math.log(base) if base > 0 else 0.0
+    acoustic_scale = finite_number(header.get("acscale", "1"), name)
+    if acoustic_scale <= 0:
+        raise DataError(f"{name}: expected acscale above 0, got {header['acscale']}")
+    pronunciation_scale = finite_number(header.get("prscale", "1"), name) / acoustic_scale
     arcs = []
     for place, fields in links:
         for node in map(fields.get, "SE"):
             if node not in nodes:
                 raise DataError(f"{place}: the link has no node, or an unknown one: {node}")
-        acoustic, first_pass = (_scaled(fields.get(key), scale, place) for key in "al")
+        acoustic, first_pass, pronunciation = (
+            _scaled(fields.get(key), scale, place) for key in "alr"
+        )
+        acoustic += pronunciation_scale * pronunciation
         word = fields.get("W") or nodes[fields["E"]]
         arcs.append((fields["S"], fields["E"], word, acoustic, first_pass))
     sources, targets = {arc[0] for arc in arcs}, {arc[1] for arc in arcs}
@@ -181,9 +189,6 @@ def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
     finals = [header["end"]] if "end" in header else sorted(targets - sources)
     if len(starts) != 1 or starts[0] not in nodes:
         raise DataError(f"{name}: expected one start node, got {' '.join(starts) or 'none'}")
-    acoustic_scale = finite_number(header.get("acscale", "1"), name)
-    if acoustic_scale <= 0:
-        raise DataError(f"{name}: expected acscale above 0, got {header['acscale']}")
     match = SLF_NAME.fullmatch(Path(name).name)
     if utterance := header.get("U"):
         match = _UTTERANCE.fullmatch(utterance)

@@ -8,7 +8,8 @@ Only the first has tabs:
 - `utterance-N hypothesis` for the N-th hypothesis, Kaldi's layout. The scores are in separate files
   of lines `utterance-N cost`, where a cost is a negative natural log-probability.
 
-An utterance's hypotheses are in the order of the file; the first is that of the first pass.
+An utterance's hypotheses are in the order of the file, or of N; the first is that of the first
+pass.
 """
 
 import logging
@@ -16,6 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,11 +81,11 @@ def read_nbest(
     if costs and not is_kaldi:
         raise DataError(f"{name}: files of costs belong to Kaldi's layout; this one has tabs")
     num_scores = numbered[0][1].count("\t") - 1
-    rows: dict[str, list[tuple[str, list[float]]]] = {}
+    rows: dict[str, list[tuple[int, str, list[float]]]] = {}
     kaldi_keys: set[str] = set()
     _check_layout(name, [line for _, line in numbered], is_kaldi)
     for number, line in numbered:
-        place = f"{name}, line {number}"
+        place, rank = f"{name}, line {number}", "0"
         if is_kaldi:
             key, _, text = line.partition(" ")
             id, _, rank = key.rpartition("-")
@@ -109,16 +111,16 @@ def read_nbest(
         if "\t" in text or not id:
             missing = "no tab" if is_kaldi else "an id before the first tab"
             raise DataError(f"{place}: expected {missing}")
-        rows.setdefault(id, []).append((non_words.without(text), scores))
-    flat = [row for group in rows.values() for row in group]
+        rows.setdefault(id, []).append((int(rank), non_words.without(text), scores))
+    flat = [row for group in rows.values() for row in sorted(group, key=itemgetter(0))]
     non_words.log(name)
     nbest = NBest(
         name=name,
         separator=" " if is_kaldi else "\t",
         ids=list(rows),
         first=np.cumsum([0, *map(len, rows.values())])[:-1],
-        texts=[text for text, _ in flat],
-        scores=np.array([scores for _, scores in flat], dtype=np.float64),
+        texts=[text for _, text, _ in flat],
+        scores=np.array([scores for *_, scores in flat], dtype=np.float64),
     )
     _check_signs(nbest)
     return nbest

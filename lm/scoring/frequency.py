@@ -75,25 +75,15 @@ def frequency_report(
     `spelling` are the nats of the spelling of each unknown word; None: they are not spelled.
     """
     previous = np.concatenate([[prepared.eos_id], tokens[:-1]])
-    rank = ranks(prepared.counts())
+    counts = prepared.counts()
+    rank = np.empty(len(counts), np.int64)
+    rank[np.argsort(-counts, kind="stable")] = np.arange(1, len(counts) + 1)
     return FrequencyReport(
         target=_bins(rank[tokens], nll, len(rank)),
         previous=_bins(rank[previous], nll, len(rank)),
         num_spelled=0 if spelling is None else len(spelling),
         spelling_nats=None if spelling is None else float(spelling.sum()),
     )
-
-
-def ranks(counts: NDArray[Any]) -> NDArray[np.int64]:
-    """The frequency rank [N] of each word, from 1.
-
-    Example:
-        >>> ranks(np.array([5, 9, 5])).tolist()
-        [2, 1, 3]
-    """
-    rank = np.empty(len(counts), np.int64)
-    rank[np.argsort(-counts.astype(np.int64), kind="stable")] = np.arange(1, len(counts) + 1)
-    return rank
 
 
 def _bins(rank: NDArray[Any], nll: NDArray[Any], vocab_size: int) -> list[FrequencyBin]:

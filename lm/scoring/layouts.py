@@ -65,12 +65,13 @@ class Layout:
             num_tokens += len(score.is_unk)
             is_oov = score.is_oov if by_word else score.is_unk
             each = score.log_prob if by_word else score.tokens.log_prob
-            oov += int(is_oov.sum())
+            oov += int(score.is_oov.sum()) if by_word else self._num_oov(score)
             log_prob += float(each.sum())
             oov_log_prob += float(each[is_oov].sum())
         if not num_lines:
             raise DataError(f"{self.source}: there is no line to score")
-        count = num_units if by_word else num_tokens
+        left_out = oov if self.scorer.leaves_out else 0
+        count = num_units - left_out if by_word else num_tokens
         summary = {
             "sentences": num_lines,
             "words": num_units - num_lines,
@@ -78,8 +79,8 @@ class Layout:
             "oov": oov,
             "log_prob": log_prob / UNITS[self.unit],
             "perplexity": perplexity(-log_prob, count),
-            "perplexity_excluding_oov": perplexity(oov_log_prob - log_prob, count - oov),
-            "word_perplexity": perplexity(-log_prob, num_units),
+            "perplexity_excluding_oov": perplexity(oov_log_prob - log_prob, count - oov + left_out),
+            "word_perplexity": perplexity(-log_prob, 0 if left_out else num_units),
         }
         if self.name == "json":
             yield _json({"summary": summary | {"unit": self.unit}})
@@ -129,11 +130,15 @@ class Layout:
             "log_prob": self._number(score.log_prob.sum()),
             "words": len(score.words),
             "tokens": len(score.is_unk),
-            "oov": int(score.is_unk.sum()),
+            "oov": self._num_oov(score),
         }
         if self.name == "json":
             return _json(sentence | ({"words": units} if units else {}))
         return self._tsv([{"id": id} | unit for unit in units] or [sentence], has_header=is_first)
+
+    def _num_oov(self, score: LineScore) -> int:
+        """Tokens that are `<unk>` or left out."""
+        return int((score.is_oov if self.scorer.leaves_out else score.is_unk).sum())
 
     def _kenlm(self, id: str, score: LineScore) -> str:
         units = ""

@@ -144,6 +144,5 @@ def token_log_probs(run: TrainedRun, tokens: NDArray[Any]) -> Floats:
     model, description = run.model, run.description
     each = []
     for hidden, targets, _ in read_text(model, tokens, description.eos_id, description.context):
-        hidden = hidden.transpose(0, 1).flatten(0, 1)  # in the order of the text
-        each.append(-model.output.nll_by_level(hidden, targets.T.flatten()).double().sum(0).cpu())
+        each.append(-model.output.nll_by_level(hidden, targets).double().sum(0).cpu())
     return torch.cat(each).numpy()

@@ -246,16 +246,14 @@ def _predict(
     progress: str | None = None,
 ) -> list[_Predictions]:
     """Rank every target in several ways."""
-    lines, num_known = sequences.lines(), sequences.num_known
-    num_read = np.zeros_like(num_known)  # targets so far
+    lines = sequences.lines()
+    read = read_lines(model, lines, special[0], sequences.num_known)
     is_recommended = np.zeros((len(ways), len(ks), model.vocab_size), bool)
     found: list[list[tuple[NDArray[Any], ...]]] = [[] for _ in ways]
     total, disable = int(sequences.num_predicted.sum()), True if progress is None else None
     step = max(1, BLOCK_ELEMENTS // model.vocab_size)
     with tqdm(total=total, desc=progress, unit="item", disable=disable) as bar:
-        for all_hidden, all_targets, index in read_lines(model, lines, special[0], num_known):
-            place = num_known[index] + num_read[index] + _occurrence(index)
-            np.add.at(num_read, index, 1)
+        for all_hidden, all_targets, index, place in read:
             for first in range(0, len(index), step):
                 block = slice(first, first + step)
                 hidden, target, sequence = all_hidden[block], all_targets[block], index[block]
@@ -278,14 +276,6 @@ def _predict(
         _Predictions(*map(np.concatenate, zip(*each, strict=True)), some)  # type: ignore[call-arg]
         for each, some in zip(found, is_recommended, strict=True)
     ]
-
-
-def _occurrence(values: NDArray[Any]) -> Ints:
-    """How often each value occurred before, [n]."""
-    order = np.argsort(values, kind="stable")
-    before = np.empty_like(order)
-    before[order] = np.arange(len(values)) - np.searchsorted(values[order], values[order])
-    return before
 
 
 def _rank(

@@ -4,6 +4,7 @@ Lines are scored as independent sentences, each predicted from `<eos>` alone, or
 where a token is predicted from the text before it as in `lm evaluate`. In both, `<eos>` is
 predicted at the end of each line. A *unit* is a word of the line or its `<eos>`; words are
 separated by whitespace, whatever the tokens, and the score of a unit is the sum over its tokens.
+Items that the catalogue of a model of independent sequences lacks are left out.
 """
 
 import math
@@ -46,12 +47,12 @@ class LineScore:
 
     Leave out units with `is_oov` unless unknown words are told apart, by `vocabulary_size` or
     `open_vocabulary`: their log-probability is that of *any* unknown word, which is often above
-    that of a known one.
+    that of a known one, or 0 of an item that is left out.
 
     Attributes:
         words: [n - 1], separated by whitespace.
         log_prob: [n] nats, sums over the tokens of each unit.
-        is_oov: [n], whether a token of the unit is `<unk>`.
+        is_oov: [n], whether a token of the unit is `<unk>`, or it is left out.
         is_unk: [t], whether each token is `<unk>`.
         context: [n], how many tokens predict the unit's first, `<eos>` at the start included.
         word_id: [n], the first token of each unit; -1 for a word without a token of its own.
@@ -80,12 +81,14 @@ class Scorer:
             `<unk>`: those outside the model's vocabulary of N have 1 / (V - (N - 1)) of P(<unk>)
             each. None: `<unk>` is one word.
         speller: has the probability of each unknown word given `<unk>`, in place of V.
+        leave_out_unknown: whether unknown words are left out of what is read, unless V is given.
         details: whether to compute rank and entropy.
 
     Attributes:
         num_unseen: number of words that share P(`<unk>`), V - (N - 1); 1 without V.
         tells_unknown_apart: whether an unknown word has a probability of its own, by V or a
             speller; else it has that of all unknown words together.
+        leaves_out: whether unknown words are left out, and their probability is 0.
 
     Raises:
         UserError: if V is out of range, or given for pieces of words or with a speller.
@@ -101,12 +104,14 @@ class Scorer:
         context: int,
         vocabulary_size: int | None = None,
         speller: Speller | None = None,
+        leave_out_unknown: bool = False,
         details: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.context, self.details = model, tokenizer, context, details
         self._speller = speller
         self.num_unseen = 1
         self.tells_unknown_apart = speller is not None or vocabulary_size is not None
+        self.leaves_out = leave_out_unknown and not self.tells_unknown_apart
         if vocabulary_size is None:
             return
         if speller is not None:
@@ -128,13 +133,13 @@ class Scorer:
         Pieces with bytes leave no word unknown.
         """
         speller = run.speller if open_vocabulary and not run.tokenizer.has_bytes else None
-        context = run.description.context
-        return cls(run.model, run.tokenizer, context=context, speller=speller, **settings)
+        settings |= {"speller": speller, "leave_out_unknown": run.is_independent}
+        return cls(run.model, run.tokenizer, context=run.description.context, **settings)
 
     def unknown_log_prob(self, lines: Sequence[str], num_unknown: int) -> Floats:
         """Nats of log P(word | `<unk>`) of the `num_unknown` unknown tokens of lines, in order."""
         if self._speller is None or not num_unknown:
-            return np.full(num_unknown, -math.log(self.num_unseen))
+            return np.full(num_unknown, -np.inf if self.leaves_out else -math.log(self.num_unseen))
         assert isinstance(self.tokenizer, WordTokenizer)
         return self._speller.log_prob(self.tokenizer.unknown_occurrences(lines))
 
@@ -146,17 +151,21 @@ class Scorer:
         """
         eos_id, limit = self.tokenizer.eos_id, self.model.backbone.receptive_field
         for batch in line_batches(lines):
-            aligned = [self.tokenizer.align(line) for line in batch]
+            aligned = list(map(self._aligned, batch))
             ids = [np.append(line.ids, eos_id).astype(np.int32) for line in aligned]
             figures, index_of_line = [], []
-            for hidden, targets, index in read_lines(self.model, ids, eos_id):
-                figures.append(self._figures(hidden, targets))
+            for hidden, targets, index, place in read_lines(self.model, ids, eos_id):
+                figures.append([place + 1, *self._figures(hidden, targets)])
                 index_of_line.append(index)
             by_line = np.concatenate(index_of_line).argsort(kind="stable")
-            columns = [np.concatenate(column)[by_line] for column in zip(*figures, strict=True)]
-            context = np.concatenate([np.arange(1, len(each) + 1) for each in ids])
-            context = context if limit is None else np.minimum(context, limit)
-            yield from self._line_scores(batch, aligned, columns, context)
+            columns = (np.concatenate(column)[by_line] for column in zip(*figures, strict=True))
+            context = next(columns) if limit is None else np.minimum(next(columns), limit)
+            yield from self._line_scores(batch, aligned, ids, list(columns), context)
+
+    def _aligned(self, line: str) -> AlignedLine:
+        words, ids, word_of_id = self.tokenizer.align(line)
+        kept = ids != self.tokenizer.unk_id if self.leaves_out else slice(None)
+        return AlignedLine(words, ids[kept], word_of_id[kept])
 
     def stream(self, lines: Iterable[str]) -> Iterator[LineScore]:
         """Score lines as one text, each token from the text before it, as `lm evaluate`."""
@@ -164,14 +173,13 @@ class Scorer:
         aligned = [self.tokenizer.align(line) for line in lines]
         if not aligned:
             return
-        ids = np.concatenate([np.append(line.ids, eos_id) for line in aligned])
-        figures, context = [], []
-        for hidden, targets, num_before in read_text(self.model, ids, eos_id, self.context):
-            hidden = hidden.transpose(0, 1).flatten(0, 1)  # in the order of the text
-            figures.append(self._figures(hidden, targets.T.flatten()))
-            context.append(num_before.T.flatten())
+        ids = [np.append(line.ids, eos_id) for line in aligned]
+        text, figures, context = np.concatenate(ids), [], []
+        for hidden, targets, num_before in read_text(self.model, text, eos_id, self.context):
+            figures.append(self._figures(hidden, targets))
+            context.append(num_before)
         columns = [np.concatenate(column) for column in zip(*figures, strict=True)]
-        yield from self._line_scores(lines, aligned, columns, np.concatenate(context))
+        yield from self._line_scores(lines, aligned, ids, columns, np.concatenate(context))
 
     @torch.no_grad()
     def _figures(self, hidden: Tensor, targets: Tensor) -> list[NDArray[Any]]:
@@ -198,12 +206,12 @@ class Scorer:
         self,
         lines: Sequence[str],
         aligned: Iterable[AlignedLine],
+        all_ids: list[NDArray[Any]],
         columns: list[NDArray[Any]],
         context: Ints,
     ) -> Iterator[LineScore]:
         """The scores of lines, from figures of their tokens one line after another."""
-        begin, eos_id = 0, self.tokenizer.eos_id
-        all_ids = [np.append(line.ids, eos_id).astype(np.int32) for line in aligned]
+        begin = 0
         is_unk = np.concatenate(all_ids) == self.tokenizer.unk_id
         columns[0][is_unk] += self.unknown_log_prob(lines, int(is_unk.sum()))
         for line, ids in zip(aligned, all_ids, strict=True):
@@ -212,10 +220,11 @@ class Scorer:
             tokens = TokenScores(*(column[part] for column in columns))
             unit = np.append(line.word_of_id, len(line.words))
             first = np.searchsorted(unit, np.arange(num_units))
+            is_left_out = self.leaves_out & (np.bincount(unit, minlength=num_units) == 0)
             yield LineScore(
                 words=line.words,
                 log_prob=np.bincount(unit, tokens.log_prob, num_units).astype(np.float64),
-                is_oov=np.bincount(unit, is_unk[part], num_units) > 0,
+                is_oov=is_left_out | (np.bincount(unit, is_unk[part], num_units) > 0),
                 is_unk=is_unk[part],
                 context=context[part][first],
                 word_id=np.where(unit[first] == np.arange(num_units), ids[first], -1),

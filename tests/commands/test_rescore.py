@@ -185,12 +185,7 @@ def test_unknown_words_share_p_unk(
         (NUM_UNSEEN, fixed, 10**6, "each of the 3 unknown words of the lists has 1/1,000,000 of"),
         (2, fixed, 4, f"has 1/4 of P(<unk>), as by --vocabulary-size={size + 3}"),
         (2, tuning, 5, f"has 1/5 of P(<unk>), as by --vocabulary-size={size + 4}"),
-        (
-            2,
-            [*fixed, f"--vocabulary-size={size}"],
-            1,
-            "has 1/1 of P(<unk>), as by --vocabulary-size",
-        ),
+        (2, [*fixed, f"--vocabulary-size={size}"], 1, "has 1/1 of P(<unk>), as by --vocab"),
         (2, [*fixed, f"--vocabulary-size={size + 9}"], 10, "has 1/10 of P(<unk>), as by --vocab"),
     ):
         monkeypatch.setattr("lm.rescoring.models.NUM_UNSEEN", least)
@@ -274,21 +269,16 @@ def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
 
 def test_models_whose_tuned_weight_is_0_are_named(
     lstm_run: Path,
-    transformer_run: Path,
     lists: Path,
-    rescored: Rescored,
+    printed: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    options = ["--with", transformer_run, "--tune", lists / "dev.nbest", lists / "dev.ref"]
-    for mixture, unused in ((0.0, lstm_run), (1.0, transformer_run)):
-        tuned = Weights(lm_weight=1.0, mixture=mixture)
-        monkeypatch.setattr("lm.rescoring.weights.tune", lambda *_, tuned=tuned, **__: tuned)
-        arguments = [lstm_run, lists / "test.nbest", *options]
-        assert rescored(*arguments)[1]["unused"] == [str(unused)]
-        caplog.clear()
-        assert main(["rescore", *map(str, arguments)]) == 0
-        assert f"the tuned weight of {unused} is 0: it is not used" in caplog.messages
+    monkeypatch.setattr("lm.rescoring.weights.tune", lambda *_: Weights(lm_weight=0.0))
+    caplog.set_level("INFO")
+    tuning = ["--tune", lists / "dev.nbest", lists / "dev.ref"]
+    printed("rescore", lstm_run, lists / "test.nbest", *tuning)
+    assert f"the tuned weight of {lstm_run} is 0: it is not used" in caplog.messages
 
 
 def test_lattices_are_rescored_tuned_and_reported_as_lists(

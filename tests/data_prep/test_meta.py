@@ -35,6 +35,7 @@ def files(train: Files, valid: Files) -> dict[str, SplitFiles]:
         ("train.txt", "a b\n", "train: train.txt changed", FILES),
         ("valid.txt", "the\n", "valid: valid.txt changed", VALID),
         ("classes", {"num_word_classes": 2}, "classes.num_word_classes: None → 2", CLASSES),
+        ("classes", {"depth": 3}, "classes.depth: None → 3", CLASSES),
         ("classes", {"shortlist": 2}, "classes.shortlist: 0 → 2", CLASSES),
         ("data", files(["train.txt", "more.txt"], "valid.txt"), "train: more.txt added", FILES),
         ("data", files("train.txt", "more.txt"), f"{REMOVED}; valid: more.txt added", VALID),

@@ -128,18 +128,6 @@ def test_an_interrupted_class_stage_leaves_a_folder_that_is_complete_without_cla
     assert corpus.rewritten() == {"classes.npy"}
 
 
-def test_classes_on_several_levels_are_stored(corpus: Corpus) -> None:
-    assert corpus.classes is not None
-    before = corpus.prepare().word_class()
-    corpus.classes = replace(corpus.classes, depth=3)
-    prepared = corpus.prepare()
-    levels = prepared.class_levels()
-    assert levels.shape == (2, prepared.vocab_size)
-    assert prepared.word_class().max() + 1 == len(np.unique(levels, axis=1).T)
-    assert not np.array_equal(levels[0], before)
-    assert corpus.rewritten() == set()
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [("vocab.txt", "mine\n"), ("meta.json", '{"version": 3}'), ("test.npy", "mine")],

@@ -66,10 +66,10 @@ def test_a_damaged_record_of_known_items_is_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "problem"),
     [
-        ({"train": "a b\na\tb\n"}, "train, line 2: a tab, expected none in the training split"),
-        ({"train": "a b\n", "valid": "a\tb\ta\n"}, "valid, line 1: a tab, expected at most one"),
-        ({"train": "a <eos> b\n"}, "train, line 1: <eos> is no item"),
-        ({"train": "a\n", "valid": "a\tb <EOS> b\n"}, "valid, line 1: <eos> is no item"),
+        ({"train": "a b\n\na\tb\n"}, r"train, 'a\\tb': a tab, expected none in the training split"),
+        ({"train": "a b\n", "valid": "a\tb\ta\n"}, r"valid, 'a\\tb\\ta': a tab, expected at most"),
+        ({"train": "a <eos> b\n"}, "train, 'a <eos> b': <eos> is no item"),
+        ({"train": "a\n", "valid": "a\tb <EOS> b\n"}, "valid, .*: <eos> is no item"),
     ],
 )
 def test_other_tabs_and_ends_are_refused(

@@ -206,6 +206,11 @@ def test_scales_are_relative_to_that_of_the_acoustic_scores() -> None:
     (lattice,) = read_lattices("x.slf", text.splitlines())
     assert lattice.lm_scale == 4
     assert lattice.word_penalty == pytest.approx(math.log(10))
+    text = text.replace("E=1 a", "E=1 r=-3 a")
+    for scale, relative in (("", 2), (" prscale=0.25", 0.5)):  # of pronunciations
+        (lattice,) = read_lattices("x.slf", text.replace("=0.5", f"=0.5{scale}", 1).splitlines())
+        acoustic = {words: score for words, score, _ in paths(lattice)}["the", "cat"]
+        assert acoustic == pytest.approx((-2.25 - 3 * relative) * math.log(10))
     with pytest.raises(UserError, match=r"x\.slf: expected acscale above 0, got 0"):
         read_lattices("x.slf", text.replace("acscale=0.5", "acscale=0").splitlines())
 

@@ -79,10 +79,7 @@ def test_totals_are_those_of_the_definition(weights: Weights, num_scores: int) -
         (Weights(lm_weight=1.0, mixture=0.0, first_pass_share=0.5), ["run"]),
         (Weights(lm_weight=1.0, mixture=1.0, first_pass_share=0.0), ["arpa", "the first pass"]),
         (Weights(lm_weight=1.0, mixture=0.5, first_pass_share=1.0), ["run", "arpa"]),
-        (
-            Weights(lm_weight=0.0, mixture=0.5, first_pass_share=0.5),
-            ["run", "arpa", "the first pass"],
-        ),
+        (Weights(lm_weight=0.0), ["run", "arpa", "the first pass"]),
     ],
 )
 def test_models_without_a_weight_are_unused(weights: Weights, unused: list[str]) -> None:

@@ -304,6 +304,35 @@ def test_unknown_items_of_a_prompt_are_left_out(
     ]
 
 
+def test_unknown_items_are_left_out_of_texts_that_are_scored_or_continued(
+    letters: Callable[..., Path], printed: Callable[..., str], tmp_path: Path
+) -> None:
+    run = letters("ends", "--data.sequences=independent", "--data.predict_eos=true")
+    loaded, text, known = lm.load(run), "ab zz b <unk> ba", "ab b ba"
+    for call in (loaded.generate, loaded.search, lambda text: loaded.start(text).num_tokens):
+        with pytest.warns(UserWarning, match=r"not in the catalogue and left out: \['zz'\]"):
+            found = call(text)
+        assert found == call(known)
+    with pytest.warns(UserWarning, match="'zz' is not in the catalogue: its probability is 0"):
+        step = loaded.step(loaded.start(), "zz")  # which leaves the state as it is
+    after, expected = loaded.candidate_log_prob(step.state, ["zz", "ab"]), loaded.score([known])[0]
+    probs = step.log_prob, *after.tolist()
+    assert probs == (-math.inf, -math.inf, pytest.approx(expected.log_prob[0], abs=1e-5))
+    score = loaded.score([text])[0]
+    assert score.is_oov.tolist() == [0, 1, 0, 1, 0, 0]
+    assert score.context.tolist() == [1, 2, 2, 3, 3, 4]
+    assert score.log_prob == pytest.approx(np.insert(expected.log_prob, [1, 2], 0), abs=1e-5)
+    (path := tmp_path / "text.txt").write_text(f"{text}\nzz\n")
+    values = json.loads(printed("evaluate", run, "--text", path, "--json"))
+    options = "--level=summary", "--unit=nats"
+    summary = json.loads(printed("score", run, path, *options, "--format=json"))["summary"]
+    for name in summary.keys() & values.keys() - {"unit"}:
+        assert [summary[name]] == [values[name] and pytest.approx(values[name], rel=1e-5)], name
+    including, excluding, *counts = printed("score", run, path, *options).splitlines()
+    assert including.split("\t")[1] == excluding.split("\t")[1] == str(summary["perplexity"])
+    assert counts == [f"OOVs:\t{summary['oov']}", f"Tokens:\t{values['tokens']}"]
+
+
 def test_an_end_of_a_sequence_that_was_not_learned_is_not_drawn(
     items_run: Path, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
@@ -355,4 +384,17 @@ def test_options_that_do_not_fit_are_refused(
         history.write_text(content)
         assert problem in complaint(*recommend)
     history.write_text('["item 1"]')
-    assert complaint(*recommend, "--k=20", "--exclude=seen").startswith("--k 20: k must be within")
+    assert complaint(*recommend, "--k=21").startswith("--k 21: k must be within 1 … 20")
+
+
+def test_users_who_have_had_nearly_all_items_are_given_the_others(
+    items_run: Path, tmp_path: Path, printed: Callable[..., str]
+) -> None:
+    names = [f"item {k}" for k in range(20)]
+    lines = map(json.dumps, (names[:3], names[1:], [*names, *names]))
+    (tmp_path / "users.txt").write_text("\n".join(lines))
+    command = ("recommend", items_run, f"--history={tmp_path / 'users.txt'}", "--exclude=seen")
+    first, second, third = map(json.loads, printed(*command, "--k=17", "--json").splitlines())
+    assert sorted(first["items"]) == sorted(names[3:])
+    assert (second["items"], len(second["probabilities"])) == (names[:1], 1)
+    assert (third["items"], third["probabilities"]) == ([], [])

@@ -54,7 +54,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "zst": zstandard.compress,
     "pzst": lambda content: b"P*M\x18\4\0\0\0skip" + zstandard.compress(content),
     "zip": lambda content: zipped("a.txt", content=content),
-    "zip of a folder": lambda content: zipped("a/", "a/b.txt", content=content),
+    "zip of a Mac": lambda content: zipped("a/", "a/b.txt", "__MACOSX/a/._b", content=content),
 }
 
 
@@ -124,6 +124,7 @@ NOT_READ = {
     "a.7z": (b"7z\xbc\xaf'\x1c\0\4", "the file is an archive: unpack it"),
     "a.pdf": (b"%PDF-1.4\n%\xe2\xe3\n", "the file is a PDF document: .*pdftotext$"),
     "a.rtf": (b"{\\rtf1\\ansi text}", "the file is a document: "),
+    "data.arrow": (b"\xff\xff\xff\xff\xe0\3\0\0", "the file is an Arrow file: save it as parquet"),
     "a.png": (b"\x89PNG\r\n\x1a\n\0", "the file is no text$"),
     "empty.parquet": (EMPTY_PARQUET.getvalue(), "a parquet file: give the column of text alone,"),
 }

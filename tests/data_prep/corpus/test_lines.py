@@ -69,11 +69,6 @@ def test_a_hub_that_cannot_be_reached_is_named_without_its_retries(
     assert caplog.messages == []
 
 
-def test_empty_lines_can_be_omitted(tmp_path: Path) -> None:
-    write(tmp_path, b"a\n\n \t\nb\n")
-    assert read(tmp_path, "corpus.txt", keep_empty_lines=False) == ["a", "b"]
-
-
 def test_files_are_found_by_glob_folder_and_list_in_order(tmp_path: Path) -> None:
     folder = tmp_path / "we[ir]d * folder"
     folder.mkdir()
@@ -210,12 +205,6 @@ def test_missing_files_are_named_with_their_key(tmp_path: Path) -> None:
         read(tmp_path, "empty")
     with pytest.raises(UserError, match=r"^data\.files\.valid is not set: expected a file"):
         input_files(DataConfig(), "valid")
-
-
-def test_the_splits_given_are_those_with_files() -> None:
-    assert splits(DataConfig(files=SplitFiles(test="c", train="a"))) == ["train", "test"]
-    with pytest.raises(UserError, match=r"^data\.files\.train is not set: expected the files"):
-        splits(DataConfig(files=SplitFiles(valid="x")))
 
 
 def test_text_of_every_arrow_type_of_strings_is_text(

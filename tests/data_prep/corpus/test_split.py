@@ -68,11 +68,6 @@ def test_documents_stay_whole_if_the_splits_have_useful_sizes(tmp_path: Path) ->
         assert split(tmp_path, documents)[0] == "lines"
 
 
-def test_small_texts_are_read_whole(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_bytes("\ufeffthe cat\nsat\n".encode())
-    assert read_sample(TextFile(tmp_path / "text.txt")) == Sample(["the cat", "sat"], 1.0, 12)
-
-
 def test_large_texts_are_sampled_from_beginning_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

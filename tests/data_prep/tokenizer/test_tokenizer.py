@@ -135,11 +135,6 @@ def test_the_text_unk_and_unknown_characters_are_one_piece(pieces: SentencePiece
     assert pieces.decode(pieces.encode("a 漢 cat")) == "a <unk> cat"
 
 
-def test_pieces_keep_every_space(pieces: SentencePieceTokenizer) -> None:
-    for line in ("  the  cat ", " ", "cat", ""):
-        assert pieces.decode(pieces.encode(line)) == line
-
-
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\n\r<")))
 @example("\u3000a\u3000b\u3000")
 def test_byte_fallback_restores_every_text_and_word(
