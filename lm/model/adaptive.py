@@ -135,4 +135,4 @@ class AdaptiveSoftmax(nn.Module):
 
     def _flat(self, hidden: Tensor) -> Tensor:
         """[M, H] in the type of the weights."""
-        return hidden.flatten(0, -2).to(self.softmax.head.weight.dtype)
+        return hidden.reshape(-1, hidden.shape[-1]).to(self.softmax.head.weight.dtype)
