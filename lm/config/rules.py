@@ -34,6 +34,7 @@ _REQUIRED = {
     "classes.file classes.file_format": "classes.method: file",
     "model.input_tree": "model.input_embedding: path_sum",
     "model.dropout_weight model.dropout_variational": "model.backbone: lstm",
+    "model.dropout_variational": "model.dropout: not 0.0",
     "model.heads model.feedforward": "model.backbone: transformer",
     "output.branching": "output.tree: balanced",
     "output.arity": "output.tree: huffman",

@@ -107,6 +107,8 @@ model: {heads: 2}
 model.heads requires model.backbone: transformer, got lstm
 model: {backbone: transformer, hidden: 16, dropout_weight: 0.5}
 model.dropout_weight requires model.backbone: lstm, got transformer
+model: {dropout_variational: true}
+model.dropout_variational requires model.dropout: not 0.0, got 0.0
 output: {cutoffs: [3]}
 output.cutoffs requires output.tree: adaptive, got two_level
 output: {tree: adaptive, backend: reference}
