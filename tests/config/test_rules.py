@@ -103,31 +103,21 @@ word_table.gradients: auto or row_wise
 word_table.dtype: bf16 cannot be combined with train.precision: 64-true
 word_table: {lr: 0.1}
 word_table.lr requires word_table.optimizer
-model: {heads: 2}
-model.heads requires model.backbone: transformer, got lstm
 model: {backbone: transformer, hidden: 16, dropout_weight: 0.5}
 model.dropout_weight requires model.backbone: lstm, got transformer
 model: {dropout_variational: true}
 model.dropout_variational requires model.dropout: not 0.0, got 0.0
-output: {cutoffs: [3]}
-output.cutoffs requires output.tree: adaptive, got two_level
 output: {tree: adaptive, backend: reference}
 output.backend requires output.tree: not adaptive, got adaptive
 {output: {tree: huffman}, classes: {shortlist: 3}}
 classes.shortlist requires output.tree: two_level or multi_level, or model.input_tree: two_level, \
 got huffman
-classes: {method: frequency, dimensions: 8}
-classes.dimensions requires classes.method: exchange or embedding, got frequency
-tokenizer: {byte_fallback: true}
-tokenizer.byte_fallback requires tokenizer.kind: sentencepiece, got words
 data: {text_field: body}
 data.text_field requires data.format: parquet or json or csv, or data.hub: NAME, got text
 data: {sequences: independent, format: csv, user_field: user, keep_empty_lines: false}
 data.keep_empty_lines requires data.user_field: null, got user
 optim: {optimizer: sgd, betas: [0.9, 0.9]}
 optim.betas requires optim.optimizer: adamw, or word_table.optimizer: adam, got sgd
-optim: {decay: 0.9}
-optim.decay requires optim.schedule: step or plateau, got constant
 """.splitlines()
 """Keys on one line, and what is wrong with them on the next."""
 PAIRS = list(zip(CONFLICTS[::2], CONFLICTS[1::2], strict=True))
