@@ -101,29 +101,6 @@ def test_every_recipe_trains_and_is_named_after_its_file(
     assert_trained(tmp_path / "run", validated(tmp_path / "run"))
 
 
-@pytest.mark.parametrize(
-    ("backbone", "options"),
-    [
-        ("lstm", ["--output.tree=full"]),
-        ("transformer", ["--output.tree=balanced", "--output.branching=2"]),
-        ("lstm", ["--output.tree=huffman", "--output.arity=3"]),
-        ("transformer", ["--output.tree=two_level", "--classes.shortlist=4"]),
-        ("lstm", ["--output.tree=adaptive"]),
-        ("transformer", ["--output.tree=adaptive", "--output.cutoffs=[3, 9]"]),
-        ("transformer", ["--word_table.tied=true"]),
-    ],
-)
-def test_every_tree_trains(
-    backbone: str,
-    options: list[str],
-    train: Callable[..., Path],
-    tmp_path: Path,
-    validated: Evaluated,
-) -> None:
-    run = train(tmp_path / "run", f"--model.backbone={backbone}", *options, "--train.max_steps=2")
-    assert_trained(run, validated(run))
-
-
 def test_a_tree_from_a_file_trains_like_the_same_tree_from_name(
     train: Callable[..., Path], prepared_dir: Path, tmp_path: Path, validated: Evaluated
 ) -> None:

@@ -53,9 +53,8 @@ _REQUIRED = {
 def keys_without_effect(values: Mapping[str, Any], chosen: Collection[str] = ()) -> dict[str, str]:
     """The keys that have no effect with the others, and what each requires.
 
-    Args:
-        values: `section.key` → value, of all keys.
-        chosen: keys whose requirements are not looked at if one of these is among them.
+    `values` are those of all keys, `section.key` → value. A requirement that names one of the
+    `chosen` keys is left out.
     """
     found: dict[str, str] = {}
     for keys, text in _REQUIRED.items():
