@@ -117,7 +117,7 @@ class Run:
         if not (self.config.tree_is_file and (folder / TREE).exists() and started.exists()):
             return False
         has_begun = (folder / "model.json").exists() or any(folder.glob("checkpoints/*.ckpt"))
-        return has_begun and load_config(started).output.tree == self.config.output.tree
+        return has_begun and load_run_config(folder).output.tree == self.config.output.tree
 
     @cached_property
     def input_tree(self) -> "ClassTree | None":

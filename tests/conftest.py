@@ -17,7 +17,7 @@ from lm import limit_spinning
 TINY = """\
 name: tiny
 data: {{dir: {corpus}, files: {{train: train.txt, valid: valid.txt, test: test.txt}}}}
-model: {{hidden: 12, layers: 2, heads: 2, dropout: 0.2}}
+model: {{hidden: 12, layers: 2, dropout: 0.2}}
 optim: {{lr: 0.01}}
 train: {{max_steps: 24, batch_size: 4, seq_len: 8, threads: 1}}
 log: {{every_steps: 5}}
@@ -26,7 +26,7 @@ LETTERS = ["ab b ba", "b aab ab", "", "ba b <unk> ab bé", "b bab abb b ab", "aa
 LETTERS += ["abba baa bbab", "abab baab <unk>"]
 OTHER_LETTERS = ["ab baba b", "bbb é <unk> aba", "", "b ab", "日本"]
 """Training and test lines of the runs of `letters`."""
-PIECES = ["--tokenizer.kind=sentencepiece", "--output.tree=full", "--tokenizer.min_count=1"]
+PIECES = ["--tokenizer.kind=sentencepiece", "--output.tree=full"]
 PIECES_WITH_BYTES = [*PIECES, "--tokenizer.byte_fallback=true", "--tokenizer.vocab_size=270"]
 NOUNS = ("cat", "dog", "bird", "man", "woman", "child", "horse", "fish")
 VERBS = ("sees", "hears", "likes", "follows", "finds")

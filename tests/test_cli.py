@@ -1,6 +1,5 @@
 """The command: help, what all verbs share, and that nothing needs a network."""
 
-import io
 import socket
 import sys
 from collections.abc import Callable
@@ -125,20 +124,12 @@ def test_a_terminal_shows_progress_bars_unless_they_are_switched_off(
     (lstm_run / "evaluate-valid.json").unlink()
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["evaluate RUN --text=- --arpa=- --mixture=0.5", "rescore RUN - --arpa=- --lm-weight=1"],
-)
 def test_stdin_is_only_one_of_the_files(
-    lstm_run: Path,
-    tmp_path: Path,
-    command: str,
-    complaint: Complaint,
-    monkeypatch: pytest.MonkeyPatch,
+    lstm_run: Path, tmp_path: Path, complaint: Complaint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "list").write_text("u\tthe cat\n")
+    (tmp_path / "list").write_text("the cat\n")
     monkeypatch.setattr(sys, "stdin", (tmp_path / "list").open())
-    message = complaint(*command.replace("RUN", str(lstm_run)).split())
+    message = complaint("evaluate", lstm_run, "--text=-", "--arpa=-", "--mixture=0.5")
     assert message == "stdin (-) can be only one of the files"
 
 
@@ -155,23 +146,6 @@ def test_a_tree_without_classes_neither_prepares_nor_reports_them(
         )
     else:
         assert "columns per token" in printed("classes", tiny, *options)
-
-
-def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(
-    lstm_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Closed(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-        def fileno(self) -> int:
-            return spare.fileno()
-
-    with open(lstm_run / "env.json", "rb") as spare:
-        monkeypatch.setattr(sys, "stdout", Closed())
-        assert main(["info", str(lstm_run), "--json"]) == 141
-    monkeypatch.undo()
-    assert capsys.readouterr().err == ""
 
 
 class Refused(BaseException):

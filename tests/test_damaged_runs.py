@@ -13,17 +13,6 @@ from lm.cli import main
 from lm.model.files import read_description
 
 Complaint = Callable[..., str]
-Damage = Callable[[Path], None]
-
-
-@pytest.fixture(params=["truncated", "flipped"])
-def damage(request: pytest.FixtureRequest, flip_bit: Callable[[Path], None]) -> Damage:
-    """`damage(path)` cuts a file to half, or flips one bit of it."""
-
-    def truncate(path: Path) -> None:
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-    return truncate if request.param == "truncated" else flip_bit
 
 
 @pytest.fixture
@@ -61,27 +50,6 @@ def test_a_run_whose_training_is_not_complete_names_the_command_that_continues_i
     tokenizer.write_text(content)
     assert main(["train", str(copied_run), *options]) == 0
     assert main(["evaluate", str(copied_run)]) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        ("model.safetensors", "evaluate RUN"),
-        ("model.json", "evaluate RUN"),
-        ("vocab.txt", "evaluate RUN --text=RUN/config.yaml"),
-        ("data/test.npy", "evaluate RUN"),
-        (
-            "checkpoints/last.ckpt",
-            "train RUN --resume=RUN/checkpoints/last.ckpt",
-        ),
-    ],
-)
-def test_a_damaged_file_of_a_run_is_named(
-    copied_run: Path, untouched: Complaint, name: str, command: str, damage: Damage
-) -> None:
-    damage(copied_run / name)
-    message = untouched(*command.replace("RUN", str(copied_run)).split())
-    assert message.startswith(str(copied_run / name))
 
 
 def test_a_flipped_bit_of_a_description_is_found_or_changes_no_value(copied_run: Path) -> None:

@@ -66,12 +66,9 @@ BAD_INPUTS = """\
 2 | train {tiny} {data} --output.tree={latin1} | latin1.txt: invalid UTF-8: if it is Latin-1 or Win
 2 | train {tiny} {data} --output.tree={gzip} | gzip.txt is compressed,
 2 | train {tiny} {data} --output.tree=adaptive --output.cutoffs=[5,5] | must increase within 1 …
-2 | train {tiny} --output.tree=adaptive --output.cutoffs=[9,3] | output.cutoffs
-2 | train {tiny} --model.backbone=transformer --model.heads=5 | model.heads
 3 | prepare {tiny} --data.files.train=null | data.files.train
 3 | prepare {tiny} --data.files.train={binary} | binary.txt
 3 | prepare {tiny} --data.files.train={text} --data.format=json | text.txt
-2 | prepare {tiny} --classes.method=file | classes.file
 3 | prepare {tiny} --classes.method=file --classes.file={absent} | absent
 3 | classes {tiny} | data is not a prepared folder: it has no meta.json
 2 | classes {folder} | no run here (config.yaml is missing): lm train CONFIG begins

@@ -148,7 +148,13 @@ class Speller:
         return log_prob
 
     def draw(self, generator: np.random.Generator, is_known: Callable[[str], bool]) -> str:
-        """Draw a spelling in the alphabet, of a string that is not known, by equation (2)."""
+        """Draw a spelling in the alphabet, of a string that is not known, by equation (2).
+
+        UserError if the alphabet is empty.
+        """
+        if not len(self.alphabet):
+            problem = "no unknown word can be spelled: no character is in two words"
+            raise DataError(f"{problem} of the training split")
         following = np.arange(END, FIRST + len(self.alphabet), dtype=np.uint64)
         while True:
             word, key = "", np.zeros(1, np.uint64)

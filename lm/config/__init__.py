@@ -1,6 +1,7 @@
 """The typed configuration of a run."""
 
 from lm.config.load import (
+    changed,
     differences,
     load_config,
     load_run_config,
@@ -26,6 +27,7 @@ __all__ = [
     "TrainConfig",
     "WordTable",
     "WordTableConfig",
+    "changed",
     "differences",
     "load_config",
     "load_run_config",

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from data_prep.corpus.formats import likely_encoding, no_text
 from data_prep.errors import UserError
-from lm.config.rules import first_problem
+from lm.config.rules import first_problem, keys_without_effect
 from lm.config.schema import Config
 
 
@@ -28,13 +28,46 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: if the file cannot be read or is not YAML, if a key is unknown (the message names
             the nearest valid one) or given twice, if a value has the wrong type or is out
-            of range, or if keys are in conflict. The message names the file and the key.
+            of range, if keys are in conflict, or if one has no effect with the others (it may
+            have none in a file where an override is the reason). The message names the file and
+            the key.
     """
     values = _read_values(path)
+    config = _overridden(values, overrides, str(path))
+    _check_effects(config, _flatten(values), overrides, str(path))
+    return config
+
+
+def changed(config: Config, overrides: Sequence[str]) -> Config:
+    """A configuration with overrides, which may leave other keys without effect.
+
+    Errors are otherwise those of `load_config`.
+    """
+    return _overridden(to_dict(config), overrides, config.name)
+
+
+def _overridden(values: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
+    """The configuration of values, changed in place by overrides."""
     given = dict(override.removeprefix("--").partition("=")[::2] for override in overrides)
     for override in (*_implied(given), *overrides):
         _apply(values, override)
-    return validate(values, str(path))
+    return validate(values, source)
+
+
+def _check_effects(
+    config: Config, given: Collection[str], overrides: Sequence[str], source: str
+) -> None:
+    """UserError if a given key, of a file or an override, has a value without effect."""
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        _apply(changes, override)
+    chosen, values = _flatten(changes).keys(), _flatten(to_dict(config))
+    default = _flatten(to_dict(Config(name=config.name)))
+    of_file, of_overrides = keys_without_effect(values, chosen), keys_without_effect(values)
+    for key in values:
+        unmet = of_overrides if key in chosen else of_file if key in given else {}
+        if key in unmet and values[key] != default[key]:
+            raise UserError(f"{source}: {key} requires {unmet[key]}")
 
 
 def _read_values(path: str | Path) -> dict[str, Any]:
@@ -57,12 +90,15 @@ def _read_values(path: str | Path) -> dict[str, Any]:
 def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     """`load_config` of the run in a folder, which becomes `run_dir`.
 
-    An override of `run_dir` is obeyed; one of `name` is that of another folder next to it.
+    An override of `run_dir` is obeyed; one of `name` is that of another folder next to it. Keys of
+    the run that have no effect are no mistake.
     """
     if folder.is_dir() and not (folder / "config.yaml").exists():
         first = f"lm train CONFIG begins one, for instance lm train {folder.name}.yaml"
         raise UserError(f"{folder}: no run here (config.yaml is missing): {first}")
-    config = load_config(folder / "config.yaml", overrides)
+    path = folder / "config.yaml"
+    config = _overridden(_read_values(path), overrides, str(path))
+    _check_effects(config, (), overrides, str(path))
     keys = {override.partition("=")[0] for override in overrides}
     if "--run_dir" in keys:
         return config
@@ -109,13 +145,10 @@ def to_yaml(config: Config) -> str:
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """`section.key` → (old value, new value) for every key whose values differ."""
+    """`section.key` → (old value, new value) for every key that differs and has an effect."""
     before, after = _flatten(to_dict(old)), _flatten(to_dict(new))
-    return {
-        key: (before.get(key), after.get(key))
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    }
+    keys = sorted(after.keys() - keys_without_effect(after).keys())
+    return {key: (before[key], after[key]) for key in keys if before[key] != after[key]}
 
 
 def nearest(name: str, known: Collection[str], cutoff: float = 0.5) -> str:

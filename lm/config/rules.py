@@ -1,6 +1,8 @@
 """Rules that span several keys of the configuration."""
 
 import re
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from data_prep.settings import SplitFiles
 from lm.config.schema import Config
@@ -11,6 +13,67 @@ def first_problem(config: Config) -> str | None:
     """A line on the first conflict between keys whose values are valid one by one, or None."""
     rules = (_model, _word_table, _tree, _classes, _training, _sequences)
     return next(filter(None, (problem_of(config) for problem_of in rules)), None)
+
+
+_REQUIRED = {
+    "data.hub_config": "data.hub: NAME",
+    "data.format": "data.hub: null",
+    "data.text_field": "data.format: parquet, json, csv; data.hub: NAME",
+    "data.text_field data.keep_empty_lines": "data.user_field: null",
+    "data.item_field data.time_field": "data.user_field: NAME",
+    "data.valid_from data.test_from": "data.split: time",
+    "tokenizer.min_count tokenizer.lowercase tokenizer.split_punctuation": "tokenizer.kind: words",
+    "tokenizer.model_type tokenizer.byte_fallback tokenizer.character_coverage"
+    " tokenizer.max_sentences": "tokenizer.kind: sentencepiece",
+    "classes.method classes.num_word_classes classes.shortlist classes.seed"
+    " classes.clustered_words classes.dimensions classes.max_words classes.vectors classes.file"
+    " classes.file_format": "output.tree: two_level, multi_level; model.input_tree: two_level",
+    "classes.seed": "classes.method: exchange, embedding, random",
+    "classes.clustered_words classes.max_words": "classes.method: exchange, embedding",
+    "classes.dimensions": "classes.method: exchange, embedding",
+    "classes.file classes.file_format": "classes.method: file",
+    "model.input_tree": "model.input_embedding: path_sum",
+    "model.dropout_weight model.dropout_variational": "model.backbone: lstm",
+    "model.dropout_variational": "model.dropout: not 0.0",
+    "model.heads model.feedforward": "model.backbone: transformer",
+    "output.branching": "output.tree: balanced",
+    "output.arity": "output.tree: huffman",
+    "output.cutoffs output.tail_dropout": "output.tree: adaptive",
+    "output.backend": "output.tree: not adaptive",
+    "optim.momentum": "optim.optimizer: sgd",
+    "optim.betas": "optim.optimizer: adamw; word_table.optimizer: adam",
+    "optim.min_lr_factor": "optim.schedule: cosine",
+    "optim.decay": "optim.schedule: step, plateau",
+    "optim.decay_after_epochs": "optim.schedule: step",
+    "train.shard_by": "train.strategy: shard_output",
+}
+"""Keys, and the values of others without which they have no effect; NAME is any."""
+
+
+def keys_without_effect(values: Mapping[str, Any], chosen: Collection[str] = ()) -> dict[str, str]:
+    """The keys that have no effect with the others, and what each requires.
+
+    `values` are those of all keys, `section.key` → value. A requirement that names one of the
+    `chosen` keys is left out.
+    """
+    found: dict[str, str] = {}
+    for keys, text in _REQUIRED.items():
+        choices = [choice.split(": ") for choice in text.split("; ")]
+        if not any(_holds(values[key], allowed) or key in chosen for key, allowed in choices):
+            key = choices[0][0]
+            required = text.replace(", ", " or ").replace("; ", ", or ")
+            found |= dict.fromkeys(keys.split(), f"{required}, got {_shown(values[key])}")
+    return found
+
+
+def _holds(value: Any, allowed: str) -> bool:
+    if allowed.startswith("not "):
+        return _shown(value) != allowed.removeprefix("not ")
+    return value is not None if allowed == "NAME" else _shown(value) in allowed.split(", ")
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _model(config: Config) -> str | None:
@@ -75,15 +138,11 @@ def _tree(config: Config) -> str | None:
             "model.input_embedding: path_sum cannot be combined with output.tree: full, which has"
             f" no classes: set {way_out}"
         )
-    if model.input_tree == "two_level" and not path_sum:
-        return "model.input_tree: two_level requires model.input_embedding: path_sum"
     if config.has_input_tree and sharded:
         return (
             f"model.input_tree: two_level with output.tree: {output.tree} cannot be combined"
             " with train.strategy: shard_output"
         )
-    if output.tail_dropout and not adaptive:
-        return f"output.tail_dropout requires output.tree: adaptive, got {output.tree}"
     if output.num_samples is not None and (output.tree != "full" or sharded):
         return "output.num_samples requires output.tree: full, and no train.strategy: shard_output"
     return None
@@ -94,8 +153,6 @@ def _classes(config: Config) -> str | None:
     by_file, multi_level = classes.method == "file", tree == "multi_level"
     if by_file and classes.file is None:
         return "classes.method: file requires classes.file"
-    if not by_file and classes.file is not None:
-        return f"classes.file requires classes.method: file, got {classes.method}"
     has_other_classes = multi_level or classes.clustered_words is not None
     if classes.vectors is not None and (classes.method != "embedding" or has_other_classes):
         return (
@@ -112,8 +169,6 @@ def _classes(config: Config) -> str | None:
 
 def _training(config: Config) -> str | None:
     train, schedule = config.train, config.optim.schedule
-    if train.shard_by != "auto" and train.strategy != "shard_output":
-        return f"train.shard_by: {train.shard_by} requires train.strategy: shard_output"
     if train.max_minutes is not None and schedule in ("plateau", "step"):
         return (
             "train.max_minutes requires a schedule that ends with the time: set optim.schedule:"
@@ -143,9 +198,6 @@ def _sequences(config: Config) -> str | None:
         return f"data.split: {data.split} {required}"
     if data.split == "time" and data.time_field is None:
         return "data.split: time requires data.time_field, got None"
-    if data.split != "time" and (data.valid_from is not None or data.test_from is not None):
-        keys = "data.valid_from and data.test_from"
-        return f"{keys} require data.split: time, and else null, got {data.split}"
     if data.predict_eos and data.split != "files":
         return f"data.predict_eos requires data.split: files, got {data.split}"
     return None

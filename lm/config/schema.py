@@ -150,7 +150,8 @@ class OptimConfig(Strict):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """adamw, and word_table.optimizer: adam: decay rates of the moment estimates."""
     weight_decay: NonNegativeFloat = 0.0
-    """Weight decay of matrices (not of biases and gains). adamw: decoupled; sgd: L2."""
+    """Weight decay of matrices (not of biases and gains, nor of a table of words that has
+    `word_table.optimizer`). adamw: decoupled; sgd: L2."""
     clip: NonNegativeFloat = 1.0
     """Largest L2 norm of the whole gradient; 0 disables clipping."""
     schedule: Literal["constant", "cosine", "step", "plateau"] = "constant"

@@ -1,12 +1,11 @@
 """The memory that a training run needs and what is available, before any is allocated."""
 
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import torch
 
 from data_prep.errors import OutOfMemoryError, UserError
-from lm.config import to_dict, validate
+from lm.config import changed
 from lm.output.backends import choose_backend, saved_bytes
 from lm.output.backends.base import Problem
 from lm.run import Run
@@ -20,10 +19,10 @@ TOLERANCE = 0.1
 """A run is refused if its estimate exceeds the available memory by more than this fraction: less is
 within the accuracy of the estimate, and within what other programs take and return.
 """
-_LIGHTER: tuple[dict[str, Any], ...] = (
-    {"word_table.optimizer": "adagrad"},
-    {"word_table.tied": True},
-    {"word_table.dtype": "bf16", "train.precision": "bf16-mixed"},
+_LIGHTER = (
+    ["--word_table.optimizer=adagrad"],
+    ["--word_table.tied=true"],
+    ["--word_table.dtype=bf16", "--train.precision=bf16-mixed"],
 )
 """Settings that save memory, the smallest change first."""
 
@@ -137,18 +136,14 @@ def _what_fits(run: Run, need: int, limit: float) -> str:
     """The first of the lighter settings, each with those before it, that fits."""
     changes, even = "", ""
     for settings in _LIGHTER:
-        values = to_dict(run.config)
-        for key, value in settings.items():
-            section, name = key.split(".")
-            values[section][name] = value
         try:
-            lighter = validate(values, run.config.name)
+            lighter = changed(run.config, settings)
         except UserError:  # the settings cannot be combined
             continue
         if lighter == run.config:
             continue
         run = run.changed(lighter)
-        changes += "".join(f"--{key}={str(value).lower()} " for key, value in settings.items())
+        changes += "".join(f"{override} " for override in settings)
         estimate = estimate_memory(run)
         if estimate.total <= limit:
             return f"{changes}would fit, with {_gb(estimate.total)}"

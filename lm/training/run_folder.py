@@ -5,7 +5,7 @@ from pathlib import Path
 
 from data_prep.errors import CheckpointError, UserError
 from data_prep.storage import write_hashed, write_json_atomically
-from lm.config import Config, differences, load_config, to_yaml
+from lm.config import Config, differences, load_run_config, to_yaml
 from lm.model.build import check_tree
 from lm.model.files import DESCRIPTION
 from lm.run import Run
@@ -92,7 +92,7 @@ def report_new_length(state: TrainingState) -> None:
 
 def _changes(written: Path, config: Config) -> dict[str, str]:
     """Key → `key: old → new` of what differs from the configuration that a run has written."""
-    found = differences(load_config(written), config) if written.exists() else {}
+    found = differences(load_run_config(written.parent), config) if written.exists() else {}
     return {key: f"{key}: {old} → {new}" for key, (old, new) in found.items()}
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lm.config import changed, load_config
 from lm.device import keep_freed_memory
 from lm.output import HierarchicalSoftmax
 from lm.output.backends.base import followed_by_zeros
@@ -57,7 +58,8 @@ def start_training(
     name, *others = layer.split(",")
     chosen = [f"output.tree={'full' if name in LOSSES else name}"]
     chosen += ["word_table.gradients=dense"] if name == "torch" else []
-    run = Run.read(config_file, [*overrides, *(f"--{o}" for o in [*chosen, *others])]).prepare()
+    config = changed(load_config(config_file, overrides), [f"--{o}" for o in [*chosen, *others]])
+    run = Run(config).prepare()
     keep_freed_memory()
     fabric, batches = build_fabric(run), make_batches(run.config, run.prepared)
     batches.num_steps = num_steps

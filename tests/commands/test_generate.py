@@ -50,7 +50,7 @@ def song_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 name: song
 run_dir: {folder / "run"}
 data: {{dir: {folder}, files: {{train: song.txt}}}}
-model: {{backbone: {request.param}, hidden: 24, layers: 1, heads: 2}}
+model: {{backbone: {request.param}, hidden: 24, layers: 1}}
 optim: {{lr: 0.02, schedule: cosine}}
 train: {{max_steps: 120, batch_size: 4, seq_len: 16, threads: 1}}
 log: {{every_steps: 10}}

@@ -1,5 +1,6 @@
 """Keys that conflict are a single-line error that names them; others follow from one another."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,16 @@ import pytest
 import yaml
 
 from data_prep.errors import UserError
-from lm.config import WordTable, load_config, resolve_word_table, validate
+from lm.config import (
+    WordTable,
+    differences,
+    load_config,
+    load_run_config,
+    resolve_word_table,
+    validate,
+)
 
+MINIMAL = {"name": "run", "train": {"max_steps": 5}}
 CONFLICTS = """\
 train: {}
 train.max_epochs, train.max_steps or train.max_minutes is required
@@ -21,7 +30,7 @@ word_table.tied: false
 model.input_embedding: path_sum cannot be combined with output.tree: full, which has no classes: \
 set model.input_embedding: word, or model.input_tree: two_level
 model: {input_tree: two_level, input_embedding: word}
-model.input_tree: two_level requires model.input_embedding: path_sum
+model.input_tree requires model.input_embedding: path_sum, got word
 {model: {input_embedding: path_sum, input_tree: two_level}, output: {tree: full}, \
 train: {max_steps: 5, strategy: shard_output}}
 model.input_tree: two_level with output.tree: full cannot be combined with train.strategy: \
@@ -67,7 +76,7 @@ data.split: time requires data.user_field, and no data.files.valid or data.files
 data: {sequences: independent, format: csv, user_field: u, split: time, time_field: null}
 data.split: time requires data.time_field, got None
 data: {sequences: independent, valid_from: '3'}
-data.valid_from and data.test_from require data.split: time, and else null, got files
+data.valid_from requires data.split: time, got files
 data: {sequences: independent, format: csv, user_field: u, split: time, predict_eos: true}
 data.predict_eos requires data.split: files, got time
 name: a/b
@@ -94,16 +103,47 @@ word_table.gradients: auto or row_wise
 word_table.dtype: bf16 cannot be combined with train.precision: 64-true
 word_table: {lr: 0.1}
 word_table.lr requires word_table.optimizer
+model: {backbone: transformer, hidden: 16, dropout_weight: 0.5}
+model.dropout_weight requires model.backbone: lstm, got transformer
+model: {dropout_variational: true}
+model.dropout_variational requires model.dropout: not 0.0, got 0.0
+output: {tree: adaptive, backend: reference}
+output.backend requires output.tree: not adaptive, got adaptive
+{output: {tree: huffman}, classes: {shortlist: 3}}
+classes.shortlist requires output.tree: two_level or multi_level, or model.input_tree: two_level, \
+got huffman
+data: {text_field: body}
+data.text_field requires data.format: parquet or json or csv, or data.hub: NAME, got text
+data: {sequences: independent, format: csv, user_field: user, keep_empty_lines: false}
+data.keep_empty_lines requires data.user_field: null, got user
+optim: {optimizer: sgd, betas: [0.9, 0.9]}
+optim.betas requires optim.optimizer: adamw, or word_table.optimizer: adam, got sgd
 """.splitlines()
 """Keys on one line, and what is wrong with them on the next."""
 PAIRS = list(zip(CONFLICTS[::2], CONFLICTS[1::2], strict=True))
 
 
 @pytest.mark.parametrize(("keys", "message"), PAIRS)
-def test_conflicting_keys_are_an_error(keys: str, message: str) -> None:
+def test_conflicting_keys_are_an_error(tmp_path: Path, keys: str, message: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | yaml.safe_load(keys)))
     with pytest.raises(UserError) as caught:
-        validate({"name": "run", "train": {"max_steps": 5}} | yaml.safe_load(keys), "c.yaml")
-    assert str(caught.value) == f"c.yaml: {message}"
+        load_config(path)
+    assert str(caught.value) == f"{path}: {message}"
+
+
+def test_keys_without_effect_remain_in_runs_and_where_an_override_chooses(tmp_path: Path) -> None:
+    path, values = tmp_path / "config.yaml", MINIMAL | {"model": {"heads": 2}}
+    path.write_text(yaml.safe_dump(values))
+    run, new = load_run_config(tmp_path), validate(MINIMAL, "c")
+    assert run.model.heads == 2
+    assert list(differences(run, new)) == ["run_dir"]  # a continued run may do without
+    path.write_text(yaml.safe_dump(values | {"model": {"heads": 2, "backbone": "transformer"}}))
+    assert load_config(path, ["--model.backbone=lstm"]).model.heads == 2
+    for read in (load_config, load_run_config):
+        for changes in (["--model.heads=4"], ["--model={backbone: lstm, heads: 4}"]):
+            with pytest.raises(UserError, match=r"model.heads requires .*, got lstm"):
+                read(path if read is load_config else tmp_path, ["--model.backbone=lstm", *changes])
 
 
 @pytest.mark.parametrize(
@@ -124,7 +164,7 @@ def test_a_key_with_one_possible_value_is_found(
         tmp_path / "c.yaml",
         *(each.split(".") for each in (key, other)),
     )
-    values: dict[str, Any] = {"name": "run", "train": {"max_steps": 5}}
+    values: dict[str, Any] = deepcopy(MINIMAL)
     default = getattr(getattr(validate(values, "c"), other_section), other_name)
     values.setdefault(section, {})[name] = value
     assert getattr(getattr(validate(values, "c"), other_section), other_name) == only != default
@@ -145,8 +185,7 @@ def resolved(
     num_rows: int = 1 << 14, *, num_devices: int = 1, on_gpu: bool = False, **sections: Any
 ) -> WordTable:
     """The table of `num_rows` rows of 256 elements."""
-    minimal = {"name": "run", "train": {"max_steps": 5}, "model": {"hidden": 256}}
-    config = validate(minimal | sections, "c")
+    config = validate(MINIMAL | {"model": {"hidden": 256}} | sections, "c")
     return resolve_word_table(config, num_rows, num_devices, on_gpu=on_gpu)
 
 

@@ -37,6 +37,7 @@ def test_probabilities_of_all_words_sum_to_one_and_are_those_of_candidates() -> 
     word = torch.randint(N, (4, 9))
     expected = log_prob.gather(1, word)
     torch.testing.assert_close(adaptive.candidate_log_prob(vectors, word), expected)
+    torch.testing.assert_close(adaptive.log_prob(vectors[0]), log_prob[0])  # one position
     torch.testing.assert_close(adaptive.loss(vectors, word[:, 0]), -expected[:, 0].mean())
     torch.testing.assert_close(adaptive.loss(vectors, word[:, 0], "sum"), -expected[:, 0].sum())
     torch.testing.assert_close(adaptive.log_prob(vectors[0]), log_prob[0])

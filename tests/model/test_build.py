@@ -13,13 +13,6 @@ N, H, T = 30, 8, 5
 COUNTS = torch.arange(N) ** 2
 
 
-def test_the_table_of_words_has_its_type_and_the_backbone_its_own() -> None:
-    table = WordTable(dtype="bf16", row_wise=True)
-    model = build_model(ModelConfig(hidden=H), OutputConfig(), table, ClassTree.full(N), T)
-    assert {parameter.dtype for parameter in model.table} == {torch.bfloat16}
-    assert model.dtype == torch.float32
-
-
 def test_the_default_cutoffs_are_a_tenth_and_a_third_of_the_vocabulary() -> None:
     output = OutputConfig(tree="adaptive")
     adaptive: Any = build_model(

@@ -15,7 +15,6 @@ from lm.model import language_model
 from lm.model.adaptive import AdaptiveSoftmax
 from lm.model.language_model import LanguageModel, backbone_autocast
 from lm.model.lstm import LSTM
-from lm.model.reader import read_lines
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.rowwise import RowAdam
 from tests.models import new_model, words
@@ -64,10 +63,6 @@ def softmax_of(model: LanguageModel) -> HierarchicalSoftmax:
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     names, parameters = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
-
-
-def test_no_lines_have_no_hidden_vectors() -> None:
-    assert list(read_lines(make().eval(), [], eos_id=0)) == []
 
 
 @pytest.mark.parametrize("embedding", ["word", "path_sum"])

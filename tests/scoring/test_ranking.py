@@ -33,7 +33,7 @@ ITEMS = """\
 name: items
 data: {{dir: {folder}, files: {{train: events.csv}}, format: csv, sequences: independent,
   user_field: user, split: leave_one_out}}
-model: {{hidden: 12, layers: 1, heads: 2}}
+model: {{hidden: 12, layers: 1}}
 optim: {{lr: 0.01}}
 train: {{max_steps: 30, batch_size: 4, seq_len: 8, threads: 1}}
 """

@@ -30,7 +30,7 @@ from lm.training.state import TrainingState
 N, STEPS, STOP = 60, 60, 27
 CONFIG = """\
 name: steps
-model: {hidden: 16, layers: 2, heads: 2, dropout: 0.2}
+model: {hidden: 16, layers: 2, dropout: 0.2}
 optim: {lr: 0.01}
 train: {max_steps: 60, batch_size: 4, seq_len: 8, threads: 1}
 """

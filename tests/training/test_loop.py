@@ -14,9 +14,7 @@ from lm.cli import main
 from lm.evaluation import evaluate
 from lm.model.language_model import LanguageModel
 from lm.output.rowwise import RowGradient
-from lm.run import Run
 from lm.training.checkpoint import load_checkpoint
-from lm.training.loop import train as train_run
 from lm.training.metrics import read_metrics
 from tests.conftest import corpus_of
 
@@ -116,16 +114,3 @@ def test_the_best_model_is_that_of_the_lowest_validation_perplexity(
     assert checkpoint["progress"]["batches_done"] == best
     weights = load_file(run / "model.safetensors")
     torch.testing.assert_close(weights, checkpoint["model"], rtol=0, atol=0)
-
-
-def test_a_run_may_stop_after_its_first_validation(
-    tiny: Path, prepared_dir: Path, tmp_path: Path, lstm_run: Path
-) -> None:
-    folders = [f"--run_dir={tmp_path}", f"--data.prepared_dir={prepared_dir}"]
-    run = Run.read(tiny, [*folders, "--train.val_every_steps=7"])
-    assert train_run(run, progress=False, stop_after_validation=True)
-    lines = read_metrics(tmp_path / "metrics.csv")
-    assert [line.step for line in lines] == [5, 7]
-    assert lines[0].train_perplexity == read_metrics(lstm_run / "metrics.csv")[0].train_perplexity
-    assert lines[1].valid_perplexity is not None
-    assert load_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["progress"]["batches_done"] == 7

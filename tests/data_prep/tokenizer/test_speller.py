@@ -56,6 +56,13 @@ def test_a_large_alphabet_has_shorter_ngrams() -> None:
     assert np.exp(speller.log_prob(words)) == pytest.approx(expected, rel=1e-12)
 
 
+def test_without_a_character_of_two_words_no_spelling_is_drawn() -> None:
+    """There was no end to the search for one."""
+    speller = Speller.train(WordIndex.of(["a", "b"]), WordIndex.of([]), literal_share=0.1)
+    with pytest.raises(UserError, match="no character is in two words of the training split"):
+        speller.draw(np.random.default_rng(0), {"a", "b"}.__contains__)
+
+
 def test_spellings_are_drawn_by_their_probabilities() -> None:
     speller, generator = trained(), np.random.default_rng(3)
     drawn = Counter(speller.draw(generator, KNOWN.__contains__) for _ in range(1_500))

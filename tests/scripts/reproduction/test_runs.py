@@ -25,7 +25,7 @@ class Toy:
         table = {
             "title": "toy",
             "config": str(config),
-            "shared": ["train.max_steps=2", "train.val_every_steps=1", "classes.dimensions=4"],
+            "shared": ["train.max_steps=2", "train.val_every_steps=1", "model.layers=1"],
             "seeds": [1, 2],
             "figures": ["perplexity", "oov", "minutes", "step_milliseconds", "training_seconds"],
             "rows": {
