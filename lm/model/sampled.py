@@ -71,15 +71,9 @@ class SampledSoftmax(HierarchicalSoftmax):
         others = F.linear(flat, drawn.to(flat.dtype)).to(dtype)
         if self.bias is not None:
             own, others = own + read(self.bias, words), others + read(self.bias, sample)
-        others = others.masked_fill(sample == words[:, None], -torch.inf)
-        nll = self.sampled_nll(own, others, sample).where(valid, 0.0)
-        return reduced(nll.view(target.shape), target, reduction, self.ignore_index)
-
-    def sampled_nll(self, own: Tensor, others: Tensor, sample: Tensor) -> Tensor:
-        """The loss [P] by the logits of the targets [P] and of the words of `sample` [P, S].
-
-        The logit of a word that is the target is -∞.
-        """
         log_expected = self.log_expected.view(torch.float32)[sample]
         corrected = others - log_expected.to(torch.promote_types(self.weight.dtype, torch.float32))
-        return torch.cat([own[:, None], corrected], 1).logsumexp(1) - own
+        corrected = corrected.masked_fill(sample == words[:, None], -torch.inf)
+        nll = torch.cat([own[:, None], corrected], 1).logsumexp(1) - own
+        nll = nll.where(valid, 0.0)
+        return reduced(nll.view(target.shape), target, reduction, self.ignore_index)
