@@ -128,7 +128,7 @@ class LoadedModel:
         )
 
     def step(self, state: State, word: Word) -> Step:
-        """The log-probability of a word, and the state after it; `state` remains valid."""
+        """The log-probability of a word or text, and the state after it; `state` remains valid."""
         return self.step_many([state], [word])[0]
 
     def step_many(self, states: Sequence[State], words: Sequence[Word]) -> list[Step]:

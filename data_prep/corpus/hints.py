@@ -196,7 +196,7 @@ def compared(lines: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> Ite
         if size - unseen_size > MANY_REPEATED * size:
             logger.warning(
                 "%s: %.0f %% of its lines are lines of the training text too, so its perplexity is"
-                " lower than that of new text: remove repeated lines before the text is split",
+                " lower than that of new text: if that repeats less, remove repeated lines first",
                 split,
                 100 * (num_lines - num_unseen) / num_lines,
             )
