@@ -273,6 +273,7 @@ class ClassTree(nn.Module):
         """Moves what is computed with."""
         if device != self._arrays.row_of_word.device:
             self._arrays = TreeArrays(*(array.to(device) for array in self._arrays))
+            self._stamp = None
             for name in ("item_of_row", "num_words_below"):
                 vars(self).pop(name, None)
 

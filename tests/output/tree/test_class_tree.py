@@ -4,6 +4,7 @@ import heapq
 from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,6 +217,14 @@ def test_loading_weights_of_another_tree_raises() -> None:
     with pytest.raises(ValueError, match=r"another tree: tree\.row_of_word"):
         other.load_state_dict(layer.state_dict())
     assert torch.equal(other.weight, before)
+
+
+def test_a_tree_that_was_used_moves_to_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = ClassTree.two_level(num_words=100)
+    expected = tree.path(7)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_: tensor.clone())  # as to a GPU
+    tree._apply(lambda _: SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type, return-value]
+    assert tree.path(7) == expected
 
 
 @pytest.mark.parametrize("shape", SHAPES)
