@@ -63,7 +63,7 @@ FUNCTIONS: dict[str, Function] = {
 @instruction(*FUNCTIONS)
 def _function(decoder: Decoder, by: Instruction) -> Action:
     kind, function = by.fields[-1], FUNCTIONS[by.mnemonic]
-    if by.has("wide"):
+    if by.has("wide") or by.has("hi"):
         return _wide(decoder, by)
     number, bits = TYPES[kind], BITS[kind]
     sources = decoder.sources(by.operands[1:], kind)
@@ -75,13 +75,17 @@ def _function(decoder: Decoder, by: Instruction) -> Action:
 
 
 def _wide(decoder: Decoder, by: Instruction) -> Action:
-    """Products of twice as many bits, perhaps added to a number."""
+    """Products of twice as many bits, perhaps added to a number; or the upper half of them."""
     kind = by.fields[-1]
+    if by.has("hi") and by.fields not in {("mul", "hi", "s32"), ("mul", "hi", "u32")}:
+        raise Unsupported(by.text)
     size = 2 * np.dtype(TYPES[kind]).itemsize
     wide, bits = f"{kind[0].replace('s', 'i')}{size}", f"u{size}"
 
     def function(x: Array, y: Array, *addend: Array) -> Array:
         found = (numbers(x, kind).astype(wide) * numbers(y, kind)).view(bits)
+        if by.has("hi"):
+            return np.asarray((found >> np.uint64(32)).astype(np.uint32))
         return np.asarray(found + addend[0] if addend else found)
 
     addend = decoder.sources(by.operands[3:], f"b{8 * size}")

@@ -25,7 +25,7 @@ Builder = Callable[["Decoder", Instruction], Action]
 Function = Callable[..., Array]
 BUILDERS: dict[str, Builder] = {}
 """By mnemonic."""
-REFUSED = {"sat", "relu", "xorsign", "NaN", "hi", "rni", "rzi", "rmi", "rpi"}
+REFUSED = {"sat", "relu", "xorsign", "NaN", "rni", "rzi", "rmi", "rpi"}
 """Forms of known instructions."""
 SPECIAL = ("%tid.x", "%ctaid.x", "%nctaid.x")
 

@@ -184,6 +184,8 @@ def _computations(program: _Program, by: Instruction) -> Iterator[tuple[str, Ins
         return
     types, unit = program.kernel.registers, program.units[by.operands[0]]
     for i, operand in enumerate(by.operands[1:], 1):
+        if by.has("hi"):  # of a division by a constant, which one more or less may not change
+            continue
         if NUMBER.fullmatch(operand) and not by.guard and name in ADDS | {"mul", "shl"}:
             added = name in ADDS and (name != "mad" or i == 3)
             yield "constant", _shifted(by, i, unit if added else 1)
