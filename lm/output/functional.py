@@ -76,19 +76,26 @@ def hierarchical_cross_entropy(
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
     needs = Needs.of(hidden, weight, bias, row_wise=row_wise)
     name = choose_backend(backend, problem, hidden.device)
+    counted, num_words = reduction == "mean", None
     if needs.row_wise:
-        nll = row_wise_nll(BACKENDS[name], needs, *problem[:-1])
+        nll, num_words = row_wise_nll(BACKENDS[name], needs, counted, *problem[:-1])
     elif eager(hidden, weight, target, bias):
-        nll = eager_nll(BACKENDS[name], needs, *problem[:-1])
+        nll, num_words = eager_nll(BACKENDS[name], needs, counted, *problem[:-1])
     else:
         nll = OPS[name](*problem[:-1], needs)[0]
-    return reduced(nll.view(target.shape), target, reduction, ignore_index)
+    return reduced(nll.view(target.shape), target, reduction, ignore_index, num_words)
 
 
-def reduced(nll: Tensor, target: Tensor, reduction: Reduction, ignore_index: int) -> Tensor:
+def reduced(
+    nll: Tensor,
+    target: Tensor,
+    reduction: Reduction,
+    ignore_index: int,
+    num_words: Tensor | None = None,
+) -> Tensor:
     """The mean, the sum or all of nll [...], which is 0 where the target is ignored.
 
-    The mean is over the targets that are not ignored; 0 if there is none.
+    The mean is over the targets that are not ignored, `num_words` if known; 0 if there is none.
 
     Raises:
         ValueError: if there is no such reduction.
@@ -98,5 +105,6 @@ def reduced(nll: Tensor, target: Tensor, reduction: Reduction, ignore_index: int
     if reduction == "sum":
         return nll.sum()
     if reduction == "mean":
-        return nll.sum().div(target.ne(ignore_index).sum().clamp_min(1))
+        count = target.ne(ignore_index).sum() if num_words is None else num_words
+        return nll.sum().div(count.clamp_min(1))
     raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")

@@ -119,30 +119,38 @@ def _unpack(inputs: tuple[Any, ...]) -> tuple[Problem, Needs]:
 
 
 class _EagerNll(torch.autograd.Function):
-    """The nll [P] in eager mode, whose backward can give weight and bias a `RowGradient`."""
+    """The nll [P] in eager mode, whose backward can give weight and bias a `RowGradient`.
+
+    If `counted`, also the number of targets that are not ignored, if the backend knows it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, backend: Backend, needs: Needs, *inputs: Any) -> Tensor:
+    def forward(
+        ctx: Any, backend: Backend, needs: Needs, counted: bool, *inputs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         nll, saved = backend.forward(Problem(*inputs), needs)
         ctx.backend, ctx.row_wise = backend, needs.row_wise
         hidden, weight, target, ctx.tree, bias, *ctx.sizes = inputs
         ctx.save_for_backward(hidden, weight, target, bias, *saved)
-        return nll
+        num_words = backend.num_words(saved) if counted else None
+        if num_words is not None:
+            ctx.mark_non_differentiable(num_words)
+        return nll, num_words
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *d_nll: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_nll: Tensor, _: Any) -> tuple[Any, ...]:
         hidden, weight, target, bias, *saved = ctx.saved_tensors
         problem = Problem(hidden, weight, target, ctx.tree, bias, *ctx.sizes)
-        _, _, of_hidden, of_weight, _, _, of_bias, *rest = ctx.needs_input_grad
+        _, _, _, of_hidden, of_weight, _, _, of_bias, *rest = ctx.needs_input_grad
         needs = Needs(of_hidden, of_weight, of_bias, ctx.row_wise)
-        d_hidden, d_weight, d_bias = ctx.backend.backward(*d_nll, problem, saved, needs)
-        return None, None, d_hidden, d_weight, None, None, d_bias, *(None for _ in rest)
+        d_hidden, d_weight, d_bias = ctx.backend.backward(d_nll, problem, saved, needs)
+        return None, None, None, d_hidden, d_weight, None, None, d_bias, *(None for _ in rest)
 
 
-eager_nll: Callable[..., Tensor] = _EagerNll.apply
+eager_nll: Callable[..., tuple[Tensor, Tensor | None]] = _EagerNll.apply
 """The nll [P] of a backend, needs and fields of a `Problem`."""
-row_wise_nll: Callable[..., Tensor] = not_compiled(_EagerNll.apply)
+row_wise_nll: Callable[..., tuple[Tensor, Tensor | None]] = not_compiled(_EagerNll.apply)
 """`eager_nll`, kept out of `torch.compile`."""
 
 

@@ -183,6 +183,9 @@ class Backend(Protocol):
     def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """What the forward saves, in uninitialised memory; from sizes alone."""
 
+    def num_words(self, saved: list[Tensor]) -> Tensor | None:
+        """How many targets are not ignored, if the forward that saved this has counted them."""
+
 
 def check_tensors(**values: object) -> None:
     """Raise a ValueError that names a value which is no tensor, if there is one."""

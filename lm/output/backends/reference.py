@@ -48,6 +48,10 @@ class ReferenceBackend:
         """All of them."""
         return problem.num_positions
 
+    def num_words(self, saved: list[Tensor]) -> Tensor | None:
+        """See `Backend.num_words`."""
+        return None
+
     def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """See `Backend.new_saved`."""
         hidden, size = problem.hidden, (problem.depth, problem.num_positions)

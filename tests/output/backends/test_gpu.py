@@ -109,6 +109,25 @@ def test_tf32_is_used_when_torch_allows_it() -> None:
     assert 0 < difference < 0.02
 
 
+def test_a_layer_that_was_used_on_a_cpu_moves_to_the_device() -> None:
+    layer = HierarchicalSoftmax(64, TREES["two_level"]())
+    hidden, target = torch.randn(90, 64), torch.arange(90)
+    target[3:8] = -100
+    before = layer(hidden, target).loss
+    after = layer.to("cuda")(hidden.cuda(), target.cuda()).loss
+    torch.testing.assert_close(after.cpu(), before, rtol=1e-4, atol=1e-4)
+
+
+def test_words_banned_by_the_lowest_number_fill_whole_blocks() -> None:
+    inputs, target, tree, upstream = problem(TREES["full"](), 200, 64, torch.bfloat16)
+    inputs[2][:1500] = torch.finfo(torch.bfloat16).min
+    target.clamp_(min=1500)
+    ours = gradients(inputs, target, tree, upstream, "triton")
+    truth = gradients([x.double() for x in inputs], target, tree, upstream.double(), "reference")
+    assert all(each.isfinite().all() for each in ours)
+    torch.testing.assert_close(ours[0].double(), truth[0], rtol=1e-3, atol=1e-3)
+
+
 def test_gpu_tests_run_without_deterministic_algorithms() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 

@@ -61,6 +61,10 @@ class CompiledBackend:
         """All of them."""
         return problem.num_positions
 
+    def num_words(self, saved: list[Tensor]) -> Tensor | None:
+        """See `Backend.num_words`."""
+        return None
+
     def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """See `Backend.new_saved`."""
         if not needs.any:

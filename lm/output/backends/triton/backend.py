@@ -24,7 +24,14 @@ from lm.output.backends.triton.plan import (
     path_slots,
     plan_for,
 )
-from lm.output.backends.triton.routing import ALL_VALID, MERGE, MOST_RUNS, PLAN, Routing
+from lm.output.backends.triton.routing import (
+    ALL_VALID,
+    MERGE,
+    MOST_RUNS,
+    NUM_VALID,
+    PLAN,
+    Routing,
+)
 from lm.output.backends.triton.tile_shapes import tf32, triton_version
 from lm.output.backends.verify import Failures, Kind, verified
 from lm.output.backends.visits import check_words
@@ -218,6 +225,10 @@ class TritonBackend:
             return problem.num_positions
         return max(1, MAX_SAVED_BYTES // num_bytes)
 
+    def num_words(self, saved: list[Tensor]) -> Tensor | None:
+        """See `Backend.num_words`."""
+        return saved[0][NUM_VALID] if saved else None
+
     def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
         """See `Backend.new_saved`."""
         if needs.any and self.part_size(problem) < problem.num_positions:
@@ -275,10 +286,9 @@ def _route(plan: Plan, problem: Problem, memory: Memory, nll: Tensor) -> None:
         num_splits=plan.num_splits, TILE=MERGE,
     )  # fmt: skip
     launch(
-        "_plan", -(-positions // PLAN.v) + -(-positions // PLAN.c), PLAN,
+        "_plan", -(-positions // PLAN.v) + -(-plan.padded_rows // PLAN.c), PLAN,
         hidden=problem.hidden, sorted_hidden=memory.sorted_hidden, preorder=tree.preorder,
         preorder_stop=tree.preorder_stop, num_children=tree.num_children, visited=memory.visited,
         routing=routing, P=positions, D=problem.depth, chunk=plan.chunk,
-        steps=-(-positions.bit_length() // PLAN.step), h_units=plan.strides.h_units,
-        META=plan.meta(PLAN),
+        steps=-(-positions.bit_length() // PLAN.step), META=plan.meta(PLAN),
     )  # fmt: skip

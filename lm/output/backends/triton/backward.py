@@ -8,15 +8,14 @@ from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
 from lm.output.backends.triton.launch import launch
-from lm.output.backends.triton.plan import Inputs, Memory, Plan, Saved
+from lm.output.backends.triton.plan import Memory, Plan, Saved
 from lm.output.backends.triton.rows import (
-    ROW_PROGRAMS,
     Errors,
     Factors,
     Outputs,
     Partial,
     Unwritten,
-    write_rows,
+    write,
 )
 from lm.output.rowwise.blocks import Factored
 from lm.output.rowwise.row_gradient import RowGradient
@@ -31,14 +30,13 @@ def gradients(
     """
     bias = problem.bias if needs.bias else None
     d_hidden = torch.empty_like(problem.hidden) if needs.hidden else None
-    factors = _factors(d_hidden, d_nll, plan, problem, memory, needs)
+    factors, outputs = _factors(d_nll, plan, problem, memory, needs), Outputs(d_hidden)
     if not needs.row_wise:
         d_weight = torch.empty_like(problem.weight) if needs.weight else None
-        d_bias = None if bias is None else torch.empty_like(bias)
-        write_rows(factors, Outputs(d_hidden, d_weight, d_bias))
-        return Gradients(d_hidden, d_weight, d_bias)
-    if d_hidden is not None:
-        write_rows(factors, Outputs(d_hidden))
+        outputs = Outputs(d_hidden, d_weight, None if bias is None else torch.empty_like(bias))
+    write(factors, outputs, with_chunks=needs.weight or needs.bias)
+    if not needs.row_wise:
+        return Gradients(*outputs[:3])
     factors = factors.kept()
     weight, bias = (
         None if table is None else RowGradient(table, [Factored(Unwritten(factors, of_bias), 1)])
@@ -78,20 +76,19 @@ def _largest(d_nll: Tensor, problem: Problem) -> Tensor:
 
 
 def _factors(
-    d_hidden: Tensor | None,
     d_nll: Tensor,
     plan: Plan,
     problem: Problem,
     memory: Memory,
     needs: Needs,
 ) -> Factors:
-    """Launch the first kernels: errors, sums of chunks and heavy nodes' share of d_hidden."""
-    num_positions, tiles, most = plan.num_positions, plan.tiles, plan.most
+    """Launch the first kernel; memory for what the others share."""
+    num_positions, most = plan.num_positions, plan.most
     is_half = problem.hidden.dtype == torch.float16 and num_positions
     scale = _largest(d_nll, problem) if is_half else None
     new, padded = memory.visit_lse.new_empty, plan.padded_size
     partial = Partial(
-        None if d_hidden is None else new(num_positions, padded),
+        new(num_positions, padded) if needs.hidden else None,
         new(most.partial_rows, padded) if needs.weight else None,
         new(most.partial_rows) if needs.bias else None,
     )
@@ -102,15 +99,5 @@ def _factors(
         "_errors", -(-num_positions // tile.v), tile,
         d_nll=d_nll, saved=Saved(*memory[3:]), d_nll_stride=d_nll.stride(0), TILE=tile,
         **factors.shared,
-    )  # fmt: skip
-    num_h = -(-padded // tiles.heavy.h)
-    chunk_tiles = most.chunk_tiles if needs.weight or needs.bias else 0
-    items = num_h + tiles.heavy.c // 16 * needs.bias
-    row_programs = min(chunk_tiles * items, ROW_PROGRAMS)
-    hidden_tiles = 0 if d_hidden is None else -(-num_positions // tiles.heavy.v)
-    launch(
-        "_heavy", row_programs + hidden_tiles * num_h, tiles.heavy,
-        inputs=Inputs(memory.sorted_hidden, problem.weight), partial=partial, d_hidden=d_hidden,
-        row_programs=row_programs, META=plan.meta(tiles.heavy), **factors.shared,
     )  # fmt: skip
     return factors

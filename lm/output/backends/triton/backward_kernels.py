@@ -10,9 +10,10 @@ memory. s is the largest |d nll| in fp16, whose range d nll would leave, and els
 2 bytes per visit and column in half precision; computing it again from rows would take 5 products
 instead of 3.
 
-`_heavy` gives heavy nodes' share of (5), for a tile of positions and of columns, and the chunks of
-(6): sums over some visits of a node that has so many that one program would be the last to finish.
-`row_kernel` has the rest of (5) and (6), `update_kernel` what uses (6) without writing it.
+`_heavy` gives heavy nodes' share of (5), for a tile of positions and of columns, and their (6), in
+chunks where a node has so many visits that one program would be the last to finish: sums over some
+of them. `row_kernel` has light nodes and adds the chunks, `update_kernel` uses (6) without writing
+it.
 """
 
 import triton
@@ -96,27 +97,37 @@ def _load_errors(errors, first, row, visits, slot, c, width, num_slots):
 
 @triton.jit(do_not_specialize=VARYING)
 def _heavy(
-    inputs, errors_of, partial, d_hidden, tree, routing, strides,
-    P, row_programs,
+    inputs, errors_of, partial, outputs, tree, routing, strides,
+    P, chunk_programs, row_programs,
     ACC: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
-    """Chunks of (6), then heavy nodes' (5)."""
-    visits_of, padded = _fields(routing, P, strides.D), _padded(strides, META)
-    num_h = tl.cdiv(padded, META.tile.h)
-    if tl.program_id(0) < row_programs:
-        outputs = (None, partial.partial_rows, partial.partial_bias, padded)
-        num_items = tl.load(visits_of.num_entries + 4) * _num_items(outputs, 16, META)
-        for i in range(tl.program_id(0), num_items, row_programs):
+    """Chunks of (6), heavy nodes' (5), then (6) of heavy nodes whose visits are not shared."""
+    visits_of, num_h = _fields(routing, P, strides.D), tl.cdiv(_padded(META), META.tile.h)
+    num_hidden = 0 if outputs.d_hidden is None else tl.cdiv(P, META.tile.v) * num_h
+    i = tl.program_id(0) - chunk_programs
+    if i < 0:
+        chunks = (None, partial.partial_rows, partial.partial_bias, _padded(META))
+        num_items = tl.load(visits_of.num_entries + 4) * _num_items(chunks, 16, META)
+        for item in range(tl.program_id(0), num_items, chunk_programs):
             _heavy_rows(
-                visits_of.chunk_tiles, i, inputs.sorted_hidden, errors_of.errors, None, tree,
-                visits_of.node, strides, P, outputs, 16, ACC, META,
+                visits_of.chunk_tiles, item, inputs.sorted_hidden, errors_of.errors, None, tree,
+                visits_of.node, strides, P, chunks, 16, ACC, META,
             )  # fmt: skip
-    elif d_hidden is not None:
-        i = tl.program_id(0) - row_programs
-        _heavy_hidden(
-            i // num_h * META.tile.v, (i % num_h) * META.tile.h, inputs, errors_of, tree, visits_of,
-            strides, P, d_hidden, partial.partial_hidden, ACC, META,
-        )  # fmt: skip
+    elif i < num_hidden:
+        if outputs.d_hidden is not None:
+            _heavy_hidden(
+                i // num_h * META.tile.v, (i % num_h) * META.tile.h, inputs, errors_of, tree,
+                visits_of, strides, P, outputs.d_hidden, partial.partial_hidden, ACC, META,
+            )  # fmt: skip
+    elif outputs.d_weight is not None or outputs.d_bias is not None:
+        written = tree.first_row if outputs.written_row is None else outputs.written_row
+        rows = (written, outputs.d_weight, outputs.d_bias, META.columns)
+        num_items = tl.load(visits_of.num_entries + 3) * _num_items(rows, META.tile.c, META)
+        for item in range(i - num_hidden, num_items, row_programs):
+            _heavy_rows(
+                visits_of.row_tiles, item, inputs.sorted_hidden, errors_of.errors, errors_of.scale,
+                tree, visits_of.node, strides, P, rows, META.tile.c, ACC, META,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -138,7 +149,7 @@ def _heavy_rows(
     """
     BLOCK_C: tl.constexpr = META.tile.c
     STEP: tl.constexpr = META.tile.step
-    hidden_stride, num_slots = _padded(strides, META), strides.path_slots * 16
+    hidden_stride, num_slots = _padded(META), strides.path_slots * 16
     written_row, matrix, biases, columns = outputs
     num_items = _num_items(outputs, PART, META)
     entry, item = entries + i // num_items * 12, i % num_items
@@ -230,8 +241,10 @@ def _heavy_hidden(
     BLOCK_V: tl.constexpr = META.tile.v
     BLOCK_H: tl.constexpr = META.tile.h
     STEP: tl.constexpr = META.tile.step
-    D, H, hidden_stride = strides.D, strides.h_units * META.align, _padded(strides, META)
-    num_slots, weight_stride = strides.path_slots * 16, strides.weight_units * META.weight_align
+    H: tl.constexpr = META.hidden
+    hidden_stride: tl.constexpr = _padded(META)
+    weight_stride: tl.constexpr = META.columns
+    D, num_slots = strides.D, strides.path_slots * 16
     position, node, light_level = visits_of.position, visits_of.node, visits_of.light_level
     tile_row, child = tl.arange(0, BLOCK_V), tl.arange(0, STEP)
     v = begin + tile_row
@@ -239,12 +252,13 @@ def _heavy_hidden(
     total = tl.zeros([BLOCK_V, BLOCK_H], ACC)
     for d in range(0, D):
         num_heavy = tl.load(light_level + v, mask=v < P, other=0)
-        nodes = tl.load(node + d * P + v, mask=d < num_heavy, other=-1)
-        s = _next(nodes, v, begin, BLOCK_V)
-        while s >= 0:
-            n = tl.load(node + d * P + s)
-            width, first = tl.load(tree.num_children + n).to(tl.int32), tl.load(tree.first_row + n)
-            slot = _first_slot(tree.column, n, d)
+        nodes = tl.load(node + d * P + v, mask=v < P, other=-1)
+        nodes = tl.where(d < num_heavy, nodes, -1)
+        n = _next(nodes, v, begin, node + d * P, BLOCK_V)
+        while n >= 0:
+            width, first, slot = _node(tree, n, d)
+            others = tl.where(nodes == n, -1, nodes)
+            next_n = _next(others, v, begin, node + d * P, BLOCK_V)  # before the products of n
             for c0 in range(0, width, STEP):
                 c = c0 + child
                 error = _load_errors(
@@ -254,8 +268,7 @@ def _heavy_hidden(
                     inputs.weight, first + c0, child, c < width, h, h < weight_stride, weight_stride
                 ).to(error.dtype)  # fmt: skip
                 total = tl.dot(error, w, total, input_precision=META.precision, out_dtype=ACC)
-            nodes = tl.where(nodes == n, -1, nodes)
-            s = _next(nodes, v, begin, BLOCK_V)
+            nodes, n = others, next_n
     # loaded again: what is kept during the loops, and 64-bit rows, fill registers
     light = (v < P) & (tl.load(light_level + v, mask=v < P, other=D) < D)
     _store_block(partial_hidden, begin, light, h, hidden_stride, hidden_stride, total)
@@ -265,8 +278,16 @@ def _heavy_hidden(
 
 
 @triton.jit
-def _next(nodes, v, begin, BLOCK_V: tl.constexpr):
-    """A position whose node remains, the last one in every other tile; -1 if none remains."""
+def _next(nodes, v, begin, node, BLOCK_V: tl.constexpr):
+    """A node that remains, of the last position in every other tile; -1 if none remains."""
     last = tl.max(tl.where(nodes >= 0, v, -1), axis=0)
     first = tl.min(tl.where(nodes >= 0, v, begin + BLOCK_V), axis=0)
-    return tl.where((begin // BLOCK_V) % 2 == 1, last, tl.minimum(first, last))
+    s = tl.where((begin // BLOCK_V) % 2 == 1, last, tl.minimum(first, last))
+    return tl.load(node + s, mask=s >= 0, other=-1)
+
+
+@triton.jit
+def _node(tree, n, d):
+    """Number of children of a node, first row and first slot."""
+    width, first = tl.load(tree.num_children + n).to(tl.int32), tl.load(tree.first_row + n)
+    return width, first, _first_slot(tree.column, n, d)

@@ -27,6 +27,8 @@ import triton.language as tl
 from lm.output.backends.triton.launch import VARYING
 from lm.output.backends.triton.routing_kernels import _fields, _light_entry
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _block(matrix, first, row, row_mask, column, column_mask, stride):
@@ -37,9 +39,9 @@ def _block(matrix, first, row, row_mask, column, column_mask, stride):
 
 
 @triton.jit
-def _padded(strides, META: tl.constexpr):
+def _padded(META: tl.constexpr):
     """Columns of the sorted hidden vectors."""
-    return tl.cdiv(strides.h_units * META.align, 16) * 16
+    return (META.hidden + 15) // 16 * 16
 
 
 @triton.jit
@@ -111,6 +113,7 @@ def _forward_tile(
     m = tl.full([BLOCK_V], float("-inf"), ACC)
     total = tl.zeros([BLOCK_V], ACC)
     row, c_block = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_C)
+    bias = None if inputs.bias is None else _bias(inputs.bias, first, c_begin + c_block, width)
     if saved.exp_logits is not None:
         logits_of_tile = saved.exp_logits + (flat % P).to(tl.int64) * num_slots + slot
         max_of_tile = saved.block_max + (flat % P).to(tl.int64) * num_blocks + block
@@ -121,14 +124,15 @@ def _forward_tile(
             inputs, strides, flat % P, row, visits, first + c0, c_block, inside, ACC, META
         )  # fmt: skip
         if inputs.bias is not None:
-            z += tl.load(inputs.bias + first + c, mask=inside, other=0.0).to(ACC)[None, :]
+            z += bias.to(ACC)[None, :]
+            bias = _bias(inputs.bias, first, c + BLOCK_C, width)  # before the products of its block
         z_y = tl.sum(tl.where(c_block[None, :] == (y - c0)[:, None], z, 0.0), axis=1)
         in_block = visits & (y >= c0) & (y < c0 + BLOCK_C)
         tl.store(target_logit + d * P + v, z_y, mask=in_block)
         if c0 + BLOCK_C > width:
             z = tl.where((c_block < width - c0)[None, :], z, float("-inf"))
         m_block = tl.max(z, axis=1)
-        k = tl.exp(z - _base(m_block)[:, None])
+        k = tl.exp2((z - _base(m_block)[:, None]) * LOG2_E)  # fewer instructions than exp
         if saved.exp_logits is not None:
             tl.store(max_of_tile + row * num_blocks + c0 // BLOCK_C, m_block, mask=visits)
             place = logits_of_tile + row[:, None] * num_slots + c[None, :]
@@ -146,15 +150,23 @@ def _forward_tile(
 
 
 @triton.jit
+def _bias(bias, first, c, width):
+    return tl.load(bias + first + c, mask=c < width, other=0.0)
+
+
+@triton.jit
 def _logits(
     inputs, strides, v, row, visits, first, child, inside, ACC: tl.constexpr, META: tl.constexpr
 ):  # fmt: skip
     """The W h of the visits v + row and the children first + child."""
-    hidden_stride, weight_stride = _padded(strides, META), strides.weight_units * META.weight_align
+    hidden_stride: tl.constexpr = _padded(META)
+    weight_stride: tl.constexpr = META.columns
     z = tl.zeros([row.shape[0], child.shape[0]], ACC)
+    # most rows of a heavy tile are visits: a mask would take more time than the loads it saves
+    of_x = row >= 0 if row.shape[0] > META.light.v else visits
     for h0 in range(0, hidden_stride, META.tile.h):
         h = h0 + tl.arange(0, META.tile.h)
-        x = _block(inputs.sorted_hidden, v, row, visits, h, h < hidden_stride, hidden_stride)
+        x = _block(inputs.sorted_hidden, v, row, of_x, h, h < hidden_stride, hidden_stride)
         w = _block(inputs.weight, first, child, inside, h, h < weight_stride, weight_stride)
         z = tl.dot(
             x, tl.trans(w.to(x.dtype)), z, input_precision=META.precision, out_dtype=ACC

@@ -19,7 +19,7 @@ SLOT = 16
 """The children of a node begin at multiples of so many in `plan.Memory.exp_logits`."""
 VARYING = [
     "P", "run_size", "steps", "chunk", "num_splits", "max_heavy",
-    "row_programs", "max_groups", "max_split_tiles", "d_nll_stride", "num_shares",
+    "chunk_programs", "row_programs", "max_groups", "max_split_tiles", "d_nll_stride", "num_shares",
 ]  # fmt: skip
 """Arguments that differ between batches; no kernel is compiled again for 1 or multiples of 16. They
 are in no group, where Triton specialises every number.
@@ -43,8 +43,8 @@ class Meta(NamedTuple):
     visits: int  # `v` of the forward's tiles: visits of an entry of `Routing.heavy_tiles`
     rows: int  # `c` of the tiles of heavy nodes: children of an entry of `Routing.row_tiles`
     precision: str  # of products of fp32
-    align: int  # a power of two that divides H, see `plan.alignment`
-    weight_align: int
+    hidden: int  # H
+    columns: int  # of the weight
 
 
 class Launch(NamedTuple):

@@ -44,7 +44,7 @@ class Memory(NamedTuple):
 
     routing: Tensor  # of a `Routing`
     visited: Tensor  # [I] int8, whether a node has visits
-    sorted_hidden: Tensor  # [P, H up to a multiple of 16]: hidden by sorted position, then zeros
+    sorted_hidden: Tensor  # [≥ P, H up to a multiple of 16]: hidden by sorted position, then zeros
     exp_logits: Tensor  # [P, slots] in the dtype of hidden, k of the children on a path
     block_max: Tensor  # [P, blocks], m
     visit_lse: Tensor  # [1 + splits, D · P]: z[y]; lse; what is left of the lse of other splits
@@ -92,13 +92,11 @@ class Children(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """The numbers of a model. Each is specialised, so that the compiler knows what divides it."""
+    """The numbers of a tree. Each is specialised, so that the compiler knows what divides it."""
 
     D: int
     path_slots: int  # columns of `Memory.exp_logits`, in units of `SLOT`
     path_blocks: int  # columns of `Memory.block_max`
-    h_units: int  # H, in units of `Meta.align`
-    weight_units: int  # columns of the weight, in units of `Meta.weight_align`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,18 +105,18 @@ class Plan:
 
     tiles: Tiles
     errors_tile: Tile  # of `_errors`, which reads blocks as the forward writes them
-    rows_tile: Tile  # of heavy nodes in `_rows`
     num_positions: int
     num_nodes: int
     most: Sizes  # of the lists of the routing
     chunk: int  # see `chunk_size`
     num_splits: int  # programs that share a tile in the forward
     routing_size: int
-    padded_size: int  # columns of `Memory.sorted_hidden`
+    padded_rows: int  # rows of `Memory.sorted_hidden`, of which a tile may begin at the last visit
+    padded_size: int  # its columns
     strides: Strides
     dtype: torch.dtype  # that sums are formed in
     precision: str
-    align: tuple[int, int]  # see `alignment`
+    columns: tuple[int, int]  # of hidden and of the weight
     metas: dict[Tile, Meta] = field(default_factory=dict)  # made so far
 
     def meta(self, tile: Tile) -> Meta:
@@ -126,7 +124,7 @@ class Plan:
         found = self.metas.get(tile)
         if found is None:
             of = self.tiles
-            found = Meta(tile, of.light, of.forward.v, of.heavy.c, self.precision, *self.align)
+            found = Meta(tile, of.light, of.forward.v, of.heavy.c, self.precision, *self.columns)
             self.metas[tile] = found
         return found
 
@@ -156,7 +154,7 @@ class Plan:
         return Memory(
             routing=target.new_empty(self.routing_size, dtype=torch.int32),
             visited=target.new_empty(self.num_nodes, dtype=torch.int8),
-            sorted_hidden=hidden.new_empty(positions, self.padded_size),
+            sorted_hidden=hidden.new_empty(self.padded_rows, self.padded_size),
             exp_logits=hidden.new_empty(positions, slots if has_gradient else 0),
             block_max=hidden.new_empty(positions, blocks if has_gradient else 0, dtype=self.dtype),
             visit_lse=hidden.new_empty(visit_lse, dtype=self.dtype),
@@ -195,29 +193,27 @@ def plan_for(problem: Problem) -> Plan:
 
 def _new_plan(problem: Problem) -> Plan:
     hidden, columns, depth = problem.hidden, problem.weight.shape[1], problem.depth
-    shape, align = tiles_for(problem), alignment(problem)
+    shape = tiles_for(problem)
     most, hidden_size = sizes(problem, shape), hidden.shape[1]
     return Plan(
         tiles=shape,
         errors_tile=shape.errors._replace(c=shape.forward.c),
-        rows_tile=shape.heavy._replace(warps=shape.light.warps),
         num_positions=problem.num_positions,
         num_nodes=problem.tree.num_children.numel(),
         most=most,
         chunk=chunk_size(problem, shape),
         num_splits=_num_splits(problem, shape),
         routing_size=memory_size(problem, most),
+        padded_rows=problem.num_positions + shape.forward.v,
         padded_size=-(-hidden_size // SLOT) * SLOT,
         strides=Strides(
             D=depth,
             path_slots=path_slots(problem) // SLOT,
             path_blocks=problem.max_path_columns // shape.forward.c + depth,
-            h_units=hidden_size // align[0],
-            weight_units=columns // align[1],
         ),
         dtype=compute_dtype(hidden.dtype),
         precision="tf32" if hidden.dtype == torch.float32 and tf32() else "ieee",
-        align=align,
+        columns=(hidden_size, columns),
     )
 
 
@@ -256,6 +252,8 @@ def _num_splits(problem: Problem, shape: Tiles) -> Any:
     if given is not None:
         return given
     tile, depth = shape.forward, problem.depth
+    if problem.max_path_columns <= 3 * depth * tile.c:
+        return 1
     visits, num_nodes = depth * problem.num_positions, problem.tree.num_children.numel()
     num_tiles = at_most(visits, num_nodes) + visits // tile.v
     most = at_most(-(-problem.max_path_columns // (2 * depth * tile.c)), MAX_SPLITS)

@@ -18,9 +18,9 @@ RUN_SIZES, MOST_RUNS = (32, 128, 512), 64
 """Lengths of sorted runs, of which the first is taken that makes at most `MOST_RUNS`; every run is
 searched for each key.
 """
-MERGE, PLAN = Tile(32, 32, 0, 8, 1, step=2), Tile(128, 16, 128, 4, 1, step=3)
+MERGE, PLAN = Tile(32, 32, 0, 8, 1, step=2), Tile(128, 16, 256, 4, 1, step=3)
 """Tiles of `_merge` and `_plan`, whose docstrings say of what."""
-HEADER, NUM_LISTS, ALL_VALID = 32, 8, 8
+HEADER, NUM_LISTS, ALL_VALID, NUM_VALID = 32, 8, 8, 9
 """Numbers before the positions: the first are `Routing.num_entries`, then two more."""
 FILLING_PROGRAMS = 64
 """Programs from which on more of them would not make d_weight faster."""
@@ -67,7 +67,7 @@ class Routing(NamedTuple):
         heavy_tiles, light_nodes, light_groups, _ = of_visits.view(-1, 4).unbind(1)
         row_tiles, chunk_tiles, split_tiles = tiles.view(-1, 3, 4).unbind(1)
         return cls(
-            header[:NUM_LISTS], header[ALL_VALID], header[ALL_VALID + 1], position, light_level,
+            header[:NUM_LISTS], header[ALL_VALID], header[NUM_VALID], position, light_level,
             rank, num_missing, node, child, heavy_tiles, light_nodes, light_groups, row_tiles,
             chunk_tiles, split_tiles,
         )  # fmt: skip

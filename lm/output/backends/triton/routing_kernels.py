@@ -153,7 +153,7 @@ def _write_entry(place, mask, first, second, third, fourth):
 @triton.jit(do_not_specialize=VARYING)
 def _plan(
     hidden, sorted_hidden, preorder, preorder_stop, num_children, visited, routing,
-    P, D, chunk, steps, h_units,
+    P, D, chunk, steps,
     META: tl.constexpr,
 ):  # fmt: skip
     """Heavy or light, and the entries of all lists; hidden vectors in the order of positions.
@@ -167,7 +167,8 @@ def _plan(
     if tl.program_id(0) < num_plans:
         _plan_visits(to, (preorder, preorder_stop, num_children), visited, P, D, chunk, steps, META)
     else:
-        H, stride = h_units * META.align, tl.cdiv(h_units * META.align, 16) * 16
+        H: tl.constexpr = META.hidden
+        stride: tl.constexpr = (H + 15) // 16 * 16
         v = (tl.program_id(0) - num_plans) * TILE.c + tl.arange(0, TILE.c)
         p = tl.load(to.position + v, mask=v < P, other=0).to(tl.int64)
         for h0 in range(0, stride, TILE.h):
@@ -175,7 +176,7 @@ def _plan(
             inside = (v < P)[:, None] & (h < H)[None, :]
             x = tl.load(hidden + p[:, None] * H + h[None, :], mask=inside, other=0.0)
             place = sorted_hidden + v.to(tl.int64)[:, None] * stride + h[None, :]
-            tl.store(place, x, mask=(v < P)[:, None] & (h < stride)[None, :])
+            tl.store(place, x, mask=(v < P + META.visits)[:, None] & (h < stride)[None, :])
 
 
 @triton.jit
@@ -191,20 +192,20 @@ def _plan_visits(to, tree, visited, P, D, chunk, steps, META: tl.constexpr):
     BLOCK_V: tl.constexpr = META.tile.v
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     index = tl.arange(0, 8)
-    top = tl.zeros([BLOCK_V], tl.int32) + D
-    sizes = P + tl.zeros([BLOCK_V], tl.int32)
+    zero = tl.zeros([BLOCK_V], tl.int32)
+    top, sizes = zero + D, P + tl.join(zero, zero)
     for d in range(0, D):
         flat = d * P + v
         n = tl.load(to.node + flat, mask=v < P, other=-1)
         visits = n >= 0
         width = tl.load(num_children + n, mask=visits, other=0).to(tl.int32)
         if d == 0:  # the root
-            start, stop = sizes * 0, sizes * 0 + tl.load(to.num_valid)
+            start, stop = zero, zero + tl.load(to.num_valid)
         else:
             begin = tl.load(preorder + n, mask=visits, other=0)
             end = tl.load(preorder_stop + n, mask=visits, other=0)
-            start = _lower_bound(to.rank, sizes, begin, steps, META.tile.step)
-            stop = _lower_bound(to.rank, sizes, end, steps, META.tile.step)
+            bounds = tl.join(begin, end)
+            start, stop = tl.split(_lower_bound(to.rank, sizes, bounds, steps, META.tile.step))
         first = visits & (v == start)
         heavy, light = visits & (stop - start > LIGHT), visits & (stop - start <= LIGHT)
         tl.store(visited + n, tl.full([BLOCK_V], 1, tl.int8), mask=first)

@@ -141,24 +141,38 @@ class Factors:
         return self.memory.visit_lse.new_empty(shape)
 
 
-def write_rows(factors: Factors, outputs: Outputs) -> None:
-    """Launch the kernel that writes gradients from their factors."""
-    plan, weight, tree = factors.plan, factors.problem.weight, factors.problem.tree
-    most, columns, light = plan.most, weight.shape[1], plan.tiles.light
+def write(factors: Factors, outputs: Outputs, *, with_chunks: bool = False) -> None:
+    """Launch the kernels that write gradients from their factors, and sums of chunks if asked."""
+    plan, partial, weight = factors.plan, factors.partial, factors.problem.weight
+    most, columns, heavy, light = plan.most, weight.shape[1], plan.tiles.heavy, plan.tiles.light
     of_rows = outputs.d_weight is not None or outputs.d_bias is not None
     row_tiles, split_tiles = (most.row_tiles, most.split_tiles) if of_rows else (0, 0)
-    num_rows = weight.shape[0] if of_rows and outputs.written_row is None else 0
-    tile = plan.rows_tile
-    items = -(-columns // tile.h) + (outputs.d_bias is not None)
+    num_h = -(-plan.padded_size // heavy.h)
+    items = num_h + (0 if partial.partial_bias is None else heavy.c // 16)
+    chunk_programs = min(most.chunk_tiles * items, ROW_PROGRAMS) if with_chunks else 0
+    items = -(-columns // heavy.h) + (outputs.d_bias is not None)
     row_programs = min(row_tiles * items, ROW_PROGRAMS)
-    num_programs = (most.light_groups + split_tiles) * -(-columns // light.h)
-    num_programs += row_programs + min(-(-num_rows // tile.c), _ZEROING_PROGRAMS)
+    num_programs = chunk_programs + row_programs
+    if outputs.d_hidden is not None:
+        num_programs += -(-plan.num_positions // heavy.v) * num_h
+    shared = factors.shared | {
+        "inputs": Inputs(factors.memory.sorted_hidden, weight),
+        "partial": partial,
+        "outputs": outputs,
+    }
     launch(
-        "_rows", num_programs, tile,
-        inputs=Inputs(factors.memory.sorted_hidden, weight), partial=factors.partial,
-        outputs=outputs, visited=factors.memory.visited, node_of_row=tree.node_of_row, R=num_rows,
-        row_programs=row_programs, max_groups=most.light_groups, max_split_tiles=split_tiles,
-        META=plan.meta(tile), **factors.shared,
+        "_heavy", num_programs, heavy, chunk_programs=chunk_programs, row_programs=row_programs,
+        META=plan.meta(heavy), **shared,
+    )  # fmt: skip
+    if not of_rows and outputs.d_hidden is None:
+        return
+    num_rows = weight.shape[0] if of_rows and outputs.written_row is None else 0
+    num_programs = (most.light_groups + split_tiles) * -(-columns // light.h)
+    num_programs += min(-(-num_rows // heavy.c), _ZEROING_PROGRAMS)
+    launch(
+        "_rows", num_programs, light, visited=factors.memory.visited,
+        node_of_row=factors.problem.tree.node_of_row, R=num_rows, max_groups=most.light_groups,
+        max_split_tiles=split_tiles, META=plan.meta(light), **shared,
     )  # fmt: skip
 
 
@@ -178,7 +192,7 @@ class Unwritten:
         columns = 1 if self.of_bias else factors.problem.weight.shape[1]
         values = factors.memory.visit_lse.new_empty(index.numel(), columns)
         weight, bias = (None, values.view(-1)) if self.of_bias else (values, None)
-        write_rows(factors, Outputs(None, weight, bias, width.cumsum(0) - width))
+        write(factors, Outputs(None, weight, bias, width.cumsum(0) - width))
         return [Rows(index, values)]
 
     def plus(self, rows: Rows) -> None:

@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
     forward: Tile
     errors: Tile  # with `c` of the forward, see `Plan.errors_tile`
     heavy: Tile  # `v` x `h` of d_hidden, `step` children at a time, and `c` x `h` of d_weight
-    light: Tile  # its `v` is the most visits of a light node, its warps those of rows of heavy ones
+    light: Tile  # its `v` is the most visits of a light node
     chunk: int = 512  # least number of visits per program where several share the rows of a node
     norm: Tile = Tile(16, 64, 64, 4, 3, 16)  # of `_update`, whose `step` visits are few
     update: Tile = Tile(16, 32, 64, 4, 3, 16)
@@ -55,9 +55,11 @@ class Tiles(NamedTuple):
 _ERRORS = Tile(16, 0, 0, 4, 1)
 NARROW, WIDE = 256, 2048
 """Children of a node, on average. In half precision on sm_90, up to the first number tiles of fewer
-children are the fastest in the forward, and between them more loads in flight for light nodes.
+children are the fastest in the forward and of fewer columns for light nodes, and from the second on
+more loads in flight for these.
 """
 _NARROW_FORWARD = Tile(128, 64, 64, 8, 3)
+_LIGHT = Tile(64, 64, 64, 4, 3)
 _FEW_FORWARD, _FEW_HEAVY = Tile(128, 128, 32, 8, 3), Tile(128, 128, 64, 4, 3, 64)
 """Forward and heavy tiles for half precision on sm_90, where 8 does not divide the columns of the
 weight, or 2 those of d_hidden, 4 in fp16: addresses of so few columns at a time take registers.
@@ -73,7 +75,7 @@ _TILES = {
     # processor hide each other's waits.
     ("half", 90): Tiles(
         Tile(64, 128, 64, 4, 4, flatten=True), _ERRORS, Tile(128, 128, 128, 4, 4, 32),
-        Tile(64, 64, 64, 4, 3), norm=Tile(16, 64, 64, 4, 3, 16, registers=128),
+        _LIGHT._replace(registers=168), norm=Tile(16, 64, 64, 4, 3, 16, registers=128),
         update=Tile(16, 16, 64, 1, 3, 16, registers=224),
     ),
     # The logits of a block pass from tensor memory through registers.
@@ -126,7 +128,7 @@ def tiles(
         if hidden_align < (4 if dtype == torch.float16 else 2) or rows.itemsize > 2:
             found = found._replace(heavy=_FEW_HEAVY)
     if kind == "half" and 90 <= capability < 100 and rows.itemsize > 2:  # twice the bytes
-        light = found.light._replace(c=32 if hidden_align <= 2 else 64, stages=3)
+        light = _LIGHT._replace(c=32 if hidden_align <= 2 else 64)
         found = found._replace(forward=found.forward._replace(stages=3), light=light)
     if kind == "half" and capability >= 100 and hidden_align <= 2 and rows.itemsize > 2:
         found = found._replace(heavy=found.heavy._replace(step=32))  # addresses take registers
@@ -138,17 +140,21 @@ def tiles(
             found = found._replace(forward=narrow)
         elif capability >= 90:
             found = found._replace(forward=_FEW_FORWARD, heavy=_FEW_HEAVY)
-        light = found.light
+        light = _LIGHT._replace(c=found.light.c) if 90 <= capability < 100 else found.light
         if capability >= 90 and weight_align <= 2:
-            found = found._replace(light=light._replace(h=4 * light.warps * weight_align))
+            light = light._replace(h=4 * light.warps * weight_align)
+        found = found._replace(light=light)
     return found
 
 
 def _for_width(found: Tiles, width: int) -> Tiles:
     """The tiles for half precision on sm_90, for nodes of a width."""
     if width <= NARROW:
-        return found._replace(forward=Tile(128, 64, 64, 4, 4, flatten=True))
-    return found._replace(light=found.light._replace(stages=5)) if width <= WIDE else found
+        light = found.light._replace(h=32, registers=128)
+        return found._replace(forward=Tile(128, 64, 64, 4, 4, flatten=True), light=light)
+    if width > WIDE:
+        return found._replace(light=found.light._replace(stages=4, registers=MAX_REGISTERS))
+    return found
 
 
 def tf32() -> bool:

@@ -44,9 +44,9 @@ def _update(
     STEP: tl.constexpr = META.tile.step
     visits_of, num_slots = _fields(routing, P, strides.D), strides.path_slots * 16
     node, errors = visits_of.node, errors_of.errors
-    hidden, padded, scale = inputs.sorted_hidden, _padded(strides, META), errors_of.scale
+    hidden, padded, scale = inputs.sorted_hidden, _padded(META), errors_of.scale
     factors = (hidden, padded, errors, num_slots, partial, scale)
-    columns = 1 if hidden is None else strides.weight_units * META.weight_align
+    columns = 1 if hidden is None else META.columns
     blocks: tl.constexpr = TILE_C // BLOCK_C
     heavy = tl.load(visits_of.num_entries + 3) * blocks
     tiled = heavy + tl.load(visits_of.num_entries + 5) * blocks
