@@ -58,8 +58,8 @@ VOCABULARIES = {
 GPU_COLUMNS = {
     "graph": "ours, CUDA graph",
     "full": "full softmax, torch",
-    "cce": "cut-cross-entropy, H100",
-    "liger": "Liger, H100",
+    "cce": "cut-cross-entropy",
+    "liger": "Liger",
     "published": "full softmax, fastest published",
     "floor": "floor",
     "random": "ours, eager",

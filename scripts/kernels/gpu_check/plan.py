@@ -158,7 +158,7 @@ def _tests() -> Step:
     num_parts = max(1, min(14, (os.cpu_count() or 1) - 2))
     tests = [*PYTEST, "-m", "gpu", *GPU_TESTS, "--shard"]
     parts = [[*tests, f"{i}/{num_parts}"] for i in range(num_parts)]
-    return Step("tests", parts, 110, 190, parallel=True)
+    return Step("tests", parts, 140, 240, parallel=True)
 
 
 def _sanitizer() -> Step:

@@ -73,7 +73,7 @@ def test_speeds_are_relative_to_the_full_softmax_of_the_corpus() -> None:
     assert sizes[0][5:] == [of_layer["full softmax"], of_layer["exchange classes"]]
     (of_gpu,) = (row for row in cells(tables["gpu_layer"]) if row[0].startswith("267,735"))
     ours, full = float(of_gpu[1]), float(of_gpu[2])
-    times = f"take {ours} ms on an H200, of PyTorch's full softmax {full:.0f}."
+    times = f"take {ours} ms on an H100, of PyTorch's full softmax {full:.0f}."
     assert times in (TOP / "README.md").read_text(encoding="utf-8")
 
 

@@ -116,26 +116,31 @@ def _light_group(
                     ).to(error.dtype)  # fmt: skip
                     total = tl.dot(error, w, total, input_precision=PRECISION, out_dtype=ACC)
                 if d_weight is not None:
-                    rows = tl.dot(
-                        tl.trans(error), x, input_precision=PRECISION, out_dtype=ACC
-                    )  # fmt: skip
+                    rows = tl.dot(tl.trans(error), x, input_precision=PRECISION, out_dtype=ACC)
                     rows = _scaled(rows, scale)
                     _store_block(
                         d_weight, row + c0, c < width, h, weight_stride, weight_stride, rows
                     )  # fmt: skip
             if d_bias is not None:  # noqa: SIM102 - the compiler decides the first alone
                 if h0 == 0:
-                    for c0 in range(0, width, BLOCK_C):
-                        c = c0 + child
-                        error = _load_errors(
-                            errors, begin, group_row, nodes == n, slot, c, width, num_slots
-                        )  # fmt: skip
-                        bias = tl.sum(error.to(ACC), axis=0)
-                        _store_biases(d_bias, row + c, c < width, bias, scale)
+                    visits = (begin, group_row, nodes == n, slot, width)
+                    _light_bias(d_bias, row, errors, visits, num_slots, scale, ACC, BLOCK_C)
             nodes = tl.where(nodes == n, -1, nodes)
             n = _first_node(nodes, v, node, d, P)
     if d_hidden is not None:
         _store_rows(d_hidden, p, group, h, H, H, _scaled(total, scale))
+
+
+@triton.jit
+def _light_bias(
+    d_bias, row, errors, visits, num_slots, scale, ACC: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """Σ e' of a node: apart from the products of (5) and (6), which have no registers for it."""
+    begin, group_row, of_node, slot, width = visits
+    for c0 in range(0, width, BLOCK_C):
+        c = c0 + tl.arange(0, BLOCK_C)
+        error = _load_errors(errors, begin, group_row, of_node, slot, c, width, num_slots)
+        _store_biases(d_bias, row + c, c < width, tl.sum(error.to(ACC), axis=0), scale)
 
 
 @triton.jit
