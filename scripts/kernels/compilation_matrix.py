@@ -77,6 +77,7 @@ def report(
     dtypes: list[str],
     capabilities: list[int],
     kernels: list[str] | None = None,
+    words: int = 100_000,
 ) -> Iterator[dict[str, Any]]:
     """One row for each kernel, dtype, size and architecture; of all kernels if none are named.
 
@@ -89,7 +90,7 @@ def report(
         torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
         kinds = [DTYPES.get(name, torch.float32) for name in dtype.split("*")]
         problem = make_problem(
-            100_000, size, 16_384, kinds[0], weight_dtype=kinds[-1], columns=columns, bias=True
+            words, size, 16_384, kinds[0], weight_dtype=kinds[-1], columns=columns, bias=True
         )
         of_step = launches(problem, capability, row_wise=(False, True))
         for launch in [*of_step, *draws(kinds[-1], columns)]:
@@ -102,7 +103,7 @@ def report(
                 seen |= {binary.hash, name}
                 found = resources(launch, binary, capability, dtype == "fp32")
                 key = {"sm": capability, "kernel": name, "dtype": dtype}
-                yield {**key, "H": size, "W": columns, **found}
+                yield {**key, "N": words, "H": size, "W": columns, **found}
 
 
 def _described(launch: Launch, seen: set[str]) -> str:
@@ -166,6 +167,7 @@ def main() -> None:
     add("--dtypes", nargs="+", default=KINDS, help=kinds)
     add("--sm", type=int, nargs="+", default=[80, 90, 100])
     add("--kernels", nargs="+", metavar="NAME", help="such as _forward; default: all")
+    add("--words", type=int, default=100_000, metavar="N", help="tile shapes follow √N on sm_90")
     options = parser.parse_args()
     if options.triton:  # in a process for each version, with the option that comes last
         command = [sys.executable, "-m", "scripts.kernels.compilation_matrix"]
@@ -183,7 +185,7 @@ def main() -> None:
             print(f"sm_{sm}: left out, the backend {sentence}")
         else:
             supported.append(sm)
-    for found in report(options.sizes, options.dtypes, supported, options.kernels):
+    for found in report(options.sizes, options.dtypes, supported, options.kernels, options.words):
         table.add(found)
     num_bad = sum(not found["good"] for found in table.rows)
     num_hazards = sum(found["hazards"] for found in table.rows)

@@ -157,11 +157,11 @@ def write(factors: Factors, outputs: Outputs, *, with_chunks: bool = False) -> N
         num_programs += -(-plan.num_positions // heavy.v) * num_h
     shared = factors.shared | {
         "inputs": Inputs(factors.memory.sorted_hidden, weight),
-        "partial": partial,
         "outputs": outputs,
     }
     launch(
         "_heavy", num_programs, heavy, chunk_programs=chunk_programs, row_programs=row_programs,
+        partial=partial if with_chunks else Partial(partial.partial_hidden, None, None),
         META=plan.meta(heavy), **shared,
     )  # fmt: skip
     if not of_rows and outputs.d_hidden is None:
@@ -172,7 +172,7 @@ def write(factors: Factors, outputs: Outputs, *, with_chunks: bool = False) -> N
     launch(
         "_rows", num_programs, light, visited=factors.memory.visited,
         node_of_row=factors.problem.tree.node_of_row, R=num_rows, max_groups=most.light_groups,
-        max_split_tiles=split_tiles, META=plan.meta(light), **shared,
+        max_split_tiles=split_tiles, partial=partial, META=plan.meta(light), **shared,
     )  # fmt: skip
 
 
