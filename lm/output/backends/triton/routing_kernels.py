@@ -193,7 +193,7 @@ def _plan_visits(to, tree, visited, P, D, chunk, steps, META: tl.constexpr):
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     index = tl.arange(0, 8)
     zero = tl.zeros([BLOCK_V], tl.int32)
-    top, sizes = zero + D, P + tl.join(zero, zero)
+    top, sizes = zero + D, zero + P
     for d in range(0, D):
         flat = d * P + v
         n = tl.load(to.node + flat, mask=v < P, other=-1)
@@ -204,8 +204,8 @@ def _plan_visits(to, tree, visited, P, D, chunk, steps, META: tl.constexpr):
         else:
             begin = tl.load(preorder + n, mask=visits, other=0)
             end = tl.load(preorder_stop + n, mask=visits, other=0)
-            bounds = tl.join(begin, end)
-            start, stop = tl.split(_lower_bound(to.rank, sizes, bounds, steps, META.tile.step))
+            start = _lower_bound(to.rank, sizes, begin, steps, META.tile.step)
+            stop = _lower_bound(to.rank, sizes, end, steps, META.tile.step)
         first = visits & (v == start)
         heavy, light = visits & (stop - start > LIGHT), visits & (stop - start <= LIGHT)
         tl.store(visited + n, tl.full([BLOCK_V], 1, tl.int8), mask=first)
