@@ -16,9 +16,9 @@ share a tile, and each takes some of the children; they are neighbours and run a
 that the tile's hidden vectors are read from memory once. The last of all the programs that work on
 a position combines its splits and levels, in a fixed order.
 
-Every pointer is to elements with contiguous last dimension. H and strides are in units of so many
-elements as are loaded at once. `visit_lse` has z[y], then lse of each split; at last the first of
-them is that of all.
+Every pointer is to elements with contiguous last dimension. H and the columns of the weight are
+constants, so that addresses of a tile are one pointer and fixed distances. `visit_lse` has z[y],
+then lse of each split; at last the first of them is that of all.
 """
 
 import triton

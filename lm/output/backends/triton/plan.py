@@ -231,8 +231,8 @@ def tiles_for(problem: Problem) -> Tiles:
 def alignment(problem: Problem) -> tuple[int, int]:
     """The largest powers of two up to 16 that divide H, and the number of columns of the weight.
 
-    Kernels take both in units of so many elements, so that the compiler knows what divides them:
-    rows of 300 halves are not multiples of 16, but of 4.
+    They decide how many elements of a row are loaded at once, and so the tile shapes: rows of 300
+    halves are not multiples of 16, but of 4.
     """
     return math.gcd(problem.hidden.shape[1], 16), math.gcd(problem.weight.shape[1], 16)
 
