@@ -261,14 +261,17 @@ class LoadedModel:
         log_prob = self.model.output.candidate_log_prob(hidden, word.expand(len(states), -1))
         return log_prob + log_prob.new_tensor(of_unknown)
 
-    def score(self, sentences: Iterable[str]) -> list[LineScore]:
-        """Scores of sentences of a line each, and of the `<eos>` after each, as `lm score`."""
-        lines = []
-        for sentence in listed("sentences", sentences):
-            lines.append(checked_text(sentence).removesuffix("\n"))
-            if "\n" in lines[-1]:
-                raise ValueError(f"expected sentences of one line each, got {sentence[:40]!r}")
-        return list(self._scorer.sentences(lines))
+    def score(
+        self, sentences: Iterable[str], *, stream: bool = False, details: bool = False
+    ) -> list[LineScore]:
+        """Scores of lines and of the `<eos>` after each, as `lm score` with these options."""
+        lines = [checked_text(each).removesuffix("\n") for each in listed("sentences", sentences)]
+        if several := [line for line in lines if "\n" in line]:
+            raise ValueError(f"expected sentences of one line each, got {several[0][:40]!r}")
+        if stream and self._run.is_independent:
+            raise ValueError("stream: the model is of independent sequences")
+        score = self._scorer.stream if stream else self._scorer.sentences
+        return list(score(lines, details=details))
 
     def evaluate(self, text: str) -> Evaluation:
         """Every figure of `lm evaluate --text` for a text; UserError if it is empty."""
@@ -296,8 +299,7 @@ class LoadedModel:
 
         They have no `<unk>` unless `allow_unk`; with `spell_unk`, one is drawn as any word, and
         then its spelling by the model's speller. Independent sequences end at a predicted `<eos>`.
-        Other arguments are those of `lm.generation.generate_text`, and the fields of `Sampling`:
-        temperature, top_k, top_p, min_p, repetition_penalty, excluded.
+        Other arguments are the fields of `lm.generation.Sampling`, as temperature.
         """
         others = "prompt, num_tokens, num_samples, stop, seed, allow_unk, spell_unk"
         given = Sampling().changed(sampling, "generate", others)

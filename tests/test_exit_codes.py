@@ -98,7 +98,8 @@ BAD_INPUTS = """\
 3 | score {run} --ids {ids} --level=summary | ids.txt, line 2: expected an id, a tab or space, and
 2 | score {run} {text} --details --format=kenlm | --details requires
 2 | score {run} {text} --details --level=sentence | --details requires
-2 | score {run} {text} --details --open-vocabulary | --details excludes --open-vocabulary
+2 | score {run} {text} --stream --stream-by-id | --stream and --stream-by-id exclude each other
+2 | score {run} {text} --level=token | --level token requires --format tsv or json
 2 | score {run} {text} --open-vocabulary --vocabulary-size=99 | not allowed with argument
 2 | score {run} {text} --vocabulary-size=3 | vocabulary size 3: expected at least 2
 2 | score {run} {text} --vocabulary-size=2305843009213693952 | and at most 1152921504606846976

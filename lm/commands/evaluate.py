@@ -71,10 +71,10 @@ def run(options: argparse.Namespace) -> None:
     from data_prep.corpus.lines import read_lines, read_text
     from lm.evaluation import encode_text, evaluate_split, evaluate_text
     from lm.figures import as_json
-    from lm.rescoring.unknown import noted_words
     from lm.scoring.comparison import TextLosses, check_comparable, compare
     from lm.scoring.frequency import frequency_report
     from lm.scoring.mixture import evaluate_mixture
+    from lm.scoring.unknown import noted_words
 
     is_open = options.open_vocabulary
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)

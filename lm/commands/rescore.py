@@ -176,8 +176,8 @@ def _models(
         num_unknown_types,
         unknown_rule,
     )
-    from lm.rescoring.unknown import UnknownWords
     from lm.scoring.ngram import NGramModel
+    from lm.scoring.unknown import UnknownWords
 
     hypotheses = [text for each in lists for text in each.texts]
     references = [text for each in lists if each.errors for text in each.errors.references]

@@ -17,7 +17,7 @@ from lm.run import TrainedRun
 HELP = "log-probabilities of sentences and words"
 _CHOICES = {
     "--level": (
-        ("sentence", "summary", "word"),
+        ("sentence", "summary", "word", "token"),
         "what to print; perplexities excluding OOVs leave out words, in TSV and JSON <unk> tokens",
     ),
     "--format": (
@@ -35,8 +35,9 @@ OPTIONS: Options = (
     }
     | {
         "--stream": SWITCH | {"help": "all lines are one text (default: independent sentences)"},
+        "--stream-by-id": SWITCH | {"help": "lines with the same id, in sequence, are one text"},
         "--details": SWITCH
-        | {"help": "rank of each word, entropy of its distribution; as words, TSV"},
+        | {"help": "rank and class of each word, entropy of its distribution; as words, TSV"},
         "--ids": SWITCH
         | {"help": "each line begins with an id and a tab, or a space if there is no tab"},
     }
@@ -45,6 +46,11 @@ OPTIONS: Options = (
     | COMPUTING
 )
 EXCLUSIVE = (*VOCABULARY_SIZE, *OPEN_VOCABULARY)
+_RULES = {
+    "line": "independent sentences",
+    "all": "one stream: all lines are one text",
+    "id": "streams: the lines of each id are one text",
+}
 _NO_END = "has items, but no end of a sequence: use lm evaluate --ranking or lm recommend"
 _log = logging.getLogger(__name__)
 
@@ -56,7 +62,6 @@ def run(options: argparse.Namespace) -> None:
     from data_prep.tokenizer.token_file import counted_literals, log_literals
     from lm.device import return_freed_memory
     from lm.figures import ITEM, perplexity_rule, token_unit
-    from lm.rescoring.unknown import noted_words
     from lm.scoring import Scorer
     from lm.scoring.layouts import Layout
 
@@ -64,13 +69,12 @@ def run(options: argparse.Namespace) -> None:
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     if not run.predicts_eos:
         raise UserError(f"{run.folder} {_NO_END}")
-    if options.stream and run.is_independent:
+    if options.text != "line" and run.is_independent:
         raise UserError(f"--stream requires a text, but {run.folder} has independent sequences")
     scorer = Scorer.of(
         run,
         vocabulary_size=options.vocabulary_size,
         open_vocabulary=options.open_vocabulary,
-        details=options.details,
     )
     file = options.file or "-"
     layout = Layout(
@@ -80,10 +84,12 @@ def run(options: argparse.Namespace) -> None:
         name=options.format,
         unit=options.unit,
         has_ids=options.ids,
+        text=options.text,
+        details=options.details,
         keep_empty_lines=run.keeps_empty_lines,
     )
-    rule = "one stream: all lines are one text" if options.stream else "independent sentences"
-    if options.stream and not run.keeps_empty_lines:
+    rule = _RULES[options.text]
+    if options.text != "line" and not run.keeps_empty_lines:
         rule += ", empty lines left out as in training"
     unit = "word" if options.format == "kenlm" else token_unit(run.tokenizer)
     if run.is_independent and options.vocabulary_size is None:
@@ -92,12 +98,8 @@ def run(options: argparse.Namespace) -> None:
     if options.vocabulary_size is not None:
         counted = counted.replace("counted as <unk>", "by their shares of P(<unk>)")
     literals = dict.fromkeys(run.tokenizer.literals, 0)
-    lines = read_text(file)
-    if not options.ids:
-        lines = noted_words(run.tokenizer, lines, file)
-    lines = counted_literals(lines, literals)
-    rows = layout.rows(lines, stream=options.stream)
-    for number, row in enumerate(rows):
+    lines = counted_literals(read_text(file), literals)
+    for number, row in enumerate(layout.rows(lines)):
         if number == 0:  # the text can be read
             _log.info(
                 "%s, <eos> before the first word; log-probabilities in %s; perplexity %s",
@@ -115,7 +117,12 @@ def _check(options: argparse.Namespace) -> None:
     for name, (choices, _) in _CHOICES.items():
         if getattr(options, name[2:]) is None:
             setattr(options, name[2:], defaults.get(name[2:], choices[0]))
-    if options.details and (options.format == "kenlm" or options.level != "word"):
-        raise UserError("--details requires --level word and --format tsv or json")
-    if options.details and options.open_vocabulary:
-        raise UserError("--details excludes --open-vocabulary: it ranks N words")
+    has_columns = options.format != "kenlm" and options.level in ("word", "token")
+    if options.details and not has_columns:
+        raise UserError("--details requires --level word or token, and --format tsv or json")
+    if options.level == "token" and not has_columns:
+        raise UserError("--level token requires --format tsv or json")
+    if options.stream and options.stream_by_id:
+        raise UserError("--stream and --stream-by-id exclude each other")
+    options.ids |= options.stream_by_id
+    options.text = "id" if options.stream_by_id else "all" if options.stream else "line"

@@ -28,9 +28,9 @@ from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.speller import Speller
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.rescoring.nbest import Floats, Ints, NBest
-from lm.rescoring.unknown import UnknownWords
 from lm.rescoring.word_errors import WordErrors
 from lm.scoring.ngram import NO_UNK, NGramModel
+from lm.scoring.unknown import UnknownWords
 
 LOWEST = 10 * NO_UNK
 """Log-probability of a word of probability 0: finite, as 0 · -∞ is a NaN."""

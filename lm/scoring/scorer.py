@@ -36,7 +36,10 @@ Ints = NDArray[np.int64]
 class TokenScores(NamedTuple):
     """Figures of n tokens; rank and entropy are None unless asked for."""
 
+    id: Ints  # [n]
+    context: Ints  # [n], how many tokens predict each, `<eos>` at the start included
     log_prob: Floats  # [n] nats
+    class_log_prob: Floats  # [n] nats, that of the root's child: the class, or a word without one
     rank: Ints | None = None  # [n], 1 + the number of more probable words
     entropy: Floats | None = None  # [n] nats, of the distribution over all words
 
@@ -54,10 +57,10 @@ class LineScore:
         log_prob: [n] nats, sums over the tokens of each unit.
         is_oov: [n], whether a token of the unit is `<unk>`, or it is left out.
         is_unk: [t], whether each token is `<unk>`.
-        context: [n], how many tokens predict the unit's first, `<eos>` at the start included.
+        context: [n], that of the unit's first token.
         word_id: [n], the first token of each unit; -1 for a word without a token of its own.
         unit_of_token: [t], the unit of each token.
-        tokens: figures of the t tokens: log_prob [t] in nats; rank and entropy if asked for.
+        tokens: figures of the t tokens.
     """
 
     words: list[str]
@@ -82,10 +85,10 @@ class Scorer:
             each. None: `<unk>` is one word.
         speller: has the probability of each unknown word given `<unk>`, in place of V.
         leave_out_unknown: whether unknown words are left out of what is read, unless V is given.
-        details: whether to compute rank and entropy.
 
     Attributes:
         num_unseen: number of words that share P(`<unk>`), V - (N - 1); 1 without V.
+        shares_unknown: whether V is given.
         tells_unknown_apart: whether an unknown word has a probability of its own, by V or a
             speller; else it has that of all unknown words together.
         leaves_out: whether unknown words are left out, and their probability is 0.
@@ -105,12 +108,12 @@ class Scorer:
         vocabulary_size: int | None = None,
         speller: Speller | None = None,
         leave_out_unknown: bool = False,
-        details: bool = False,
     ) -> None:
-        self.model, self.tokenizer, self.context, self.details = model, tokenizer, context, details
+        self.model, self.tokenizer, self.context = model, tokenizer, context
         self._speller = speller
         self.num_unseen = 1
-        self.tells_unknown_apart = speller is not None or vocabulary_size is not None
+        self.shares_unknown = vocabulary_size is not None
+        self.tells_unknown_apart = speller is not None or self.shares_unknown
         self.leaves_out = leave_out_unknown and not self.tells_unknown_apart
         if vocabulary_size is None:
             return
@@ -143,8 +146,8 @@ class Scorer:
         assert isinstance(self.tokenizer, WordTokenizer)
         return self._speller.log_prob(self.tokenizer.unknown_occurrences(lines))
 
-    def sentences(self, lines: Iterable[str]) -> Iterator[LineScore]:
-        """Score independent lines in their order.
+    def sentences(self, lines: Iterable[str], *, details: bool = False) -> Iterator[LineScore]:
+        """Score independent lines in their order; `details`: rank and entropy as well.
 
         They are computed in batches of similar length. The figures of a line do not depend on the
         others, except for rounding.
@@ -155,37 +158,40 @@ class Scorer:
             ids = [np.append(line.ids, eos_id).astype(np.int32) for line in aligned]
             figures, index_of_line = [], []
             for hidden, targets, index, place in read_lines(self.model, ids, eos_id):
-                figures.append([place + 1, *self._figures(hidden, targets)])
+                context = place + 1 if limit is None else np.minimum(place + 1, limit)
+                figures.append([context, *self._figures(hidden, targets, details)])
                 index_of_line.append(index)
             by_line = np.concatenate(index_of_line).argsort(kind="stable")
-            columns = (np.concatenate(column)[by_line] for column in zip(*figures, strict=True))
-            context = next(columns) if limit is None else np.minimum(next(columns), limit)
-            yield from self._line_scores(batch, aligned, ids, list(columns), context)
+            columns = [np.concatenate(column)[by_line] for column in zip(*figures, strict=True)]
+            yield from self._line_scores(batch, aligned, ids, columns)
 
     def _aligned(self, line: str) -> AlignedLine:
         words, ids, word_of_id = self.tokenizer.align(line)
         kept = ids != self.tokenizer.unk_id if self.leaves_out else slice(None)
         return AlignedLine(words, ids[kept], word_of_id[kept])
 
-    def stream(self, lines: Iterable[str]) -> Iterator[LineScore]:
+    def stream(self, lines: Iterable[str], *, details: bool = False) -> Iterator[LineScore]:
         """Score lines as one text, each token from the text before it, as `lm evaluate`."""
         lines, eos_id = list(lines), self.tokenizer.eos_id
         aligned = [self.tokenizer.align(line) for line in lines]
         if not aligned:
             return
         ids = [np.append(line.ids, eos_id) for line in aligned]
-        text, figures, context = np.concatenate(ids), [], []
-        for hidden, targets, num_before in read_text(self.model, text, eos_id, self.context):
-            figures.append(self._figures(hidden, targets))
-            context.append(num_before)
+        figures = [
+            [context, *self._figures(hidden, targets, details)]
+            for hidden, targets, context in read_text(
+                self.model, np.concatenate(ids), eos_id, self.context
+            )
+        ]
         columns = [np.concatenate(column) for column in zip(*figures, strict=True)]
-        yield from self._line_scores(lines, aligned, ids, columns, np.concatenate(context))
+        yield from self._line_scores(lines, aligned, ids, columns)
 
     @torch.no_grad()
-    def _figures(self, hidden: Tensor, targets: Tensor) -> list[NDArray[Any]]:
-        """The columns of `TokenScores` of P positions, from hidden [P, H] and targets [P]."""
-        columns = [-self.model.output.nll_by_level(hidden, targets).double().sum(0)]
-        if self.details:
+    def _figures(self, hidden: Tensor, targets: Tensor, details: bool) -> list[NDArray[Any]]:
+        """Columns of `TokenScores`, from log_prob on, of hidden [P, H] and targets [P]."""
+        by_level = -self.model.output.nll_by_level(hidden, targets).double()
+        columns = [by_level.sum(0), by_level[0]]
+        if details:
             at_once = max(1, MAX_LOG_PROBS // self.model.vocab_size)
             parts = map(self._details, torch.split(hidden, at_once), torch.split(targets, at_once))
             columns += map(torch.cat, zip(*parts, strict=True))
@@ -208,12 +214,12 @@ class Scorer:
         aligned: Iterable[AlignedLine],
         all_ids: list[NDArray[Any]],
         columns: list[NDArray[Any]],
-        context: Ints,
     ) -> Iterator[LineScore]:
-        """The scores of lines, from figures of their tokens one line after another."""
+        """The scores of lines, from columns of their tokens, one line after another."""
         begin = 0
-        is_unk = np.concatenate(all_ids) == self.tokenizer.unk_id
-        columns[0][is_unk] += self.unknown_log_prob(lines, int(is_unk.sum()))
+        columns = [np.concatenate(all_ids).astype(np.int64), *columns]
+        is_unk, log_prob = columns[0] == self.tokenizer.unk_id, columns[2]
+        log_prob[is_unk] += self.unknown_log_prob(lines, int(is_unk.sum()))
         for line, ids in zip(aligned, all_ids, strict=True):
             num_units, part = len(line.words) + 1, slice(begin, begin + len(ids))
             begin = part.stop
@@ -226,7 +232,7 @@ class Scorer:
                 log_prob=np.bincount(unit, tokens.log_prob, num_units).astype(np.float64),
                 is_oov=is_left_out | (np.bincount(unit, is_unk[part], num_units) > 0),
                 is_unk=is_unk[part],
-                context=context[part][first],
+                context=tokens.context[first],
                 word_id=np.where(unit[first] == np.arange(num_units), ids[first], -1),
                 unit_of_token=unit,
                 tokens=tokens,

@@ -97,7 +97,8 @@ def test_units_layouts_and_ids_agree(lstm_run: Path, printed: Printed) -> None:
     options = ["--ids", "--format=json", "--unit=nats", "--level=word", "--details"]
     *sentences, _ = map(json.loads, printed(lstm_run, with_ids, *options))
     header, *words = printed(lstm_run, with_ids, *options, "--format=tsv")
-    assert header == "id\tposition\tword\tnats\tsurprisal\toov\ttokens\tcontext\trank\tentropy_nats"
+    columns = "id position word nats surprisal oov tokens context rank entropy_nats class_nats"
+    assert header.split("\t") == columns.split()
     for sentence in sentences:
         for place, word in enumerate(sentence["words"], 1):
             assert word["position"] == place
@@ -106,10 +107,13 @@ def test_units_layouts_and_ids_agree(lstm_run: Path, printed: Printed) -> None:
     flat = [(each["id"], *word.values()) for each in sentences for word in each["words"]]
     cells = [["" if cell is None else str(cell) for cell in row] for row in flat]
     assert cells == [row.split("\t") for row in words]
-    assert {row[4] for row in cells if row[5] == "1"} == {""}
+    assert {(row[4], row[8]) for row in cells if row[5] == "1"} == {("", "")}
     for option in ("--open-vocabulary", "--vocabulary-size=1000"):
-        rows = printed(lstm_run, with_ids, *options[:-1], "--format=tsv", option)
-        assert all(float(row.split("\t")[4]) > 0 for row in rows[1:])
+        _, *words = printed(lstm_run, with_ids, *options, "--format=tsv", option)
+        rows = [row.split("\t") for row in words]
+        assert all(float(row[4]) > 0 for row in rows)
+        ranks = {row[8] for row in rows if row[5] == "1"}
+        assert ("" in ranks) == (option == "--open-vocabulary")
     for total, sentence in zip(totals, sentences, strict=True):
         assert sentence["log_prob"] == pytest.approx(total * math.log(10), rel=1e-6)
 
@@ -127,7 +131,7 @@ def test_figures_of_words_of_several_pieces_are_sums(pieces_run: Path, printed: 
     lines = ["the cat sees a horse"]
     table = ["--details", "--unit=nats"]  # implies --level=word --format=tsv
     rows = list(csv.DictReader(printed(pieces_run, lines, *table), delimiter="\t"))
-    (score,) = Scorer.of(TrainedRun(pieces_run, "cpu"), details=True).sentences(lines)
+    (score,) = Scorer.of(TrainedRun(pieces_run, "cpu")).sentences(lines, details=True)
     assert len(score.unit_of_token) > len(rows) == 6
     for place, row in enumerate(rows):
         tokens = score.unit_of_token == place
@@ -138,6 +142,13 @@ def test_figures_of_words_of_several_pieces_are_sums(pieces_run: Path, printed: 
         expected = score.tokens.entropy[tokens].sum()
         assert float(row["entropy_nats"]) == pytest.approx(expected, rel=1e-6)
         assert float(row["nats"]) == pytest.approx(score.tokens.log_prob[tokens].sum(), rel=1e-6)
+    rows = list(csv.DictReader(printed(pieces_run, lines, *table, "--level=token"), delimiter="\t"))
+    assert [int(row["position"]) for row in rows] == (score.unit_of_token + 1).tolist()
+    text = "".join(f"▁{word}" for word in lines[0].split())
+    assert "".join(row["word"] for row in rows) == f"{text}<eos>"
+    for name, figures in (("nats", score.tokens.log_prob), ("entropy_nats", score.tokens.entropy)):
+        assert figures is not None
+        assert [float(row[name]) for row in rows] == pytest.approx(figures.tolist(), rel=1e-6)
     for line_end in ("", "\n"):  # which is no piece
         (same,) = lm.load(pieces_run).score([lines[0] + line_end])
         assert same.log_prob == pytest.approx(score.log_prob, abs=1e-5)
@@ -154,3 +165,20 @@ def test_a_summary_is_printed_in_every_layout(lstm_run: Path, printed: Printed) 
     assert list(map(float, values.split("\t"))) == list(summary.values())
     including, *_ = printed(lstm_run, LINES, *options)
     assert including == f"Perplexity including OOVs:\t{summary['perplexity']}"
+
+
+def test_lines_of_an_id_are_one_text(
+    lstm_run: Path, printed: Printed, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = [["the cat sees a dog today", "a bird"], ["zebra follows zebra"]]
+    lines = [f"text {k}\t{line}" for k, text in enumerate(texts) for line in text]
+    table = ["--level=word", "--format=tsv", "--unit=nats"]
+    _, *rows = printed(lstm_run, lines, *table, "--stream-by-id")
+    model = lm.load(lstm_run)
+    scores = [score for text in texts for score in model.score(text, stream=True)]
+    expected = [float(each) for score in scores for each in score.log_prob]
+    assert [float(row.split("\t")[3]) for row in rows] == pytest.approx(expected, rel=1e-6)
+    assert scores[1].log_prob[0] != model.score(texts[0])[1].log_prob[0]
+    assert "2 of 11 words are unknown, without a surprisal: lm/scoring/README.md" in caplog.messages
+    printed(lstm_run, lines[2:], *table, "--ids")
+    assert any("67 % of the words of the text are unknown" in each for each in caplog.messages)

@@ -46,17 +46,22 @@ def pieces() -> SentencePieceTokenizer:
 def test_tokens_have_the_log_prob_rank_and_entropy_of_the_definition_and_words_have_sums(
     backbone: str, has_pieces: bool, pieces: SentencePieceTokenizer
 ) -> None:
-    scorer = make(backbone, pieces if has_pieces else None, details=True)
+    scorer = make(backbone, pieces if has_pieces else None)
     tokenizer, model = scorer.tokenizer, scorer.model
     lines = [*TEXT, "the cat sees", "  a  horse\u00e9 x ", "the <unk> fish <unk>", " "]
-    for line, score in zip(lines, scorer.sentences(lines), strict=True):
+    for line, score in zip(lines, scorer.sentences(lines, details=True), strict=True):
         words, ids, word_of_id = tokenizer.align(line)
         targets = np.append(ids, tokenizer.eos_id).astype(np.int64)
         unit = np.append(word_of_id, len(words))
         log_prob = log_probs(model, [tokenizer.eos_id, *ids.tolist()])
         target = log_prob.gather(1, torch.from_numpy(targets)[:, None])
         entropy = -(log_prob.exp() * log_prob).sum(1)
+        assert score.tokens.id.tolist() == targets.tolist()
         assert score.tokens.log_prob == pytest.approx(target[:, 0].numpy(), rel=1e-12)
+        members = torch.arange(tokenizer.vocab_size) % 3  # the classes of `make`
+        same = members[None, :] == members[torch.from_numpy(targets)][:, None]
+        of_class = log_prob.exp().where(same, 0.0).sum(1).log()
+        assert score.tokens.class_log_prob == pytest.approx(of_class.numpy(), rel=1e-9)
         assert score.tokens.rank is not None
         assert score.tokens.rank.tolist() == (1 + (log_prob > target).sum(1)).tolist()
         assert score.tokens.entropy == pytest.approx(entropy.numpy(), rel=1e-12)
@@ -78,14 +83,15 @@ def all_figures(scores: list[LineScore]) -> np.ndarray[Any, Any]:
 def test_scores_depend_on_batches_by_rounding_only(
     backbone: str, dtype: torch.dtype, digits: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scorer = make(backbone, details=True)
+    scorer = make(backbone)
     scorer.model.to(dtype)
-    expected = all_figures([next(scorer.sentences([line])) for line in TEXT])
+    expected = all_figures([next(scorer.sentences([line], details=True)) for line in TEXT])
     for size in (1, 4, 11, 1000):
         monkeypatch.setattr(reader, "BATCH_TOKENS", size)
         monkeypatch.setattr(scorer_module, "MAX_LOG_PROBS", 3 * size)
         for order in (range(6), [5, 2, 0, 1, 4, 3]):
-            scores = dict(zip(order, scorer.sentences([TEXT[k] for k in order]), strict=True))
+            lines = [TEXT[k] for k in order]
+            scores = dict(zip(order, scorer.sentences(lines, details=True), strict=True))
             found = all_figures([scores[k] for k in range(6)])
             assert found == pytest.approx(expected, rel=digits)
 
@@ -124,12 +130,11 @@ def test_a_token_of_a_stream_is_predicted_from_the_stated_context(
 
 
 def test_unseen_words_share_the_mass_of_unk() -> None:
-    plain = make("lstm", details=True)
-    shared = Scorer(plain.model, plain.tokenizer, context=6, vocabulary_size=16, details=True)
+    plain = make("lstm")
+    shared = Scorer(plain.model, plain.tokenizer, context=6, vocabulary_size=16)
     num_unseen = 16 - 6  # 6 words are known, <eos> counted
-    for line, before, after in zip(
-        TEXT, plain.sentences(TEXT), shared.sentences(TEXT), strict=True
-    ):
+    scores = (each.sentences(TEXT, details=True) for each in (plain, shared))
+    for line, before, after in zip(TEXT, *scores, strict=True):
         lower = np.where(before.is_oov, math.log(num_unseen), 0)
         assert after.log_prob == pytest.approx(before.log_prob - lower, rel=1e-12)
         log_prob = log_probs(plain.model, [0, *plain.tokenizer.encode(line)])
@@ -148,7 +153,7 @@ def test_a_word_without_a_token_of_its_own_has_no_id(pieces: SentencePieceTokeni
     layout = Layout(
         scorer=make("lstm", pieces), level="word", name="kenlm", unit="nats", has_ids=False
     )
-    row = next(layout.rows(["\u2603\t\u2603 the"], stream=False))
+    row = next(layout.rows(["\u2603\t\u2603 the"]))
     assert [unit.split()[0] for unit in row.split("\t")[:2]] == ["\u2603=0", "\u2603=0"]
 
 

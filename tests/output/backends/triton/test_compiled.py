@@ -94,16 +94,16 @@ MUTATED = [THREE_LEVELS, UNEQUAL]
 ALL_MUTATED = [
     THREE_LEVELS._replace(positions=200),
     WIDE,
-    UNEQUAL._replace(size=264),
+    UNEQUAL,
     WIDE._replace(target="all ignored"),
     WIDE._replace(size=160, rows="fp32"),
     LONGER._replace(chunk=128),
     WIDE._replace(size=160, rows="fp32", target="all ignored"),
 ]
 """Problems that reach most of the kernels; a fault must be seen in one of them. Those with rows of
-one dtype have the same compiled kernels. The smaller ones come first. With rows in fp32, a step of
-a chunk takes 64 visits: what is copied ahead of the last step of two, and overwrites what follows
-unless it is waited for, exists in chunks of more than 64 alone.
+one dtype have one size, so that their kernels are the same. The smaller ones come first. With rows
+in fp32, a step of a chunk takes 64 visits: what is copied ahead of the last step of two, and
+overwrites what follows unless it is waited for, exists in chunks of more than 64 alone.
 """
 NUM_MUTANTS, ALL_MUTANTS = 2, 3
 """Mutants of each kind in each kernel of an architecture."""

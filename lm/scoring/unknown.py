@@ -19,7 +19,7 @@ class UnknownWords:
 
     def __init__(self, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
         counts = Counter(word for text in texts for word in text.split())
-        self.num_words = counts.total()
+        self.num_words, self._tokenizer = counts.total(), tokenizer
         encoded = tokenizer.encode_lines(list(counts))
         pairs = zip(counts.items(), encoded, strict=True)
         self._counts = Counter({word: n for (word, n), ids in pairs if tokenizer.unk_id in ids})
@@ -34,10 +34,14 @@ class UnknownWords:
             return None
         share = 100 * self.num_unknown / self.num_words
         words = ", ".join(f"{word[:40]!r}" for word, _ in self._counts.most_common(NUM_SHOWN))
+        keys = [
+            key for key in ("lowercase", "split_punctuation") if not getattr(self._tokenizer, key)
+        ]
+        train = " or ".join(f"--tokenizer.{key}=true" for key in keys)
         return (
             f"{share:.0f} % of the words of the {what} are unknown, most often {words}: write them"
-            " as in the training text (case, punctuation, apostrophes, form of Unicode), or train"
-            " with --tokenizer.lowercase=true or --tokenizer.split_punctuation=true"
+            " as in the training text (case, punctuation, apostrophes, form of Unicode)"
+            + (f", or train with {train}" if keys else "")
         )
 
 

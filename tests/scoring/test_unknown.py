@@ -3,7 +3,7 @@
 import pytest
 
 from data_prep.tokenizer.tokenizer import WordTokenizer
-from lm.rescoring.unknown import UnknownWords, noted_words
+from lm.scoring.unknown import UnknownWords, noted_words
 from tests.conftest import toy_sentences
 from tests.data_prep.conftest import trained_pieces
 
