@@ -95,7 +95,7 @@ def evaluate(
         total=num_tokens, desc=progress, unit="token", unit_scale=True, disable=disable
     ) as bar:
         if sequences is None:
-            chunks: Iterable[Any] = read_text(model, tokens, eos_id, context)
+            chunks: Iterable[Any] = read_text(model, [tokens], eos_id, context)
         else:
             chunks = read_independent(model, sequences.lines(), eos_id, sequences.num_known)
         for hidden, targets, *_ in chunks:

@@ -215,12 +215,12 @@ class LoadedModel:
             if isinstance(prefix, str) and prefix:
                 raise ValueError(f"expected a list of items, got {prefix!r}")
         ids = [] if isinstance(prefix, State) else self._read(prefix)
-        if exclude == "seen":
+        if not isinstance(exclude, str):
+            excluded = self._item_ids(exclude)
+        elif exclude == "seen":
             if isinstance(prefix, State):
                 raise ValueError("exclude: a state does not have the tokens that it has read")
             excluded = ids
-        elif not isinstance(exclude, str):
-            excluded = self._item_ids(exclude)
         elif exclude != "nothing":
             raise ValueError(f"exclude must be nothing, seen or a list, got {exclude!r}")
         state = self._own(prefix) if isinstance(prefix, State) else self._start(ids)

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from data_prep.tokenizer.punctuation import UNK
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,18 +43,22 @@ class Step(NamedTuple):
 
 
 def listed(what: str, values: object) -> list[Any]:
-    """The items of a list or another iterable; a text or a state is one item, and no list."""
-    if isinstance(values, str | bytes | State) or not isinstance(values, Iterable):
+    """The items of a list or another iterable; a text or a state is one item, a table no list."""
+    is_item = isinstance(values, str | bytes | State) or getattr(values, "ndim", 1) != 1
+    if is_item or not isinstance(values, Iterable):
         raise ValueError(f"expected a list of {what}, got {values!r:.60}")
     return list(values)
 
 
 def checked_ids(tokens: Sequence[Any], vocab_size: int) -> list[int]:
-    """Token ids; ValueError if they are none, or outside of a vocabulary."""
+    """Token ids; ValueError if they are none, as a mask, or outside of a vocabulary."""
     try:
         ids = [index(token) for token in tokens]
     except TypeError as error:
-        raise ValueError(f"expected text or token ids, got {tokens!r}") from error
+        raise ValueError(f"expected text or token ids, got {tokens!r:.60}") from error
+    for token in tokens:
+        if isinstance(token, bool) or getattr(token, "dtype", None) == torch.bool:
+            raise ValueError(f"expected text or token ids, got {token!r}")
     for token in ids:
         if not 0 <= token < vocab_size:
             raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
@@ -64,9 +71,9 @@ def warn_of(word: str | int, *, is_left_out: bool) -> None:
     if not is_left_out:
         problem = (
             "is given the probability of all unknown words together, which may exceed that of a"
-            " known one: see open_vocabulary and vocabulary_size of lm.load"
+            " known one: as text, it has its own with open_vocabulary or vocabulary_size of lm.load"
         )
-    warn_caller(f"{word!r} {problem}")
+    warn_caller(f"{word if isinstance(word, str) else UNK!r} {problem}")
 
 
 def warn_caller(text: str) -> None:

@@ -207,7 +207,7 @@ def test_the_stated_context_is_that_of_the_windows(context: int) -> None:
         f"each token is predicted from {few} to {context} tokens before it, and from fewer at the"
         " start of the text"
     )
-    first, *rest = [before for _, _, before in reader.read_text(model, tokens, EOS, context)]
+    first, *rest = [before for _, _, before in reader.read_text(model, [tokens], EOS, context)]
     assert first.tolist() == list(range(1, few))
     assert {*np.concatenate(rest).tolist()} == {*range(few, context + 1)}
 

@@ -341,7 +341,7 @@ def test_a_word_with_the_probability_of_all_unknown_ones_warns_once(
         ask(loaded, word_or_id)
     assert {each.filename for each in caught} <= {__file__}
     found = [str(each.message) for each in caught]
-    expected = f"{word_or_id!r} is given the probability of all unknown words together"
+    expected = f"{word or '<unk>'!r} is given the probability of all unknown words together"
     assert [message.startswith(expected) for message in found] == [True] * warns
 
 
@@ -358,6 +358,23 @@ def test_ids_and_words_are_converted(lstm_run: Path) -> None:
         loaded.id("the cat")
     with pytest.raises(ValueError, match="outside the vocabulary"):
         loaded.word(loaded.vocab_size)
+
+
+def test_masks_and_tables_are_no_lists_of_words(lstm_run: Path) -> None:
+    loaded = lm.load(lstm_run)
+    excluded = [loaded.id(word) for word, _ in loaded.topk("the", 2)]
+    best = loaded.topk("the", 3)[2:]
+    wrong: list[Any] = [torch.zeros(loaded.vocab_size, dtype=torch.bool), [True], np.array([False])]
+    right: list[Any] = [excluded, np.array(excluded), torch.tensor(excluded)]
+    for ids in right:
+        assert loaded.topk("the", 1, exclude=ids) == best
+    for mask in wrong:
+        with pytest.raises(ValueError, match=r"expected text or token ids, got .*(Fals|Tru)e"):
+            loaded.topk("the", 3, exclude=mask)
+        with pytest.raises(ValueError, match=r"expected text or token ids, got .*(Fals|Tru)e"):
+            loaded.candidate_log_prob("the", mask)
+    with pytest.raises(ValueError, match="expected a list of sentences, got array"):
+        loaded.score(np.array([["the cat"]]))
 
 
 def test_help_explains_every_figure() -> None:

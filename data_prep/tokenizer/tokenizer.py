@@ -23,13 +23,14 @@ LINES_PER_BATCH = 16_384
 CHARACTERS_PER_BATCH = 1 << 25
 
 
-def line_batches(lines: Iterable[str]) -> Iterator[list[str]]:
+def line_batches(lines: Iterable[str], most: int | None = None) -> Iterator[list[str]]:
     """Group lines into batches of up to `LINES_PER_BATCH` lines, fewer if the lines are long."""
     batch, num_characters = [], 0
+    most = LINES_PER_BATCH if most is None else most
     for line in lines:
         batch.append(line)
         num_characters += len(line)
-        if len(batch) == LINES_PER_BATCH or num_characters >= CHARACTERS_PER_BATCH:
+        if len(batch) == most or num_characters >= CHARACTERS_PER_BATCH:
             yield batch
             batch, num_characters = [], 0
     if batch:

@@ -36,6 +36,8 @@ OPTIONS: Options = (
     | {
         "--stream": SWITCH | {"help": "all lines are one text (default: independent sentences)"},
         "--stream-by-id": SWITCH | {"help": "lines with the same id, in sequence, are one text"},
+        "--line-buffered": SWITCH
+        | {"help": "answer each line before the next is read, for a program that waits for it"},
         "--details": SWITCH
         | {"help": "rank and class of each word, entropy of its distribution; as words, TSV"},
         "--ids": SWITCH
@@ -86,8 +88,11 @@ def run(options: argparse.Namespace) -> None:
         has_ids=options.ids,
         text=options.text,
         details=options.details,
+        at_once=1 if options.line_buffered else None,
         keep_empty_lines=run.keeps_empty_lines,
     )
+    if options.line_buffered and options.text != "line" and not run.model.backbone.carries_state:
+        raise UserError("--line-buffered: the windows of a Transformer's text depend on its length")
     rule = _RULES[options.text]
     if options.text != "line" and not run.keeps_empty_lines:
         rule += ", empty lines left out as in training"
@@ -107,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
                 options.unit,
                 counted,
             )
-        print(row)
+        print(row, flush=options.line_buffered)
     log_literals("text", literals)
 
 

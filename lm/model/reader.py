@@ -7,7 +7,7 @@
 No probability depends on the size of a chunk or of a batch, except for rounding.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,34 +45,49 @@ def read_prefix(model: LanguageModel, tokens: Tensor, state: State) -> tuple[Ten
 
 @torch.no_grad()
 def read_text(
-    model: LanguageModel, tokens: NDArray[Any], eos_id: int, context: int
+    model: LanguageModel, parts: Iterable[NDArray[Any]], eos_id: int, context: int
 ) -> Iterator[tuple[Tensor, Tensor, Ints]]:
-    """Read a text, word ids [n], of which each is predicted once, the first one from `<eos>`.
+    """Read a text, word ids in parts [n], each predicted once, the first one from `<eos>`.
 
-    A backbone that carries a state (LSTM) reads the text as one stream: each token is predicted
-    from all before it. Any other (Transformer) reads overlapping windows of `context` tokens, half
-    a window apart, and predicts from the second half of each, and from the first half of the first.
+    A backbone that carries a state (LSTM) reads the text as one stream, a part after the other:
+    each token is predicted from all before it. Any other (Transformer) reads overlapping windows of
+    `context` tokens of all parts, half a window apart, and predicts from the second half of each,
+    and from the first half of the first.
 
     Yields:
         Hidden vectors [P, H] and targets [P] int64, in the order of the text, and the number of
         tokens [P] that each is predicted from, `<eos>` included.
     """
-    carries_state = model.backbone.carries_state
-    state = None
-    plan = _windows(len(tokens), context)
-    if carries_state:
-        ends = ((begin, begin + CHUNK_TOKENS) for begin in range(0, len(tokens), CHUNK_TOKENS))
-        plan = ((np.arange(begin, min(end, len(tokens)))[:, None], 0) for begin, end in ends)
-    for place, num_skipped in plan:
+    if model.backbone.carries_state:
+        yield from _read_stream(model, parts, eos_id)
+        return
+    tokens, *others = [*parts] or [np.zeros(0, np.int64)]
+    tokens = np.concatenate([tokens, *others]) if others else tokens  # else it may be a file
+    for place, num_skipped in _windows(len(tokens), context):
         inputs = tokens[np.maximum(place - 1, 0)].astype(np.int64)
         inputs[place == 0] = eos_id
-        hidden, state = model(torch.from_numpy(inputs).to(model.device), state)
+        hidden, _ = model(torch.from_numpy(inputs).to(model.device))
         targets = torch.from_numpy(tokens[place].astype(np.int64)).to(model.device)
-        num_before = place + 1 - (0 if carries_state else place[0])
+        num_before = place + 1 - place[0]
         if num_skipped and place[0, 0] == 0:
             yield hidden[:num_skipped, 0], targets[:num_skipped, 0], num_before[:num_skipped, 0]
         hidden = hidden[num_skipped:].transpose(0, 1).flatten(0, 1)
         yield hidden, targets[num_skipped:].T.flatten(), num_before[num_skipped:].T.flatten()
+
+
+def _read_stream(
+    model: LanguageModel, parts: Iterable[NDArray[Any]], last: int
+) -> Iterator[tuple[Tensor, Tensor, Ints]]:
+    """What `read_text` yields of a backbone that carries a state; `last` comes before the text."""
+    state, num_before = None, 0
+    for tokens in parts:
+        for begin in range(0, len(tokens), CHUNK_TOKENS):
+            chunk = tokens[begin : begin + CHUNK_TOKENS].astype(np.int64)
+            inputs = torch.from_numpy(np.append(last, chunk[:-1]))[:, None]
+            hidden, state = model(inputs.to(model.device), state)
+            targets = torch.from_numpy(chunk).to(model.device)
+            yield hidden[:, 0], targets, num_before + np.arange(1, len(chunk) + 1)
+            last, num_before = chunk[-1], num_before + len(chunk)
 
 
 def _windows(num_tokens: int, context: int) -> Iterator[tuple[Ints, int]]:

@@ -48,6 +48,7 @@ class Layout:
     has_ids: bool  # whether lines begin with an id, see `--ids`; else it is their number
     text: str = "line"  # what one is: a `line`, `all` lines, or those of an `id`, one after another
     details: bool = False  # ranks and entropies
+    at_once: int | None = None  # number of lines that are read before the first is scored
     keep_empty_lines: bool = True  # of a stream; independent sentences may be empty
     source: str = "text"  # of the lines, in a message
 
@@ -109,12 +110,13 @@ class Layout:
     def _scores(self, lines: Iterable[str], ids: deque[str]) -> Iterator[LineScore]:
         """Scores of lines, whose ids are appended to `ids`."""
         sentences = noted_words(self.scorer.tokenizer, self._sentences(lines, ids), self.source)
+        settings: dict[str, Any] = {"details": self.details, "at_once": self.at_once}
         if self.text == "line":
-            yield from self.scorer.sentences(sentences, details=self.details)
+            yield from self.scorer.sentences(sentences, **settings)
         else:
             all_lines = ((self.text == "all" or ids[-1], sentence) for sentence in sentences)
             for _, text in groupby(all_lines, key=itemgetter(0)):
-                yield from self.scorer.stream((line for _, line in text), details=self.details)
+                yield from self.scorer.stream((line for _, line in text), **settings)
 
     def _sentences(self, lines: Iterable[str], ids: deque[str]) -> Iterator[str]:
         """The lines without their ids, which are appended to `ids`."""

@@ -8,6 +8,7 @@ Items that the catalogue of a model of independent sequences lacks are left out.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
@@ -146,14 +147,16 @@ class Scorer:
         assert isinstance(self.tokenizer, WordTokenizer)
         return self._speller.log_prob(self.tokenizer.unknown_occurrences(lines))
 
-    def sentences(self, lines: Iterable[str], *, details: bool = False) -> Iterator[LineScore]:
+    def sentences(
+        self, lines: Iterable[str], *, details: bool = False, at_once: int | None = None
+    ) -> Iterator[LineScore]:
         """Score independent lines in their order; `details`: rank and entropy as well.
 
-        They are computed in batches of similar length. The figures of a line do not depend on the
-        others, except for rounding.
+        They are computed in batches of similar length, among `at_once` lines that are read before
+        the first is scored. The figures of a line do not depend on the others, except for rounding.
         """
         eos_id, limit = self.tokenizer.eos_id, self.model.backbone.receptive_field
-        for batch in line_batches(lines):
+        for batch in line_batches(lines, at_once):
             aligned = list(map(self._aligned, batch))
             ids = [np.append(line.ids, eos_id).astype(np.int32) for line in aligned]
             figures, index_of_line = [], []
@@ -170,21 +173,33 @@ class Scorer:
         kept = ids != self.tokenizer.unk_id if self.leaves_out else slice(None)
         return AlignedLine(words, ids[kept], word_of_id[kept])
 
-    def stream(self, lines: Iterable[str], *, details: bool = False) -> Iterator[LineScore]:
-        """Score lines as one text, each token from the text before it, as `lm evaluate`."""
-        lines, eos_id = list(lines), self.tokenizer.eos_id
-        aligned = [self.tokenizer.align(line) for line in lines]
-        if not aligned:
-            return
-        ids = [np.append(line.ids, eos_id) for line in aligned]
-        figures = [
-            [context, *self._figures(hidden, targets, details)]
-            for hidden, targets, context in read_text(
-                self.model, np.concatenate(ids), eos_id, self.context
-            )
-        ]
-        columns = [np.concatenate(column) for column in zip(*figures, strict=True)]
-        yield from self._line_scores(lines, aligned, ids, columns)
+    def stream(
+        self, lines: Iterable[str], *, details: bool = False, at_once: int | None = None
+    ) -> Iterator[LineScore]:
+        """Score lines as one text, each token from the text before it, as `lm evaluate`.
+
+        A Transformer, whose windows depend on the length of the text, reads all lines first.
+        """
+        batches: deque[tuple[int, list[str], list[AlignedLine], list[NDArray[Any]]]] = deque()
+
+        def parts() -> Iterator[NDArray[Any]]:
+            for batch in line_batches(lines, at_once):
+                aligned = list(map(self.tokenizer.align, batch))
+                ids = [np.append(line.ids, self.tokenizer.eos_id) for line in aligned]
+                part = np.concatenate(ids)
+                batches.append((len(part), batch, aligned, ids))
+                yield part
+
+        figures, num_tokens = list[list[NDArray[Any]]](), 0
+        text = read_text(self.model, parts(), self.tokenizer.eos_id, self.context)
+        for hidden, targets, context in text:
+            figures.append([context, *self._figures(hidden, targets, details)])
+            num_tokens += len(context)
+            while batches and batches[0][0] <= num_tokens:
+                size, batch, aligned, ids = batches.popleft()
+                columns = [np.concatenate(column) for column in zip(*figures, strict=True)]
+                yield from self._line_scores(batch, aligned, ids, [c[:size] for c in columns])
+                figures, num_tokens = [[c[size:] for c in columns]], num_tokens - size
 
     @torch.no_grad()
     def _figures(self, hidden: Tensor, targets: Tensor, details: bool) -> list[NDArray[Any]]:

@@ -110,9 +110,9 @@ def test_units_layouts_and_ids_agree(lstm_run: Path, printed: Printed) -> None:
     assert {(row[4], row[8]) for row in cells if row[5] == "1"} == {("", "")}
     for option in ("--open-vocabulary", "--vocabulary-size=1000"):
         _, *words = printed(lstm_run, with_ids, *options, "--format=tsv", option)
-        rows = [row.split("\t") for row in words]
-        assert all(float(row[4]) > 0 for row in rows)
-        ranks = {row[8] for row in rows if row[5] == "1"}
+        cells = [row.split("\t") for row in words]
+        assert all(float(row[4]) > 0 for row in cells)
+        ranks = {row[8] for row in cells if row[5] == "1"}
         assert ("" in ranks) == (option == "--open-vocabulary")
     for total, sentence in zip(totals, sentences, strict=True):
         assert sentence["log_prob"] == pytest.approx(total * math.log(10), rel=1e-6)
@@ -182,3 +182,10 @@ def test_lines_of_an_id_are_one_text(
     assert "2 of 11 words are unknown, without a surprisal: lm/scoring/README.md" in caplog.messages
     printed(lstm_run, lines[2:], *table, "--ids")
     assert any("67 % of the words of the text are unknown" in each for each in caplog.messages)
+
+
+def test_a_transformer_does_not_answer_lines_of_a_stream_one_by_one(
+    transformer_run: Path, complaint: Callable[..., str]
+) -> None:
+    message = complaint("score", transformer_run, "-", "--stream", "--line-buffered")
+    assert message == "--line-buffered: the windows of a Transformer's text depend on its length"

@@ -2,6 +2,8 @@
 
 import math
 import re
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -112,13 +114,14 @@ def test_the_stated_context_of_a_sentence_is_what_its_figures_depend_on(layers: 
 @pytest.mark.parametrize(
     ("backbone", "context"), [("lstm", 6), *(("transformer", context) for context in (2, 5, 6, 99))]
 )
-@pytest.mark.parametrize("num_lines", [1, 3, 6])
+@pytest.mark.parametrize(("num_lines", "at_once"), [(1, None), (3, 1), (6, None), (6, 4)])
 def test_a_token_of_a_stream_is_predicted_from_the_stated_context(
-    backbone: str, context: int, num_lines: int
+    backbone: str, context: int, num_lines: int, at_once: int | None
 ) -> None:
     scorer, lines = make(backbone, context=context), TEXT[:num_lines]
     ids = [0, *(id for line in lines for id in [*scorer.tokenizer.encode(line), 0])]
-    scores = list(scorer.stream(lines))
+    scores = list(scorer.stream(lines, at_once=at_once))
+    assert [len(score.log_prob) for score in scores] == [len(line.split()) + 1 for line in lines]
     place = 0
     for score in scores:
         for log_prob, before in zip(score.log_prob, score.context, strict=True):
@@ -127,6 +130,21 @@ def test_a_token_of_a_stream_is_predicted_from_the_stated_context(
             assert log_prob == pytest.approx(float(expected), rel=1e-12)
             place += 1
     assert place == len(ids) - 1
+
+
+@pytest.mark.parametrize("text", ["line", "all", "id"])
+def test_a_line_is_answered_before_the_next_is_read(text: str) -> None:
+    num_read = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal num_read
+        for num_read, line in enumerate(TEXT, 1):
+            yield f"{num_read // 2}\t{line}"
+
+    settings: dict[str, Any] = {"level": "sentence", "name": "json", "unit": "nats", "at_once": 1}
+    layout = Layout(scorer=make("lstm"), has_ids=True, text=text, **settings)
+    for number, _ in enumerate(islice(layout.rows(lines()), len(TEXT)), 1):
+        assert num_read == number
 
 
 def test_unseen_words_share_the_mass_of_unk() -> None:
