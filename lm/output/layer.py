@@ -218,7 +218,8 @@ class HierarchicalSoftmax(nn.Module):
 
         Equal to `log_prob` at these words. Differentiable, on a GPU or compiled once, as the loss;
         evaluates the softmaxes on the candidates' paths only, on a CPU each once for a position: in
-        a tree of two levels at most C + K N / C columns. Gradients of the parameters are dense,
+        a tree of two levels at most C + K N / C columns, and without a gradient all if that is
+        faster. Gradients of the parameters are dense,
         also for row-wise layers.
 
         Example:

@@ -24,6 +24,10 @@ _LOSS_DEVICES = {"cuda"}
 """Types of devices on which the loss evaluates candidates."""
 _LOSS_ELEMENTS = 1 << 28
 """Largest number of elements of the hidden vectors, one for each candidate, that the loss takes."""
+_ALL_LOGITS = 1 << 20
+"""Largest number of logits of all rows that replace those of many nodes, whose products take longer
+from two fifths of the rows on (one position, one thread: from a quarter to a half, by N).
+"""
 _OPERATIONS = Finder(search.topk, search.nuclei, search.within_ratio, draw_words)
 _KERNEL = _OPERATIONS._replace(draw_words=fused.draw_words)
 _LOOPS = Finder(
@@ -49,7 +53,8 @@ def candidate_log_prob(
     """Log-probabilities [..., K] of candidate words [..., K], as `log_prob` has them.
 
     Candidates of one position often share nodes, at least the root. Each distinct (position, node)
-    pair is evaluated once, in one matrix product per distinct node. On a GPU, which would wait for
+    pair is evaluated once, in one matrix product per distinct node; without a gradient all rows at
+    once if these are many of few, see `_ALL_LOGITS`. On a GPU, which would wait for
     as many launches, candidates are targets of the loss, unless they are so many that a hidden
     vector for each would take 1 GB; so they are in a graph that is compiled, traced or exported.
     """
@@ -91,6 +96,11 @@ def _by_node(
     position, node = term // max(1, words.shape[1] * tree.depth), tree.node_of_row[row]
     order = (node * len(flat) + position).argsort()
     term, row, position, node = (values[order] for values in (term, row, position, node))
+    has_gradient = torch.is_grad_enabled() and (flat.requires_grad or weight.requires_grad)
+    if not has_gradient and (num_logits := len(flat) * tree.num_rows) <= _ALL_LOGITS:
+        visited = torch.unique_consecutive(node * len(flat) + position) // len(flat)
+        if 5 * int(tree.num_children[visited].sum()) > 2 * num_logits:
+            return word_log_prob(flat, weight, tree, bias).gather(1, words)
     nodes = with_rows(visited_nodes(node[None], tree), weight, bias)
     by_level = flat.new_zeros(rows.numel())
     log_q = []
