@@ -20,8 +20,8 @@ MAX_REGISTERS = 255
 """Registers of a thread; without it the assembler spills to fit more programs on a processor."""
 
 SPILLS_LESS = (3, 9, 0)
-"""The first version of Triton that needs at most 128 registers of a thread for norms in half
-precision on sm_90.
+"""The first version of Triton that needs at most 128 registers of a thread for norms in bf16 on
+sm_90.
 """
 
 
@@ -121,9 +121,13 @@ def tiles(
     kind = "half" if dtype.itemsize == 2 else "single" if tensor_cores else "exact"
     fitting = [sm for of, sm in _TILES if of == kind and sm <= max(capability, 80)]
     found = _TILES[kind, max(fitting)]
-    if (triton_version() or SPILLS_LESS) < SPILLS_LESS and found.norm.registers < 168:
+    spills = (triton_version() or SPILLS_LESS) < SPILLS_LESS or dtype == torch.float16
+    if spills and found.norm.registers < 168:
         found = found._replace(norm=found.norm._replace(registers=168))
     if kind == "half" and 90 <= capability < 100:
+        if dtype == torch.float16:  # spills where bf16 does not
+            update = found.update._replace(registers=MAX_REGISTERS)
+            found = found._replace(light=_LIGHT, update=update)
         found = _for_width(found, width)
         if hidden_align < (4 if dtype == torch.float16 else 2) or rows.itemsize > 2:
             found = found._replace(heavy=_FEW_HEAVY)
