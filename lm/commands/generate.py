@@ -119,7 +119,8 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
         what = "unknown words of the prompt, read as <unk>"
         unknown = unknown_words(tokenizer, prompts)
     if unknown:
-        shown = [word if word.isprintable() else repr(word) for word in unknown[:MAX_WORDS_NAMED]]
+        first = [word[:40] for word in unknown[:MAX_WORDS_NAMED]]
+        shown = [word if word.isprintable() else repr(word) for word in first]
         rest = f" and {len(unknown) - len(shown)} more" if len(unknown) > len(shown) else ""
         _log.warning("%s: %s%s", what, ", ".join(shown), rest)
     if run.is_independent and run.predicts_eos:

@@ -143,6 +143,6 @@ def token_log_probs(run: TrainedRun, tokens: NDArray[Any]) -> Floats:
     """Log-probabilities [n] in nats of a text of tokens [n], from the contexts of `lm evaluate`."""
     model, description = run.model, run.description
     each = []
-    for hidden, targets, _ in read_text(model, tokens, description.eos_id, description.context):
+    for hidden, targets, _ in read_text(model, [tokens], description.eos_id, description.context):
         each.append(-model.output.nll_by_level(hidden, targets).double().sum(0).cpu())
     return torch.cat(each).numpy()

@@ -185,7 +185,7 @@ def train_and_continue(folder: Path, arguments: list[str]) -> None:
         assert main(command) == 0
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_several_processes_continue_bit_for_bit_or_refuse_another_number_of_them(
     tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Callable[..., str], devices: int
 ) -> None:
