@@ -168,7 +168,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if "source" in options:
         options.overrides = _overrides(rest, known)
     elif rest:
-        raise UserError(f"unknown option {rest[0]}{_similar(rest[0], known)}")
+        what = "option" if rest[0].startswith("-") else "argument"
+        is_key = re.match(r"--\w+\.\w", rest[0])
+        hint = ": keys are set in the recipe, or by lm prepare and lm train" if is_key else ""
+        raise UserError(f"unknown {what} {rest[0]}{_similar(rest[0], known) or hint}")
     return options
 
 

@@ -94,7 +94,8 @@ BAD_INPUTS = """\
 2 | evaluate {run} --threads=9999 | argument --threads: must be at most 1024, got 9999
 3 | score {run} {empty} | empty.txt
 3 | score {run} {empty} --stream | empty.txt
-2 | score {run} --ids {text} more | unknown option more
+2 | score {run} --ids {text} more | unknown argument more
+2 | new {folder}/new.yaml --text={text} --train.max_steps=9 | --train.max_steps=9: keys are set in
 3 | score {run} --ids {ids} --level=summary | ids.txt, line 2: expected an id, a tab or space, and
 2 | score {run} {text} --details --format=kenlm | --details requires
 2 | score {run} {text} --details --level=sentence | --details requires
