@@ -29,7 +29,7 @@ from data_prep.meta import (
     stored_array,
     verify_stored,
 )
-from data_prep.sequences import Sequences, find_sequences
+from data_prep.sequences import RARE_REPEATS, Exclude, Sequences, find_sequences
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
 from data_prep.storage import copy_atomically
 from data_prep.tokenizer.serialization import MODEL_FILE, TOKENIZER, load_tokenizer
@@ -84,6 +84,17 @@ class Prepared:
             num_known=None if known is None else self._array(KNOWN.format(split)),
             predict_eos=bool(self.meta.settings["data"].get("predict_eos")),
         )
+
+    @cached_property
+    def repeated_share(self) -> float:
+        """Share of the items of the training split that their sequence has had before."""
+        sequences = self.sequences("train")
+        return sequences.num_repeated / max(1, int(sequences.num_predicted.sum()))
+
+    @property
+    def proposed_exclusion(self) -> Exclude:
+        """What a ranking leaves out unless asked otherwise: `seen` where repeats are rare."""
+        return "seen" if self.repeated_share < RARE_REPEATS else "nothing"
 
     def counts(self) -> NDArray[np.int64]:
         """Return the occurrences of every id in the training split, int64 [N]."""

@@ -1,11 +1,15 @@
 """Independent sequences of a split: where each begins, and which of its items are predicted."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Exclude = Literal["nothing", "seen"]
+"""Items that are left out of a ranking: none, or those that the user has had."""
+RARE_REPEATS = 0.01
+"""Where fewer events of training repeat an item of their user, `seen` is proposed."""
 
 
 class Sequences(NamedTuple):
@@ -22,10 +26,33 @@ class Sequences(NamedTuple):
         """Items to predict [S] that are in the vocabulary."""
         return self.end - self.begin - self.num_known
 
+    @property
+    def num_repeated(self) -> int:
+        """Number of items to predict that are also earlier in their sequence.
+
+        >>> find_sequences(np.array([4, 3, 4, 4, 0, 4, 0]), eos_id=0, unk_id=1).num_repeated
+        2
+        """
+        sequence = np.repeat(np.arange(len(self.begin)), self.end - self.begin)
+        items = self.tokens[_ranges(self.begin, self.end)]
+        order = np.lexsort((items, sequence))  # stable: in the order of a sequence where equal
+        items, sequence = items[order], sequence[order]
+        is_repeated = np.zeros(len(items), bool)
+        is_repeated[order[1:]] = (items[1:] == items[:-1]) & (sequence[1:] == sequence[:-1])
+        first = np.cumsum(self.end - self.begin) - self.num_predicted
+        return int(is_repeated[_ranges(first, first + self.num_predicted)].sum())
+
     def lines(self) -> list[NDArray[Any]]:
         """The tokens of each sequence."""
         pairs = zip(self.begin.tolist(), self.end.tolist(), strict=True)
         return [self.tokens[begin:end] for begin, end in pairs]
+
+
+def _ranges(begin: Ints, end: Ints) -> Ints:
+    """The numbers from each begin to its end, one range after the other."""
+    size = end - begin
+    numbers: Ints = np.arange(size.sum()) + np.repeat(begin - (np.cumsum(size) - size), size)
+    return numbers
 
 
 def find_sequences(
