@@ -166,25 +166,25 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.file = rest.pop(0)
     known = _VERBS[options.verb].OPTIONS
     if "source" in options:
-        options.overrides = _overrides(rest, known)
+        options.overrides = _overrides(rest, known, options.verb)
     elif rest:
         what = "option" if rest[0].startswith("-") else "argument"
         is_key = re.match(r"--\w+\.\w", rest[0])
         hint = ": keys are set in the recipe, or by lm prepare and lm train" if is_key else ""
-        raise UserError(f"unknown {what} {rest[0]}{_similar(rest[0], known) or hint}")
+        raise UserError(f"unknown {what} {rest[0]}{_similar(rest[0], known, options.verb) or hint}")
     return options
 
 
-def _similar(option: str, known: Collection[str]) -> str:
+def _similar(option: str, known: Collection[str], verb: str = "") -> str:
     """A hint at a known option that is much like an unknown one; empty if none is."""
-    return nearest(option.partition("=")[0], known, cutoff=0.75)
+    return nearest(option.partition("=")[0], known, cutoff=0.75, command=verb)
 
 
-def _overrides(rest: list[str], known: Collection[str]) -> list[str]:
+def _overrides(rest: list[str], known: Collection[str], verb: str) -> list[str]:
     """The overrides of the configuration; `UserError` for `--key value` and for other options."""
     for option, after in pairwise([*rest, "VALUE"]):
         name, _, value = option.partition("=")
-        if hint := _similar(name, known):
+        if hint := _similar(name, known, verb):
             raise UserError(f"unknown option {name}{hint}")
         key = {"--device": "--train.accelerator", "--threads": "--train.threads"}.get(name, name)
         if key != name or (name == option and name[2:] and name.startswith("--")):

@@ -47,7 +47,8 @@ OPTIONS: Options = (
             "help": "find the weights on another n-best list, or other lattices",
         },
         "--lm-weight": NUMBER | {"help": "weight of the language model's log-probability"},
-        "--insertion-penalty": NUMBER | {"help": "penalty subtracted for each word (default 0)"},
+        "--insertion-penalty": NUMBER
+        | {"help": "penalty for each word, or character without spaces (default 0)"},
         "--first-pass-share": NUMBER | {"help": "share of the first pass's model (default 0)"},
         "--mixture": NUMBER | {"help": "share of RUN in each word's probability (default 0.5)"},
         "--references": FILE | {"help": "id and words of each utterance, for word error rates"},
@@ -138,12 +139,16 @@ def run(options: argparse.Namespace) -> None:
 def _read(options: argparse.Namespace) -> "tuple[Utterances, Utterances | None]":
     """The utterances to choose from, and those to tune on."""
     from lm.rescoring.formats import NonWords
+    from lm.rescoring.models import num_unknown_types
     from lm.rescoring.nbest import read_costs
     from lm.rescoring.utterances import Utterances
 
     names = [options.acoustic_costs, options.lm_costs]
     costs = [read_costs(name) for name in names if name]
-    non_words = NonWords(options.non_words)
+    run = TrainedRun(Path(options.run_dir))
+    non_words = NonWords(
+        options.non_words, lambda words: num_unknown_types(run.tokenizer, words) == 0
+    )
     utterances = Utterances.read(options.nbest, options.references, costs, non_words=non_words)
     if options.beam and not utterances.lattices:
         raise UserError(f"--beam applies to lattices: {options.nbest} is an n-best list")

@@ -151,8 +151,23 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {key: (before[key], after[key]) for key in keys if before[key] != after[key]}
 
 
-def nearest(name: str, known: Collection[str], cutoff: float = 0.5) -> str:
-    """A hint at the known name that is most similar to an unknown one; empty if none is."""
+_REMOVED = """classes.head=classes.shortlist, model.input=model.input_embedding,
+model.input_backoff=model.count_word_dropout, model.tied=word_table.tied,
+output.dtype=word_table.dtype, output.sparse=word_table.gradients,
+optim.table=word_table.optimizer, optim.table_lr=word_table.lr, classes.column_cost, output.bias,
+classes --plot, evaluate --plot, generate --show-classes, info --trees, rescore --second-weight,
+rescore --subtract, rescore --tune-acoustic-costs, rescore --tune-lm-costs, score --arpa"""
+REMOVED = dict(each.partition("=")[::2] for each in re.split(r",\s", _REMOVED))
+"""Keys, and commands with options, of earlier versions, and the keys that have replaced them."""
+
+
+def nearest(name: str, known: Collection[str], cutoff: float = 0.5, command: str = "") -> str:
+    """A hint at what became of an unknown name, or at the known one that is most similar.
+
+    It is empty if there is none. A command is that of an option.
+    """
+    if known and (old := f"{command} {name}".lstrip()) in REMOVED:
+        return f"; it is now {REMOVED[old]}" if REMOVED[old] else "; it is no longer available"
     same_key = [each for each in known if each.split(".")[-1] == name.split(".")[-1]]
     similar = same_key or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"; did you mean {similar[0]}?" if similar else ""

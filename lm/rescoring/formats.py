@@ -3,24 +3,29 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from data_prep.errors import DataError
 
-NON_WORDS = r"<[^>]*>|\[.*\]|\{.*\}|\+\+.*\+\+|![A-Z_]+|#\d+|sil|SIL"
+NON_WORDS = r"<[^>]*>|\[.*\]|\{.*\}|\+\+.*\+\+|![A-Z_]+|SENT[-_](?:START|END)"
+NON_WORDS += r"|\*DELETE\*|#\d+|sil|SIL"
 """Labels that are no words: in brackets of any kind or `++`, HTK's `!NULL`, Kaldi's `#0`, `sil`."""
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _SLF = re.compile(r"\s*(?:VERSION|UTTERANCE|NODES|LINKS|base|[VUNLIJ])\s*=\s*\S")
+_ROW = re.compile(r"[^\t]*\t|\S+-\d+(?:\s|$)")
+"""The id of a list's line."""
 _log = logging.getLogger(__name__)
 
+Known = Callable[[Sequence[str]], bool]
 Format = Literal["slf", "kaldi", "list"]
 
 
 class NonWords:
     """Labels that are no words: what matches a regular expression. It counts them."""
 
-    def __init__(self, pattern: str = NON_WORDS) -> None:
+    def __init__(self, pattern: str = NON_WORDS, are_known: Known = lambda _: False) -> None:
+        self.are_known = are_known  # whether numbers are words
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
@@ -35,7 +40,7 @@ class NonWords:
 
     def word(self, label: str | None) -> str | None:
         """The word of an arc; None if there is none."""
-        if label in (None, "", "!NULL", "<eps>") or label in self:
+        if label in (None, "", "!NULL", "*DELETE*", "<eps>") or label in self:
             return None
         return label
 
@@ -57,6 +62,8 @@ class NonWords:
 def format_of(lines: Iterable[str]) -> Format:
     """The format of a file: HTK's SLF, Kaldi's lattices, or else an n-best list."""
     filled = [line for line in lines if line.strip()]
+    if all(map(_ROW.match, filled)) and any("=" not in _ROW.sub("", each, 1) for each in filled):
+        return "list"
     if any(map(_SLF.match, filled)) and re.match(r"\s*(?:#|\w+\s*=)", filled[0]):
         return "slf"
     if len(filled) < 2 or "\t" in filled[0] or len(filled[0].split()) > 1:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from data_prep.corpus.lines import read_text
 from data_prep.errors import DataError
-from lm.rescoring.formats import NUMBER, NonWords, format_of
+from lm.rescoring.formats import NUMBER, Known, NonWords, format_of
 from lm.rescoring.nbest import finite_number
 
 _log = logging.getLogger(__name__)
@@ -232,8 +232,10 @@ def _kaldi_costs(text: str, row: str) -> tuple[float, float]:
     return -finite_number(others[0], row), -finite_number(first_pass, row)
 
 
-def _check_symbols(name: str, blocks: dict[int, list[_Row]], word_column: dict[int, int]) -> None:
-    """Refuse numbers for words, and warn of some utterances with numbers alone."""
+def _check_symbols(
+    name: str, blocks: dict[int, list[_Row]], word_column: dict[int, int], are_known: Known
+) -> None:
+    """Refuse numbers for words unless they are known, and warn of utterances with numbers alone."""
     suspects: list[str] = []
     for column in sorted(set(word_column.values())):
         labels = [
@@ -244,7 +246,7 @@ def _check_symbols(name: str, blocks: dict[int, list[_Row]], word_column: dict[i
             if len(fields) > column
         ]
         with_symbols = {id for id, label in labels if not label.isdecimal()}
-        if labels and not with_symbols:
+        if labels and not with_symbols and not are_known([label for _, label in labels]):
             script = f"int2sym.pl -f {column + 1} words.txt"
             raise DataError(f"{name}: the words are numbers: replace them ({script}) first")
         suspects += sorted({id for id, _ in labels} - with_symbols)
@@ -263,7 +265,7 @@ def _read_kaldi(name: str, lines: Iterable[str], non_words: NonWords) -> Iterato
         else:
             block = number
     word_column = {block: 2 if _is_compact(rows) else 3 for block, (_, *rows) in blocks.items()}
-    _check_symbols(name, blocks, word_column)
+    _check_symbols(name, blocks, word_column, non_words.are_known)
     for block, ((place, title), *rows) in blocks.items():
         if len(title) != 1:
             raise DataError(f"{place}: expected the id of an utterance, got {' '.join(title)!r}")

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from data_prep.corpus.lines import read_text
 from data_prep.errors import DataError
 from lm.rescoring.formats import NUMBER, NonWords
-from lm.rescoring.references import first_columns, keyed_lines
+from lm.rescoring.references import first_columns, have_no_spaces, keyed_lines
 
 MAX_SCORES = 2
 _COLUMNS = "expected lines id TAB scores TAB words: reorder the columns"
@@ -49,6 +49,7 @@ class NBest:
     first: Ints  # [U], index of each utterance's first hypothesis
     texts: list[str]  # [M], the hypotheses
     scores: Floats  # [M, S] natural log-probabilities: acoustic, language model of the first pass
+    characters: bool = False  # whether the insertion penalty is for characters: without spaces
 
     @property
     def num_hypotheses(self) -> Ints:
@@ -121,6 +122,7 @@ def read_nbest(
         first=np.cumsum([0, *map(len, rows.values())])[:-1],
         texts=[text for _, text, _ in flat],
         scores=np.array([scores for *_, scores in flat], dtype=np.float64),
+        characters=have_no_spaces([text.split() for _, text, _ in flat]),
     )
     _check_signs(nbest)
     return nbest

@@ -78,7 +78,8 @@ class Utterances:
         nbest = to_nbest(self.nbest.name, self.lattices, weights, models, num_beams)
         errors = self.errors
         if errors is not None:
-            errors = WordErrors.of([each.split() for each in errors.references], nbest)
+            said = [each.split() for each in errors.references]
+            errors = WordErrors.of(said, nbest, errors.characters)
         return replace(self, nbest=nbest, errors=errors)
 
 

@@ -4,9 +4,9 @@
     LM = Σ over the words and `<eos>` of log(λ · P₁ + (1 - λ) · P₂)                          (2)
 
 P₁ is the run's probability of a word, P₂ that of a second model: another run, or an ARPA model.
-Without a second model λ = 1, without scores of a first pass r = 0. The weights are given or tuned:
-those with the fewest word errors on a development list, which must not be the list that is
-rescored.
+Without a second model λ = 1, without scores of a first pass r = 0. Of n-best lists without spaces,
+`words` are characters. The weights are given or tuned: those with the fewest word errors on a
+development list, which must not be the list that is rescored.
 """
 
 from collections.abc import Sequence
@@ -57,6 +57,8 @@ class ScoredList:
         self.nbest = nbest
         lengths = np.array([len(log_prob) for log_prob in by_model[0]])
         self.num_words = lengths - 1
+        if nbest.characters:
+            self.num_words = np.array([len("".join(text.split())) for text in nbest.texts])
         self._first_word = np.cumsum(lengths) - lengths
         self.num_models = len(by_model)
         self._log_prob = [np.concatenate(log_probs) for log_probs in by_model]

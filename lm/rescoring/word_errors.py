@@ -1,5 +1,6 @@
 """Word errors of hypotheses by their references: counts, rates and their intervals."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,9 +11,10 @@ from numpy.typing import NDArray
 
 from data_prep.compiled import compiled
 from lm.rescoring.nbest import Ints, NBest
-from lm.rescoring.references import have_no_spaces
+from lm.rescoring.references import have_no_spaces, letters_per_word
 from lm.scoring.bootstrap import resampled_rates
 
+_log = logging.getLogger(__name__)
 NUM_SAMPLES = 1000
 """Samples of utterances for the interval of a word error rate."""
 
@@ -74,7 +76,7 @@ class WordErrors:
 
     counts: Ints  # [M, 3], substitutions, insertions and deletions
     references: list[str]  # [U]
-    characters: bool = False  # whether characters are counted, of references without spaces
+    characters: bool = False  # whether characters are counted
 
     @cached_property
     def errors(self) -> Ints:
@@ -93,12 +95,20 @@ class WordErrors:
         return np.array([len("".join(each) if self.characters else each) for each in texts])
 
     @classmethod
-    def of(cls, references: Sequence[Sequence[str]], nbest: NBest) -> "WordErrors":
+    def of(
+        cls, references: Sequence[Sequence[str]], nbest: NBest, characters: bool | None = None
+    ) -> "WordErrors":
         """Compare each hypothesis with the words of its utterance, of which [U] are given.
 
-        Characters are compared if the references have no spaces.
+        By default, characters are compared if the references have no spaces, or, with a warning,
+        others than the hypotheses have.
         """
-        characters = have_no_spaces(references)
+        if characters is None and not (characters := have_no_spaces(references)):
+            texts = references, list(map(str.split, nbest.texts))
+            shorter, longer = sorted(map(letters_per_word, texts))
+            if characters := 0 < 1.25 * shorter < longer:
+                cut = "has other spaces than its references: characters are compared"
+                _log.warning("%s %s", nbest.name, cut)
         utterance = np.repeat(np.arange(len(references)), nbest.num_hypotheses).tolist()
         counts = []
         for place, text in zip(utterance, nbest.texts, strict=True):
@@ -107,7 +117,7 @@ class WordErrors:
         return cls(
             counts=np.array(counts),
             references=list(map(" ".join, references)),
-            characters=characters,
+            characters=bool(characters),
         )
 
     def report(self, nbest: NBest, chosen: Ints) -> dict[str, float | int | None]:

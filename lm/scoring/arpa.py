@@ -46,13 +46,13 @@ class NGrams(NamedTuple):
     ids: Ints  # [M, n]
     log_prob: Floats  # [M] nats
     backoff: Floats  # [M] nats, 0 where there is none
+    line: Ints  # [M] numbers of the lines
 
 
 def read_arpa(path: Path, id_of: dict[str, int]) -> list[NGrams]:
     """The n-grams of each order of a file, which may be compressed.
 
-    Its unigrams are added to `id_of`, the ids of words; n-grams with a word that is none are left
-    out. Probabilities of the unigrams that do not add up to 1 are logged as a warning.
+    Its unigrams are added to `id_of`, the ids of words. N-grams of other words are left out.
 
     Raises:
         UserError: if the file cannot be read or is no complete ARPA file.
@@ -61,13 +61,10 @@ def read_arpa(path: Path, id_of: dict[str, int]) -> list[NGrams]:
     from pyarrow import compute
 
     parts: dict[int, list[NGrams]] = {}
-    total = 0.0
     words, ids = pyarrow.array([], "string"), np.zeros(0, dtype=np.int64)
     for order, first, lines in _blocks(path):
         log_prob, backoff, columns = _columns(lines, order, f"{path}, line", first)
         if order == 1:
-            is_word = compute.not_equal(columns[0], "<s>").to_numpy(zero_copy_only=False)
-            total += float(np.exp(log_prob[is_word]).sum())
             words = pyarrow.concat_arrays([words, columns[0]])
             given = [id_of.setdefault(word, len(id_of)) for word in columns[0].to_pylist()]
             ids = np.append(ids, given)
@@ -75,12 +72,30 @@ def read_arpa(path: Path, id_of: dict[str, int]) -> list[NGrams]:
         places = [compute.index_in(each, value_set=words).fill_null(len(ids)) for each in columns]
         rows = table[np.column_stack(places)]
         known = (rows >= 0).all(1)
-        parts.setdefault(order, []).append(NGrams(rows[known], log_prob[known], backoff[known]))
-    if abs(total - 1) > TOLERANCE:
-        sums = f"the probabilities of its 1-grams add up to {total:.3g}, not to 1"
-        _log.warning("%s: %s: estimate the model again, with logarithms of base 10", path, sums)
-    by_order = [parts[order] for order in sorted(parts)]
-    return [NGrams(*map(np.concatenate, zip(*each, strict=True))) for each in by_order]
+        each = rows, log_prob, backoff, np.arange(first, first + len(rows))
+        parts.setdefault(order, []).append(NGrams(*(values[known] for values in each)))
+    by_order = (parts.pop(order) for order in sorted(parts))
+    ngrams = [NGrams(*map(np.concatenate, zip(*each, strict=True))) for each in by_order]
+    _check_sums(path, ngrams, id_of)
+    return ngrams
+
+
+def _check_sums(path: Path, ngrams: Sequence[NGrams], id_of: dict[str, int]) -> None:
+    """Warn if the probabilities of words do not add up to 1, or to more than 1 after others."""
+    for order, (ids, log_prob, *_) in enumerate(ngrams, 1):
+        hashes = np.zeros(len(ids), dtype=np.uint64)  # of the words before the last one
+        for column in ids[:, :-1].T:
+            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + column.astype(np.uint64)
+        _, first, context = np.unique(hashes, return_index=True, return_inverse=True)
+        p = np.exp(log_prob) * (ids[:, -1] != id_of.get("<s>", -1))
+        totals = np.bincount(context, p, minlength=1)
+        k = int(totals.argmax())
+        if totals[k] > 1 + TOLERANCE or (order == 1 and totals[k] < 1 - TOLERANCE):
+            word_of = {id: word for word, id in id_of.items()}
+            words = " ".join(word_of[id] for id in ids[first[k : k + 1], :-1].ravel().tolist())
+            what = f"its {order}-grams" + (f" after {words!r}" if words else "")
+            sums = f"the probabilities of {what} add up to {totals[k]:.3g}, not to 1"
+            _log.warning("%s: %s: estimate the model again, with logarithms of base 10", path, sums)
 
 
 def _blocks(path: Path) -> Iterator[tuple[int, int, list[str]]]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.errors import UserError
+from data_prep.errors import DataError, UserError
 from data_prep.tokenizer.punctuation import UNK
 from lm.scoring.arpa import NATS_PER_LOG10, Floats, Ints, NGrams, read_arpa
 
@@ -44,7 +44,7 @@ class NGramModel:
         has_unk: whether the file has `<unk>`.
 
     Raises:
-        UserError: if the file cannot be read or is no complete ARPA file.
+        UserError: if the file cannot be read, is no complete ARPA file, or has an n-gram twice.
 
     Source: Katz 1987; the tree: Heafield 2011, KenLM.
     """
@@ -73,6 +73,12 @@ class NGramModel:
                 keys, place = np.unique(np.concatenate(longer), return_inverse=True)
                 nodes[k:] = np.split(place, np.cumsum([len(key) for key in longer])[:-1])
             size = len(keys) if k else base
+            if len(each.line) > np.count_nonzero(np.bincount(nodes[k])):
+                order = np.argsort(nodes[k], kind="stable")
+                place = np.flatnonzero(np.diff(nodes[k][order]) == 0)[0]
+                first, second = each.line[order[place : place + 2]]
+                problem = f"lines {first} and {second} have the same {k + 1}-gram: delete one"
+                raise DataError(f"{self.path}, {problem}")
             level = _Level(keys, np.full(size, np.nan), np.zeros(size))
             level.log_prob[nodes[k]], level.backoff[nodes[k]] = each.log_prob, each.backoff
             levels.append(level)

@@ -49,6 +49,8 @@ def test_a_key_or_section_is_described(name: str, first: str, num_keys: int) -> 
         ("hidden", "; did you mean model.hidden?"),
         ("modle", "; did you mean model?"),
         ("model.", "; did you mean model?"),
+        ("model.tied", "; it is now word_table.tied"),
+        ("output.bias", "; it is no longer available"),
         ("", ""),
     ],
 )

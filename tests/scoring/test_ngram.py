@@ -76,6 +76,8 @@ def edited(tmp_path: Path, *edits: tuple[str, str]) -> Path:
         ([("a comment", "blmt 2 7 9")], "is a binary file of IRSTLM: .*compile-lm --text=yes"),
         ([("a comment", "mmap lm http://k")], "is a binary file of KenLM: give the ARPA file"),
         ([("\\data\\", "")], "is not an ARPA file"),
+        ([("1=7", "1=8"), ("1-grams:\n", "1-grams:\n-1 b\t-1\n")], "lines 7 and 10 have the same"),
+        ([("2=4", "2=6"), ("2-grams:\n", "2-grams:\n-1 d d\n\n-2\td d\n")], "lines 16 and 18 have"),
     ],
 )
 def test_files_that_are_not_arpa_files_are_refused_in_one_line(
@@ -123,3 +125,18 @@ def test_probabilities_of_words_that_do_not_add_up_to_1_are_reported(
     write(path, ngrams, 1)
     NGramModel(path)
     assert ("its 1-grams add up to" in caplog.text) == (base != 10)
+
+
+@pytest.mark.parametrize(("log_prob", "total"), [(-0.01, 58.6), (-1.77, None)])
+@pytest.mark.parametrize("order", [2, 3, 5])
+def test_probabilities_after_words_that_add_up_to_more_than_1_are_reported(
+    order: int, log_prob: float, total: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words, before = [f"w{k}" for k in range(60)], ["w7"] * (order - 1)
+    ngrams: NGrams = {(word,): (-1.778, 0.0) for word in words}
+    for n in range(1, order):
+        value = log_prob if n == order - 1 else -3.0
+        ngrams |= {(*before[:n], word): (value, 0.0) for word in words}
+    NGramModel(write(tmp_path / "model.arpa", ngrams, order))
+    problem = f"its {order}-grams after '{' '.join(before)}' add up to {total}, not to 1"
+    assert (problem in caplog.text) == bool(caplog.text) == (total is not None)
