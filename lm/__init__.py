@@ -74,7 +74,10 @@ def check_packages() -> None:
     file = Path((found and found.origin) or "").resolve()
     if file != Path(__file__).resolve().parents[1] / "data_prep" / "__init__.py":
         hiding = file if file.name != "__init__.py" else file.parent
-        raise ImportError(f"{hiding} hides the package data_prep of sqrtlm: rename it")
+        is_checkout = (hiding.parent / "lm" / "__init__.py").exists()
+        remedy = f"import lm from {hiding.parent} too, or leave that folder"
+        remedy = remedy if is_checkout else "rename it"
+        raise ImportError(f"{hiding} hides the package data_prep of sqrtlm: {remedy}")
 
 
 def limit_spinning() -> None:

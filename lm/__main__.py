@@ -23,7 +23,7 @@ def command() -> None:
     try:
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
             signal.signal(signal.SIGINT, interrupt)
-        for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
+        for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGALRM"):
             number = getattr(signal, name)
             if signal.getsignal(number) == signal.SIG_DFL:  # not ignored, as under `nohup`
                 signal.signal(number, terminate)

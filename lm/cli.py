@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text, code = _described(error)
         if code is None or os.environ.get("LM_TRACEBACK"):
             raise
-        print("lm: " + " ".join(text.split()), file=sys.stderr)
+        print("lm: " + " ".join(text.splitlines()), file=sys.stderr)
         return code
     return 0
 

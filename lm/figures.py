@@ -98,7 +98,9 @@ class Evaluation:
         """The figures as lines of text below a title."""
         classes = f"{self.class_perplexity:.2f} × {self.within_class_perplexity:.2f}"
         classes += ", unknown words as <unk>" * (self.spelling_nats is not None)
-        per_word = f"{self.word_perplexity:.2f}, of {self.words:,} words + {self.lines:,} line ends"
+        nats = self.nll_nats / max(1, self.words + self.lines)
+        shown = f"10^{nats / math.log(10):.1f}" if nats >= 700 else f"{self.word_perplexity:.2f}"
+        per_word = f"{shown}, of {self.words:,} words + {self.lines:,} line ends"
         if self.words and self.utf8_bytes > MAX_WORD_BYTES * self.words:
             size = round(self.utf8_bytes / self.words)
             per_word = f"not printed: the text has a space every {size:,} bytes, so no words"

@@ -212,3 +212,11 @@ def test_a_file_of_the_user_that_hides_a_package_is_named(
             assert (done.returncode, done.stderr) == (2, f"lm: {message}\n")
         else:
             assert last == f"ImportError: {message}"
+
+
+def test_another_checkout_in_the_current_folder_is_not_to_be_renamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lm, "__file__", "/site-packages/lm/__init__.py")
+    with pytest.raises(ImportError, match=f": import lm from {os.getcwd()} too, or leave that fo"):
+        lm.check_packages()

@@ -183,6 +183,8 @@ def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words_in_the_t
             size == 0
         )
         assert "within classes" in result.table("text")
+        huge = replace(result, nll_nats=2e3, words=1, word_perplexity=math.inf)
+        assert "10^434.3, of 1 words" in huge.table("text") or size
         full = replace(result, within_class_perplexity=1.0)
         assert "within classes" not in full.table("text")
 

@@ -98,6 +98,7 @@ BAD_INPUTS = """\
 2 | evaluate {run} --compare={run} --arpa=x | --compare excludes --arpa
 2 | evaluate {run} --threads=9999 | argument --threads: must be at most 1024, got 9999
 3 | score {run} {empty} | empty.txt
+3 | score {run} 'no  such.txt' | no  such.txt cannot be read
 3 | score {run} {empty} --stream | empty.txt
 2 | score {run} --ids {text} more | unknown argument more
 2 | new {folder}/new.yaml --text={text} --train.max_steps=9 | --train.max_steps=9: keys are set in
@@ -126,6 +127,8 @@ BAD_INPUTS = """\
 2 | generate {run} --allow-unk --spell-unk | --allow-unk and --spell-unk exclude each other
 2 | generate {run} --prompt=a --prompts=b | not allowed with argument --prompt
 3 | generate {run} --prompts={empty} | empty.txt: no prompts
+3 | generate {run} --prompts={empty} --line-buffered | empty.txt: no prompts
+2 | generate {run} --prompt=- --line-buffered | --line-buffered requires --prompts
 3 | rescore {run} {text} --lm-weight=1 | text.txt
 2 | rescore {run} {nbest} | give --tune LIST REFERENCES, or --lm-weight
 2 | rescore {run} {nbest} --lm-weight=-1 | --lm-weight must be at least 0, and

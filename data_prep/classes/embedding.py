@@ -13,6 +13,7 @@ Legend: N words, C classes, D dimensions.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,7 +104,8 @@ class Clustering:
         for _ in self._bar(KMEANS_ITERATIONS, "k-means"):
 
             def score(ids: IntArray, centroids: FloatArray = centroids) -> FloatArray:
-                return (vectors[ids] @ centroids.T) * urgency[ids]
+                similarity: FloatArray = _product(vectors[ids], centroids.T)
+                return similarity * urgency[ids]
 
             word_class[words], prices = assign(
                 score, words, occupied, self.max_words, prices, KMEANS_TEMPERATURE
@@ -129,7 +131,7 @@ class Clustering:
             if mass[-1] <= 0:
                 mass = np.cumsum(weight)
             chosen[index] = np.searchsorted(mass, generator.random() * mass[-1], side="right")
-            squared = np.maximum(1 - sample @ sample[chosen[index]], 0)
+            squared = np.maximum(1 - _product(sample, sample[chosen[index]]), 0)
             distance = np.minimum(distance, np.where(squared > 1e-6, squared, 0))
         return sample[chosen]
 
@@ -188,12 +190,18 @@ def truncated_svd(
     for _ in range(iterations):
         basis = np.linalg.qr(transposed @ (matrix @ basis)).Q
     image = matrix @ basis  # [N, width]
-    squares, rotation = np.linalg.eigh((image.T @ image).astype(np.float64))
+    squares, rotation = np.linalg.eigh(_product(image.T, image).astype(np.float64))
     values = np.sqrt(np.maximum(squares[::-1][:rank], 0)).astype(np.float32)
     rotation = rotation[:, ::-1][:, :rank].astype(np.float32)
-    vectors = (image @ rotation) / np.where(values > 0, values, 1)
+    vectors = _product(image, rotation) / np.where(values > 0, values, 1)
     largest = vectors[np.abs(vectors).argmax(axis=0), np.arange(vectors.shape[1])]
     return vectors * np.where(largest < 0, -1, 1).astype(np.float32), values
+
+
+def _product(one: Any, other: Any) -> Any:
+    """The matrix product. NumPy's on aarch64 may warn of infinities that are not in its result."""
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        return one @ other
 
 
 def _unit_rows(matrix: FloatArray) -> FloatArray:

@@ -78,7 +78,7 @@ def _reading_errors() -> tuple[type[Exception], ...]:
 def one_line(error: Exception) -> str:
     """Return the operating system's reason, or the exception's type and message, on one line."""
     text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    return " ".join(text.split())
+    return " ".join(text.splitlines())
 
 
 def decompressed(file: BufferedReader, name: str, table: str) -> BufferedReader:
@@ -138,7 +138,7 @@ def _only_member(file: BufferedReader, name: str) -> IO[bytes]:
             raise DataError(f"{name}: the file is {problem}")
         return archive.open(members[0])
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).splitlines())
         raise DataError(f"{name}: the zip archive cannot be read: {reason}") from error
 
 

@@ -9,6 +9,7 @@ import csv
 import glob
 import json
 import logging
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ SPLITS = ("train", "valid", "test")
 HUB_SPLITS = {"train": "train", "valid": "validation", "test": "test"}
 ROWS_PER_BATCH = 256
 """Small, because a row may be a whole book and a batch is in memory several times."""
+SURROGATE = re.compile("[\ud800-\udfff]")
 CSV_SEPARATORS = ",\t;|"
 
 _log = logging.getLogger(__name__)
@@ -248,13 +250,15 @@ def records(path: Path, format: str, field: str | None = None) -> Iterator[dict[
         yield from csv_rows(chain([header], lines))
         return
     for number, line in enumerate(lines, 1):
-        if line.lstrip().startswith("["):
-            found = json.loads("\n".join([line, *lines]))
-        else:
-            found = [_json_value(line, number)] if line.strip() else []
-        for record in found:
+        is_array = line.lstrip().startswith("[")
+        text = "\n".join([line, *lines]) if is_array else line
+        has_escapes = "\\ud" in text.lower()
+        values = [_json_value(text, number)] if text.strip() and not is_array else []
+        for row, record in enumerate(json.loads(text) if is_array else values, number):
             if not isinstance(record, dict):
                 raise DataError(f"{path}, line {number}: expected JSON objects, got {record!r:.40}")
+            if has_escapes and (half := SURROGATE.search(json.dumps(record, ensure_ascii=False))):
+                raise DataError(f"{path}, row {row}: {half[0]!a} is half of a pair")
             yield record
 
 
@@ -299,8 +303,6 @@ def _column_rows(
             mistake = f"{text!r:.40}, not text," if not isinstance(text, str) else "a NUL character"
             hint = f"; columns of text: {others}" if others and not isinstance(text, str) else ""
             raise DataError(f"{name}, row {num_rows}: {mistake} in {field!r}{hint}")
-        if not text.isascii():
-            text.encode()  # a surrogate in JSON is no character
         text = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
         yield [line.removeprefix(BYTE_ORDER_MARK) for line in text.split("\n")]
     if num_nulls:

@@ -51,6 +51,10 @@ VOCABULARY_SIZE: Options = {
 OPEN_VOCABULARY: Options = {
     "--open-vocabulary": SWITCH | {"help": "spell unknown words, so that each has a probability"}
 }
+BY_LINE: Options = {
+    "--line-buffered": SWITCH
+    | {"help": "answer each line before the next is read, for a program that waits for it"}
+}
 EXCLUDE: Options = {
     "--exclude": {
         "choices": ("nothing", "seen"),

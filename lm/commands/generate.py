@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from data_prep.errors import DataError, UserError
-from lm.commands.arguments import COMPUTING, COUNT, JSON, NUMBER, RUN, SWITCH, Options
+from lm.commands.arguments import BY_LINE, COMPUTING, COUNT, JSON, NUMBER, RUN, SWITCH, Options
 from lm.run import TrainedRun
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _CHOICE: Options = {
     "--spell-unk": SWITCH | {"help": "also draw <unk>, and for each a spelling"},
     "--seed": {"type": int, "help": "seed of the random numbers, 64 bits (default 1)"},
 }
-OPTIONS = RUN | _CHOICE | COMPUTING | JSON
+OPTIONS = RUN | _CHOICE | BY_LINE | COMPUTING | JSON
 EXCLUSIVE = ("--prompt", "--prompts")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _log = logging.getLogger(__name__)
@@ -59,14 +59,22 @@ def run(options: argparse.Namespace) -> None:
     """Print the continuations; one sample of one prompt while it is drawn."""
     _check(options)
     prompts = _prompts(options)
+    run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     try:
-        _generate(options, prompts)
+        has_prompts = False
+        for each in prompts:
+            has_prompts = True
+            _generate(options, run, each)
+        if not has_prompts:
+            raise DataError(f"{options.prompts}: no prompts")
     except ValueError as error:
         raise error if isinstance(error, UserError) else UserError(f"generate: {error}") from error
 
 
 def _check(options: argparse.Namespace) -> None:
     """Raise a UserError unless the options go together."""
+    if options.line_buffered and options.prompts is None:
+        raise UserError("--line-buffered requires --prompts, such as --prompts -")
     if options.beams is None:
         if options.length_penalty is not None:
             raise UserError("--length-penalty requires --beams")
@@ -83,30 +91,30 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--samples {options.samples} requires as many --beams")
 
 
-def _prompts(options: argparse.Namespace) -> list[str]:
-    """The texts to continue, at least one."""
+def _prompts(options: argparse.Namespace) -> Iterable[list[str]]:
+    """The texts to continue, in the lists that are answered before the next one is read."""
     from data_prep.corpus.lines import read_text
 
     if options.prompts is not None:
-        if not (prompts := list(read_text(options.prompts))):
-            raise DataError(f"{options.prompts}: no prompts")
-        return prompts
+        lines = read_text(options.prompts)
+        if options.line_buffered:
+            return ([line] for line in lines)
+        return [prompts] if (prompts := list(lines)) else []
     if options.prompt != "-":
-        return [options.prompt or ""]
+        return [[options.prompt or ""]]
     try:
-        return [sys.stdin.read().removesuffix("\n")]
+        return [[sys.stdin.read().removesuffix("\n")]]
     except UnicodeDecodeError as error:
         raise UserError(f"--prompt -: invalid UTF-8: {error.reason}") from error
 
 
-def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
+def _generate(options: argparse.Namespace, run: TrainedRun, prompts: list[str]) -> None:
     from lm.generation import Sampling, generate_text, search_text
     from lm.generation.text import checked_text, unknown_words
 
     prompts = list(map(checked_text, prompts))
     given = {name: getattr(options, name) for name in _SAMPLING}
     sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
-    run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     model, tokenizer, num_tokens = run.model, run.tokenizer, options.tokens
     has_unk = options.allow_unk or options.spell_unk
     excluded = run.never_drawn(has_unk)
@@ -126,7 +134,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     if run.is_independent and run.predicts_eos:
         stop.append("\n")
     streams = not options.json and options.beams is None and options.samples == len(prompts) == 1
-    streams &= not has_items
+    streams &= not has_items and not options.line_buffered
     results: Iterable[list[Sample]]
     if options.beams is None:
         results = generate_text(
@@ -180,7 +188,8 @@ def _print(
         else:
             texts = [prompt + sample.text for sample in samples]
             for text in texts:
-                is_separated = "\n" in text and len(prompts) * len(texts) > 1
+                is_single = len(prompts) * len(texts) == 1 and not options.line_buffered
+                is_separated = "\n" in text and not is_single
                 print(text, *["---"] * is_separated, sep="\n", flush=True)
 
 

@@ -5,6 +5,7 @@ import logging
 
 from data_prep.errors import UserError
 from lm.commands.arguments import (
+    BY_LINE,
     COMPUTING,
     OPEN_VOCABULARY,
     RUN,
@@ -36,13 +37,12 @@ OPTIONS: Options = (
     | {
         "--stream": SWITCH | {"help": "all lines are one text (default: independent sentences)"},
         "--stream-by-id": SWITCH | {"help": "lines with the same id, in sequence, are one text"},
-        "--line-buffered": SWITCH
-        | {"help": "answer each line before the next is read, for a program that waits for it"},
         "--details": SWITCH
         | {"help": "rank and class of each word, entropy of its distribution; as words, TSV"},
         "--ids": SWITCH
         | {"help": "each line begins with an id and a tab, or a space if there is no tab"},
     }
+    | BY_LINE
     | VOCABULARY_SIZE
     | OPEN_VOCABULARY
     | COMPUTING

@@ -6,6 +6,7 @@ import os
 import re
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -15,7 +16,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from data_prep.corpus.formats import likely_encoding, no_text
-from data_prep.errors import UserError
+from data_prep.corpus.lines import input_files
+from data_prep.errors import DataError, UserError
 from lm.config.rules import first_problem, keys_without_effect
 from lm.config.schema import Config
 
@@ -91,15 +93,26 @@ def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     """`load_config` of the run in a folder, which becomes `run_dir`.
 
     An override of `run_dir` is obeyed; one of `name` is that of another folder next to it. Keys of
-    the run that have no effect are no mistake.
+    the run that have no effect are no mistake. A text that is only where the run was started is
+    found by `data.dir`.
     """
     if folder.is_dir() and not (folder / "config.yaml").exists():
         first = f"lm train CONFIG begins one, for instance lm train {folder.name}.yaml"
         raise UserError(f"{folder}: no run here (config.yaml is missing): {first}")
     path = folder / "config.yaml"
-    config = _overridden(_read_values(path), overrides, str(path))
+    values = _read_values(path)
+    written = values.get("run_dir") or f"runs/{values.get('name')}"
+    config = _overridden(values, overrides, str(path))
     _check_effects(config, (), overrides, str(path))
     keys = {override.partition("=")[0] for override in overrides}
+    if not any(key.startswith("--data") for key in keys):
+        start = str(folder.resolve()).removesuffix(f"/{written}")
+        for place in (config.data.dir, str(Path(start, config.data.dir))):
+            data = replace(config.data, dir=place)
+            with suppress(DataError):
+                input_files(data, "train")
+                config = replace(config, data=data)
+                break
     if "--run_dir" in keys:
         return config
     if "--name" in keys:

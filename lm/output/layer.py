@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lm.output.backends import BACKENDS, check_backend, choose_backend
-from lm.output.backends.base import Problem, check_tensors, row_size
+from lm.output.backends.base import Problem, check_tensors, check_whole, row_size
 from lm.output.backends.nodes import lse_by_level
 from lm.output.decoding import distribution
 from lm.output.decoding.draws import Sampling
@@ -153,6 +153,7 @@ class HierarchicalSoftmax(nn.Module):
             word: int64, words 0 … N - 1.
         """
         check_tensors(words=word)
+        check_whole(self.weight)
         rows = self.tree.arrays.row_of_word.index_select(0, word.flatten())  # no word is below 0
         return self._rows(rows.view(word.shape))[..., : self.hidden_size]
 

@@ -3,7 +3,8 @@
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any, cast
 
 import torch
 from lightning.fabric import Fabric
@@ -49,11 +50,15 @@ def launched(fabric: Fabric, run: Run) -> Iterator[None]:
 
     If a process ends, the others end too: the first one with a UserError that says so.
     """
-    train, previous = run.config.train, torch.get_float32_matmul_precision()
+    train, mkldnn = run.config.train, cast(Any, torch.backends.mkldnn)
+    backends = torch.backends.cuda.matmul, mkldnn.matmul
+    previous, name = [backend.fp32_precision for backend in backends], "highest"
+    with suppress(RuntimeError):  # raised where a program has set the precision of one backend
+        name = torch.get_float32_matmul_precision()
     try:
+        torch.set_float32_matmul_precision(train.matmul_precision)  # Fabric reads it on a GPU
         fabric.launch()
         set_num_threads(train.threads, run.num_devices)
-        torch.set_float32_matmul_precision(train.matmul_precision)
         yield
     except RuntimeError as error:
         lost = isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)
@@ -66,7 +71,9 @@ def launched(fabric: Fabric, run: Run) -> Iterator[None]:
             " messages say why): continue with --resume auto"
         ) from error
     finally:
-        torch.set_float32_matmul_precision(previous)
+        torch.set_float32_matmul_precision(name)
+        for backend, precision in zip(backends, previous, strict=True):
+            backend.fp32_precision = precision
 
 
 def check_devices(run: Run) -> None:

@@ -7,6 +7,7 @@ import csv
 import io
 import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -40,8 +41,8 @@ class Logger:
     def log(self, metrics: Metrics) -> None:
         """Called with each line of `metrics.csv`."""
 
-    def close(self) -> None:
-        """Called once, at the end of the run or at an error."""
+    def close(self, exit_code: int = 0) -> None:
+        """Called once, at the end of the run (0), an error or a signal, with its exit code."""
 
 
 class MetricsFile(Logger):
@@ -81,7 +82,10 @@ class WandbLogger(Logger):
         import wandb  # takes a second
 
         id_file = config.run_path / "wandb-id"
-        run_id = id_file.read_text() if id_file.exists() else uuid.uuid4().hex[:8]
+        given = id_file.read_text(errors="replace") if id_file.exists() else uuid.uuid4().hex[:8]
+        if not re.fullmatch(r"[\w .-]+", run_id := given.strip(), re.ASCII):
+            problem = f"expected the id of a wandb run, got {run_id!r:.40}"
+            raise UserError(f"{id_file}: {problem}: delete the file to begin a new wandb run")
         write_atomically(id_file, lambda file: file.write(run_id.encode()))
         try:
             self.run: Any = wandb.init(
@@ -95,15 +99,17 @@ class WandbLogger(Logger):
             )
         except wandb.Error as error:
             raise UserError(f"log.wandb: {config.log.wandb}: {error}") from error
+        self.run.define_metric("*", step_metric="step")
 
     def log(self, metrics: Metrics) -> None:
         """Send the figures that there are."""
         figures = {name: value for name, value in asdict(metrics).items() if value is not None}
-        self.run.log(figures, step=metrics.step)
+        # Of a run that continues, its server drops what has a step that it has had.
+        self.run.log(figures, step=None if self.run.resumed else metrics.step)
 
-    def close(self) -> None:
-        """Finish the wandb run."""
-        self.run.finish()
+    def close(self, exit_code: int = 0) -> None:
+        """Finish the wandb run, as failed unless the code is 0."""
+        self.run.finish(exit_code)
 
 
 def check_wandb(config: Config) -> None:
@@ -170,7 +176,7 @@ class ProgressBar(Logger):
             seconds = round(self._clock.seconds_left(metrics.step) or 0)
             _log.info("%s%s", text, f", {timedelta(seconds=seconds)} left" if seconds else "")
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Leave the bar as it is."""
         self.bar.close()
 
@@ -189,8 +195,12 @@ def open_loggers(state: TrainingState, *, progress: bool) -> Iterator[list[Logge
             loggers.append(ProgressBar(state.step, state.clock))
         if wandb_mode(config) != "disabled":
             loggers.append(WandbLogger(config))
+    exit_code = 0
     try:
         yield loggers
+    except BaseException as error:
+        exit_code = getattr(error, "exit_code", None) or getattr(error, "code", None) or 1
+        raise
     finally:
         for logger in loggers:
-            logger.close()
+            logger.close(exit_code)

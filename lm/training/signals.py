@@ -14,6 +14,7 @@ SIGNALS = (
     signal.SIGUSR1,  # these, before the end of a job's time, are sent by batch systems
     signal.SIGUSR2,
     signal.SIGXCPU,
+    signal.SIGALRM,
 )
 
 

@@ -4,7 +4,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,20 @@ def test_prompts_of_a_file_are_continued_as_each_alone(
     alone = [printed(*options, "--prompt", prompt, "--json") for prompt in prompts]
     assert printed(*options, "--prompts", file, "--json") == "".join(alone)
     text = [printed(*options, "--prompt", prompt) for prompt in prompts]
-    assert printed(*options, "--prompts", file) == "".join(text)
+    for more in ([], ["--line-buffered"]):
+        assert printed(*options, *more, "--prompts", file) == "".join(text)
+
+
+def test_a_prompt_is_answered_before_the_next_one_is_read(
+    lstm_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prompts(_: str) -> Iterator[str]:
+        for prompt in ("the cat", "a dog"):
+            yield prompt
+            assert capsys.readouterr().out.startswith(prompt)
+
+    monkeypatch.setattr("data_prep.corpus.lines.read_text", prompts)
+    assert main(["generate", str(lstm_run), "--prompts=-", "--line-buffered"]) == 0
 
 
 def test_unknown_words_of_prompts_are_reported(

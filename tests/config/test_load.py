@@ -108,6 +108,25 @@ def test_a_run_keeps_its_folder_unless_another_is_asked_for(
         assert load_run_config(Path("runs/old"), overrides).run_path == Path(folder)
 
 
+def test_the_text_of_a_run_is_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, given = tmp_path / "a/runs/old", "runs/old/text.txt"
+    run.mkdir(parents=True)
+    (run / "text.txt").touch()
+    given_keys = f"run_dir: runs/old\ndata: {{files: {{train: {given}}}}}\n"
+    (run / "config.yaml").write_text(MINIMAL + given_keys)
+    (tmp_path / "b").mkdir()
+    for folder, override, expected in (
+        ("b", "--run_dir=runs/x", str(tmp_path / "a")),
+        ("b", "--data.dir=x", "x"),
+        ("b", f"--data.files.train={given}", "."),
+        ("a", "--seed=2", "."),
+    ):
+        monkeypatch.chdir(tmp_path / folder)
+        assert load_run_config(Path("../a/runs/old"), [override]).data.dir == expected
+
+
 def test_numbers_off_aliases_and_merge_keys_are_read_as_yaml_has_them(tmp_path: Path) -> None:
     for value in ("off", "'off'", "auto"):
         text = f"name: run\ntrain: {{max_steps: 5, cuda_graph: {value}}}\n"

@@ -228,6 +228,8 @@ def _check_wrapped(rank: int, world_size: int) -> None:
         layer.loss(hidden, target)
     with pytest.raises(ValueError, match="register_fsdp_forward_method"):
         layer.topk(hidden, 1)
+    with pytest.raises(ValueError, match="register_fsdp_forward_method"):
+        layer.embed(target)
     torch.testing.assert_close(layer(hidden, target).loss, expected)
     fsdp.register_fsdp_forward_method(layer, "loss")
     torch.testing.assert_close(layer.loss(hidden, target), expected)

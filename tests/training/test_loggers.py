@@ -4,22 +4,25 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 from lightning.fabric import Fabric
 from matplotlib.axes import Axes
 
-from data_prep.errors import UserError
+from data_prep.errors import NotFiniteError, UserError
 from lm.config import Config, TrainConfig, validate
 from lm.model.language_model import LanguageModel
 from lm.training.clock import Clock, Progress
-from lm.training.loggers import MetricsFile, ProgressBar, check_wandb, wandb_mode
+from lm.training.loggers import MetricsFile, ProgressBar, check_wandb, open_loggers, wandb_mode
 from lm.training.metrics import Metrics, draw_curves, read_metrics
+from lm.training.signals import Interrupted
 
 Train = Callable[..., Path]
 
@@ -182,6 +185,32 @@ def test_titles_are_no_math(tmp_path: Path) -> None:
 
 def logs_to_wandb(mode: str) -> Config:
     return validate({"name": "a", "train": {"max_steps": 1}, "log": {"wandb": mode}}, "c")
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [(None, 0), (NotFiniteError("x"), 5), (Interrupted(15), 143), (OSError(), 1)]
+)
+def test_wandb_knows_how_a_run_has_ended_and_counts_its_own_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException | None, code: int
+) -> None:
+    wandb, id_file = MagicMock(Error=RuntimeError), tmp_path / "wandb-id"
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config, fabric = replace(logs_to_wandb("offline"), run_dir=str(tmp_path)), MagicMock()
+    state: Any = SimpleNamespace(config=config, fabric=fabric, step=0)
+    id_file.write_text(" my-run\n")
+    run = wandb.init.return_value
+    with suppress(Exception, SystemExit), open_loggers(state, progress=False) as (_, logger):
+        for run.resumed in (True, False):
+            logger.log(figures(7, None))
+        if end is not None:
+            raise end
+    assert wandb.init.call_args.kwargs["id"] == "my-run"
+    assert [call.kwargs["step"] for call in run.log.call_args_list] == [None, 7]
+    run.finish.assert_called_once_with(code)
+    for damaged in ("", "a/b", "\0"):
+        id_file.write_text(damaged)
+        with pytest.raises(UserError, match=f"{id_file}: expected the id of a wandb run, got '"):
+            open_loggers(state, progress=False).__enter__()
 
 
 def test_the_variable_of_wandb_is_respected_where_wandb_is_used(

@@ -55,6 +55,11 @@ def test_the_precision_of_matrix_products_is_set_for_the_run_and_restored_after_
     train(tmp_path / "run", "--train.matmul_precision=medium", "--train.max_steps=1")
     assert seen == {"medium"}
     assert torch.get_float32_matmul_precision() == "highest"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # now the function raises
+    train(tmp_path / "other", "--train.max_steps=1")
+    assert seen == {"medium", "highest"}
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    torch.set_float32_matmul_precision("highest")
 
 
 def test_a_plateau_lowers_the_rate_with_each_validation_that_did_not_improve(

@@ -64,7 +64,7 @@ def _signals_are_not_ignored() -> Iterator[None]:
 
 
 def test_signals_stop_training_unless_that_of_a_closed_terminal_is_ignored(tmp_path: Path) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM):
         with StopSignals() as signals:
             os.kill(os.getpid(), number)
             assert signals.agreed() == number

@@ -206,6 +206,15 @@ def check_positions(hidden: Tensor, target: Tensor) -> None:
         raise ValueError(f"target must be int64, got {target.dtype}")
 
 
+def check_whole(weight: Tensor) -> None:
+    """Raise a ValueError for a part of a table, as in methods of a layer after `fully_shard`."""
+    if hasattr(weight, "full_tensor"):
+        raise ValueError(
+            "weight is a DTensor: after fully_shard(layer), call the layer itself, or first"
+            " torch.distributed.fsdp.register_fsdp_forward_method(layer, NAME) for a method"
+        )
+
+
 def check_parameters(
     hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None
 ) -> TreeArrays:
@@ -227,11 +236,7 @@ def check_parameters(
         )
     if bias is not None and list(bias.shape) != [num_rows]:
         raise ValueError(f"bias must be [R] = {[num_rows]}, got {list(bias.shape)}")
-    if hasattr(weight, "full_tensor"):
-        raise ValueError(
-            "weight is a DTensor: after fully_shard(layer), call the layer itself, or first"
-            " torch.distributed.fsdp.register_fsdp_forward_method(layer, NAME) for a method"
-        )
+    check_whole(weight)
     parameters = [weight] if bias is None else [weight, bias]
     if not all(tensor.is_floating_point() for tensor in parameters):
         dtypes = ", ".join(str(tensor.dtype) for tensor in parameters)

@@ -135,9 +135,10 @@ class RowGradient(Tensor):
         if func._schema.is_mutable or func is _aten._to_copy.default:
             raise NotImplementedError(
                 f"a RowGradient does not support {func}: it can be added, scaled, clipped by"
-                " clip_grad_norm_ and used by the optimizers of lm.output.rowwise; to_dense()"
-                " converts it to an ordinary tensor, and zero_grad() before moving a layer removes"
-                " it"
+                " clip_grad_norm_ (not with foreach=True) and used by the optimizers of"
+                " lm.output.rowwise; DDP and FSDP require row_wise=False, or lm.output.sharded;"
+                " to_dense() converts it to an ordinary tensor, and zero_grad() before moving a"
+                " layer removes it"
             )
         args, kwargs = tree_map_only(cls, cls.to_dense, (args, kwargs))
         return func(*args, **kwargs)

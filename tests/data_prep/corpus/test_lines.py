@@ -166,7 +166,8 @@ def test_bad_text_is_refused_with_file_and_line(
         ([{"text": 1, "t": "a"}], r"row 1: 1, not text, in 'text'; columns of text: 't'$"),
         ([{"text": "a"}, {"text": "\0"}], r"x\.jsonl, row 2: a NUL character in 'text'$"),
         ([{"text": "a"}, ["a"]], r"x\.jsonl, line 2: expected JSON objects, got 'a'$"),
-        ([{"text": "\ud800"}], r"x\.jsonl cannot be read: UnicodeEncodeError: .* surrogates not"),
+        ([{"text": "a"}, {"text": "\ud800"}], r"x\.jsonl, row 2: '\\ud800' is half of a pair$"),
+        ([[{"text": "\U0001f600"}, {"\udc00": 1}]], r"x\.jsonl, row 2: '\\udc00' is half of a pa"),
     ],
 )
 def test_bad_columns_are_refused_with_key_and_row(

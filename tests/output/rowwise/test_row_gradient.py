@@ -139,6 +139,8 @@ def test_hooks_and_anomaly_detection_see_the_gradient() -> None:
         (lambda grad: grad.add_(torch.ones(grad.shape)), "does not support aten.add_"),
         (lambda grad: grad.copy_(torch.ones(grad.shape)), "does not support aten.copy_"),
         (lambda grad: grad.clamp_(-1, 1), "clipped by clip_grad_norm_"),
+        (lambda grad: torch._foreach_mul_([grad], grad[0, 0]), "not with foreach=True"),
+        (lambda grad: torch.mul(grad, grad, out=torch.ones(())), "DDP and FSDP require row_wise=F"),
         (lambda grad: torch.zeros(grad.shape).lerp_(grad, 0.5), "does not support aten.lerp_"),
     ],
 )
