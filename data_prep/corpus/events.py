@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pyarrow import compute, parquet
 
 from data_prep.corpus.formats import reading
-from data_prep.corpus.lines import input_files, log_once, records
+from data_prep.corpus.lines import SPLITS, input_files, log_once, records
 from data_prep.errors import DataError, UserError
 from data_prep.sequences import RARE_REPEATS, Sequences
 from data_prep.settings import DataConfig, SplitFiles
@@ -81,7 +81,7 @@ def count_events(data: DataConfig) -> EventCounts:
     """Count the events of the training files; raises UserError as `event_lines`."""
     events = _read(data, "train", warn=True)
     begin, short = events.begin, int((events.end - events.begin < 3).sum())
-    end, none = _cuts(events, data)["train"][2], np.zeros_like(begin)
+    end, none = _cuts(events, data)["train"][1], np.zeros_like(begin)
     repeated = Sequences(events.item, begin, end, none, none).num_repeated / (end - begin).sum()
     return EventCounts(len(events.item), len(begin), len(events.words), short, float(repeated))
 
@@ -110,40 +110,33 @@ def event_lines(data: DataConfig, split: str) -> Iterator[str]:
     if data.split == "leave_one_out" and split == "valid" and (num_events < 3).any():
         text = "%d of %d users have fewer than three events and are in training alone"
         _log.info(text, (num_events < 3).sum(), len(num_events))
-    cuts = _cuts(events, data)[split]
+    cuts = events.begin, *_cuts(events, data)[split]
     for first, cut, last in zip(*(each.tolist() for each in cuts), strict=True):
         if cut < last:
             parts = [" ".join(words[events.item[a:b]]) for a, b in ((first, cut), (cut, last))]
             yield parts[1] if split == "train" or data.split == "files" else "\t".join(parts)
 
 
-def _cuts(events: _Events, data: DataConfig) -> dict[str, tuple[Ints, Ints, Ints]]:
-    """By split, the first known event, the first to predict and the end of each user [U]."""
+def _cuts(events: _Events, data: DataConfig) -> dict[str, tuple[Ints, Ints]]:
+    """The first event to predict and the end of each user [U], by split."""
     begin, end = events.begin, events.end
     if data.split == "files":
-        return dict.fromkeys(("train", "valid", "test"), (begin, begin, end))
+        return dict.fromkeys(SPLITS, (begin, end))
     if data.split == "leave_one_out":
         is_long = end - begin >= 3
         valid, test = end - 2 * is_long, end - is_long
         problem = "no user has three events, of which the last two are held out"
     else:
         limits = [_limit(events, name, data) for name in SHARES]
-        if limits[0] > limits[1]:
-            default = "by default, 80 % of the events are before it"
-            raise UserError(f"data.test_from is earlier than data.valid_from ({default})")
         num_before = [events.user[events.time < limit] for limit in limits]
         valid, test = (begin + np.bincount(each, minlength=len(begin)) for each in num_before)
         times = map(_shown, (*limits, events.time.min(), events.time.max()))
         problem = "data.valid_from {} and data.test_from {} leave a split empty: times are {} to {}"
         problem = problem.format(*times)
-    cuts = {
-        "train": (begin, begin, valid),
-        "valid": (begin, valid, test),
-        "test": (begin, test, end),
-    }
-    if not all((cut < last).any() for _, cut, last in cuts.values()):
+    cuts = [*pairwise((begin, valid, test, end))]
+    if not all((cut < last).any() for cut, last in cuts):
         raise UserError(f"{events.source}: {problem}")
-    return cuts
+    return dict(zip(SPLITS, cuts, strict=True))
 
 
 def _limit(events: _Events, name: str, data: DataConfig) -> Any:

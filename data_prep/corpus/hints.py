@@ -25,7 +25,7 @@ table of more than two columns.
 """
 MANY_REPEATED = 0.2
 """Share of a split's characters, so that short lines that all texts have are few."""
-AS_TABLE = """lines of a user and items become a table of events by awk 'BEGIN {print "user,item"} \
+AS_TABLE = """lines `USER ITEM ITEM …` become a table of events by awk 'BEGIN {print "user,item"} \
 {for (i = 2; i <= NF; i++) print $1 "," $i}' FILE > NEW.csv, --items user item"""
 UNSPACED = re.compile(
     "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uff66-\uff9f\U00020000-\U0003ffff]"
