@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from data_prep.corpus.lines import SPLITS, hub_folder, input_files, splits
+from data_prep.corpus.lines import SPLITS, hub_folder, hub_revision, input_files, splits
 from data_prep.errors import DataError
 from data_prep.settings import (
     ClassesConfig,
@@ -61,9 +61,11 @@ TEXT_SETTINGS = ("format", "hub", "hub_config", "text_field", "keep_empty_lines"
 """Settings of `data` that change the text; the others locate files, whose content is hashed."""
 SEQUENCE_SETTINGS = (
     *("sequences", "predict_eos", "user_field", "item_field", "time_field"),
-    *("split", "valid_from", "test_from"),
+    *("ties", "split", "valid_from", "test_from"),
 )
 """Settings of `data` that are recorded of independent sequences only."""
+ADDED = {"ties": "rows"}
+"""Settings that earlier versions did not have, and the values that are not recorded."""
 TOKENIZER_SETTINGS = {
     "words": ("min_count", "lowercase", "split_punctuation"),
     "sentencepiece": ("model_type", "byte_fallback", "character_coverage", "max_sentences"),
@@ -81,7 +83,7 @@ class InputFile(Strict):
 
     name: str  # without the folder, so that a corpus can be moved
     num_bytes: NonNegative
-    sha256: str
+    sha256: str  # of a dataset on the hub, its revision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +185,7 @@ def requested_settings(
     is_independent = data.sequences == "independent"
     data_settings = (*TEXT_SETTINGS, *(SEQUENCE_SETTINGS if is_independent else ()))
     settings = {
-        "data": {name: getattr(data, name) for name in data_settings},
+        "data": without_deleted({name: getattr(data, name) for name in data_settings}, **ADDED),
         "tokenizer": {name: getattr(tokenizer, name) for name in tokenizer_settings},
     }
     return settings if classes is None else settings | {"classes": asdict(classes)}
@@ -201,13 +203,16 @@ def requested_meta(
     classes: ClassesConfig | None,
     folder: Path,
     found: Meta | None,
+    keep: bool = False,
 ) -> Meta:
     """Make the record of a preparation in which every stage is still to be done; hashes all files.
 
-    `found` is the present record of the folder. UserError if a file is missing or in the folder.
+    `found` is the present record of the folder; `keep`: its dataset on the hub is not looked up.
+    UserError if a file is missing or in the folder.
     """
     settings = requested_settings(data, tokenizer, classes)
-    paths = {split: input_files(data, split) for split in _splits(data, settings, found)}
+    on_hub = _on_hub(data, settings, found, keep)
+    paths = {split: input_files(data, split) for split in on_hub or splits(data)}
     given = None if classes is None else classes.file or classes.vectors
     if given is not None:
         paths["classes"] = [Path(data.dir, given)]
@@ -215,7 +220,7 @@ def requested_meta(
         if path.resolve().parent == folder.resolve():
             raise DataError(f"{path} is in the prepared folder: the corpus must be elsewhere")
     described = cache(_described)  # every split of a hub folder has the same files
-    inputs = {name: list(map(described, files)) for name, files in paths.items()}
+    inputs = {name: list(map(described, files)) for name, files in paths.items()} | on_hub
     training = {file.sha256 for file in inputs["train"]}
     for split in SPLITS[1:] if data.hub is None and data.split == "files" else ():
         for file in inputs.get(split, []):
@@ -242,21 +247,35 @@ def setting_changes(before: Settings, after: Settings) -> dict[str, list[str]]:
     changed = {}
     for section, new in after.items():
         old = before.get(section, new if section == "classes" else {})
-        old = without_deleted(old, column_cost=0.0)
+        old, new = ADDED | without_deleted(old, column_cost=0.0), ADDED | new
         keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
         if keys:
             changed[section] = [f"{section}.{key}: {old.get(key)} → {new.get(key)}" for key in keys]
     return changed
 
 
-def _splits(data: DataConfig, settings: Settings, found: Meta | None) -> list[str]:
-    """List the splits of the corpus; a dataset on the hub is assumed not to change."""
-    on_hub = data.hub is not None and hub_folder(data) is None
-    if on_hub and found and found.complete:
+def _on_hub(
+    data: DataConfig, settings: Settings, found: Meta | None, keep: bool
+) -> dict[str, list[InputFile]]:
+    """The dataset on the hub as the input of its splits, as recorded unless it has changed."""
+    if data.hub is None or hub_folder(data) is not None:
+        return {}
+    recorded = dict[str, list[InputFile]]()
+    if found and found.complete:
         before = {"data": found.settings.get("data", {})}
         if not setting_changes(before, {"data": settings["data"]}):
-            return [split for split in SPLITS if split in found.splits]
-    return splits(data)
+            recorded = {split: found.inputs[split] for split in SPLITS if split in found.splits}
+            if keep or not recorded["train"]:  # made by an earlier version
+                return recorded
+    try:
+        revision = hub_revision(data)
+    except DataError as error:
+        if not recorded:
+            raise
+        logger.warning("%s: it is taken as unchanged", error)
+        return recorded
+    today = [InputFile(name=str(data.hub), num_bytes=0, sha256=revision)]
+    return recorded if recorded.get("train") == today else dict.fromkeys(splits(data), today)
 
 
 def _described(path: Path) -> InputFile:

@@ -67,7 +67,8 @@ def prepare(
     Each difference from the settings and files that made it is logged to `data_prep`, and only what
     depends on it is made again: everything if the training text or the tokenizer changed, one token
     file if its split changed, the classes alone if `classes` changed. A dataset on the hub is
-    assumed not to change. Preparations of one folder wait for each other.
+    compared by its revision, where the hub can be reached. Preparations of one folder wait for each
+    other.
 
     Args:
         data: where the text is.
@@ -97,7 +98,7 @@ def prepare(
         except UserError as error:
             logger.warning("%s; preparing from the beginning", error)
             found = None
-        requested = requested_meta(data, tokenizer, classes, folder, found)
+        requested = requested_meta(data, tokenizer, classes, folder, found, keep)
         changed = find_changes(found, requested) if found else {}
         differences = list(chain.from_iterable(changed.values()))
         if keep and found and found.complete and differences:

@@ -90,7 +90,11 @@ class DataConfig(Strict):
     """user_field: column of the item."""
     time_field: str | None = "time"
     """user_field: column of the time, a number or a date, by which the events of a user are sorted.
-    Equal times keep the order of the files, and so do all events without this column (null).
+    Without this column (null) they have the order of the files.
+    """
+    ties: Literal["rows", "random"] = "rows"
+    """user_field: order of the events of a user at one time. rows: that of the files. random: that
+    of a hash of user, time and item, whatever the order of the rows is.
     """
     split: Literal["files", "leave_one_out", "time"] = "files"
     """user_field: files: each split has files of its own. Otherwise `files.train` has all events.

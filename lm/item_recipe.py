@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_prep.corpus.events import count_events
-from data_prep.corpus.hints import find_columns
+from data_prep.corpus.hints import AS_TABLE, find_columns
 from data_prep.errors import UserError
+from data_prep.sequences import RARE_REPEATS
 from data_prep.settings import DataConfig, SplitFiles
 from data_prep.storage import folder_to_fill
 from lm.config import Config
@@ -51,7 +52,7 @@ def new_item_recipe(
     check_names(path, run, [table])
     format, _ = find_columns(table, columns)
     if format == "text":
-        raise UserError(f"{table}: plain text has no columns {', '.join(columns)}")
+        raise UserError(f"{table}: plain text has no columns {', '.join(columns)}; {AS_TABLE}")
     user, item, *time = columns
     settings: dict[str, Any] = {
         "format": format,
@@ -62,8 +63,6 @@ def new_item_recipe(
         "split": "leave_one_out",
     }
     counts = count_events(DataConfig(files=SplitFiles(train=str(table)), **settings))
-    if counts.short == counts.users:
-        raise UserError(f"{table}: no user has three events, of which the last two are held out")
     sizes = counts.events, counts.items + 2, ITEMS
     content, model = fit(path, {"train": table}, *sizes, backbone, events=settings)
     order = f"in the order of {time[0]}" if time else "in the order of the rows"
@@ -77,7 +76,8 @@ def new_item_recipe(
     with folder_to_fill(path.parent):
         write_recipe(path, summary, content)
     recipe, run_dir = shlex.quote(str(path)), shlex.quote(str(run))
+    exclude = " --exclude seen" * (counts.repeated_share < RARE_REPEATS)
     return (
-        f"{summary}then: lm train {recipe}\n      lm evaluate {run_dir} --ranking --exclude seen\n"
-        f"      lm recommend {run_dir} --events {shlex.quote(str(table))} --exclude seen"
+        f"{summary}then: lm train {recipe}\n      lm evaluate {run_dir} --ranking{exclude}\n"
+        f"      lm recommend {run_dir} --events {shlex.quote(str(table))}{exclude}"
     )

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 import yaml
 
-from data_prep.corpus.hints import NUM_LINES, UNSPACED, find_text, warn_of
+from data_prep.corpus.hints import AS_TABLE, NUM_LINES, UNSPACED, find_text, warn_of
 from data_prep.corpus.lines import TextFile
 from data_prep.corpus.split import (
     MIN_UNITS,
@@ -229,6 +229,8 @@ def count_vocabulary(training: Path, tokenizer: str) -> tuple[int, str]:
     """The number of words that the preparation finds in a training text, and those left out."""
     from data_prep.tokenizer.vocabulary import count_words  # imports pyarrow and numba
 
+    if tokenizer == ITEMS:
+        logger.warning("the words are items, which are read as one text; %s", AS_TABLE)
     settings = TokenizerConfig(**yaml.safe_load(f"{{{tokenizer}}}"))
     lines = (line for line in TextFile(training).lines() if line.strip())
     found = count_words(lines, settings)

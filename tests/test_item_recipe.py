@@ -1,6 +1,7 @@
 """`lm new` of a table of events: from the table to a ranking without an edited file."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,9 +81,24 @@ def test_without_a_time_the_order_is_that_of_the_rows(printed: Callable[..., str
     write("a.jsonl", "u", "i", "t", [3, 4])
     summary = printed("new", "my.yaml", "--text=a.jsonl", "--items", "u", "i")
     assert "with 4 items, in the order of the rows\n" in summary
+    assert "runs/my --ranking --exclude seen\n" in summary
     data = load_config("my.yaml").data
     assert (data.format, data.user_field, data.item_field) == ("json", "u", "i")
     assert (data.time_field, data.split, data.sequences) == (None, "leave_one_out", "independent")
+    write("b.csv", "user", "item", "time", [20])  # six of the 18 items of training again
+    assert "exclude" not in printed("new", "b.yaml", "--text=b.csv")
+
+
+def test_lines_of_a_user_and_items_become_a_table_as_the_error_says(
+    printed: Callable[..., str], complaint: Callable[..., str]
+) -> None:
+    Path("toys.txt").write_text("7 1 2 3\n8 2 9 1\n8 4\n")
+    new, columns = ("new", "my.yaml"), ("--items", "user", "item")
+    problem = complaint(*new, "--text=toys.txt", *columns)
+    command = problem[problem.index("awk") : problem.index(", --items")]
+    subprocess.run(command.replace("FILE", "toys.txt"), shell=True, check=True)
+    summary = printed(*new, "--text=NEW.csv", *columns)
+    assert "NEW.csv, 7 events of 2 users with 5 items, in the order of the rows\n" in summary
 
 
 def test_more_events_have_the_settings_of_the_recipe_for_items() -> None:

@@ -6,9 +6,11 @@ An item is one word of its line. `item_word` writes white space and `%` in it as
 
 import logging
 import re
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from hashlib import blake2b
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -18,15 +20,20 @@ import pyarrow
 from numpy.typing import NDArray
 from pyarrow import compute, parquet
 
-from data_prep.corpus.formats import one_line, reading
-from data_prep.corpus.lines import input_files, records
+from data_prep.corpus.formats import reading
+from data_prep.corpus.lines import SPLITS, input_files, log_once, records
 from data_prep.errors import DataError, UserError
+from data_prep.sequences import RARE_REPEATS, Sequences
 from data_prep.settings import DataConfig, SplitFiles
 
 ROWS = 1 << 16
 """Rows of a file without columns that are in memory as Python objects."""
 SHARES = {"valid_from": 0.8, "test_from": 0.9}
 """Default shares of the events before each limit of a split by time."""
+FAR, RECENT = 30, 1e8
+"""Consecutive times of this ratio, the later one possible since 1970, have not the same unit."""
+ROUNDED = 1 << 27
+"""Greater times, as seconds since 1970 are, are multiples of 16 or more as floats of 32 bits."""
 _ESCAPED = re.compile(r"^<(?:unk|eos)>$|[%\s\x00-\x1f\x7f-\xa0\ufeff]")
 """What is written as in URLs: special words too, which no item is."""
 Ints = NDArray[np.int64]
@@ -50,14 +57,14 @@ def word_item(word: str) -> str:
 class _Events(NamedTuple):
     """All events, user by user in the order of their first rows, each user's in that of time."""
 
+    source: str  # the files, for messages
     names: list[str]  # [U]
     words: NDArray[Any]  # [I] str
     item: Ints  # [n]
     begin: Ints  # [U], the first event of each user
     end: Ints  # [U]
     user: Ints  # [n]
-    time: NDArray[Any]  # [n]
-    is_date: bool  # whether times are microseconds since 1970
+    time: NDArray[Any]  # [n], integers, floats or dates in microseconds
 
 
 class EventCounts(NamedTuple):
@@ -67,13 +74,16 @@ class EventCounts(NamedTuple):
     users: int
     items: int
     short: int  # users with fewer than three events
+    repeated_share: float  # of the training split: events of an item that their user has had
 
 
 def count_events(data: DataConfig) -> EventCounts:
     """Count the events of the training files; raises UserError as `event_lines`."""
-    events = _read(data, "train")
-    num_short = int((events.end - events.begin < 3).sum())
-    return EventCounts(len(events.item), len(events.begin), len(events.words), num_short)
+    events = _read(data, "train", warn=True)
+    begin, short = events.begin, int((events.end - events.begin < 3).sum())
+    end, none = _cuts(events, data)["train"][1], np.zeros_like(begin)
+    repeated = Sequences(events.item, begin, end, none, none).num_repeated / (end - begin).sum()
+    return EventCounts(len(events.item), len(begin), len(events.words), short, float(repeated))
 
 
 def histories(data: DataConfig, path: str) -> Iterator[tuple[str, list[str]]]:
@@ -90,48 +100,63 @@ def event_lines(data: DataConfig, split: str) -> Iterator[str]:
     UserError if a file cannot be read or lacks a column, or a value is missing or of another type
     than text, integer or, of the time, number or date.
     """
-    events = _read(data, split)
-    begin, end, words = events.begin, events.end, events.words
-    valid = test = end
-    if data.split == "leave_one_out":
-        is_long = end - begin >= 3
-        valid, test = end - 2 * is_long, end - is_long
-        if split == "valid" and not is_long.all():
-            text = "%d of %d users have fewer than three events and are in training alone"
-            _log.info(text, (~is_long).sum(), len(is_long))
-    elif data.split == "time":
-        valid, test = (_first_from(events, name, data) for name in ("valid_from", "test_from"))
-        if (valid > test).any():
-            default = "by default, 80 % of the events are before it"
-            raise UserError(f"data.test_from is earlier than data.valid_from ({default})")
-    cuts = {
-        "train": (begin, begin, valid),
-        "valid": (begin, valid, test),
-        "test": (begin, test, end),
-    }
-    if data.split == "files":
-        cuts = dict.fromkeys(cuts, (begin, begin, end))
-    for first, cut, last in zip(*(each.tolist() for each in cuts[split]), strict=True):
+    events = _read(data, split, warn=split == "train" or data.split == "files")
+    words, num_events = events.words, events.end - events.begin
+    if data.split == "files" and split != "train" and data.files.train:
+        users = replace(data, item_field=str(data.user_field), time_field=None)
+        if both := len({*events.names} & {*_read(users, "train").names}):
+            found = f"{both:,} of {len(events.names):,} users are in data.files.train too"
+            log_once(f"{split}: {found}: what they did there is not known here")
+    if data.split == "leave_one_out" and split == "valid" and (num_events < 3).any():
+        text = "%d of %d users have fewer than three events and are in training alone"
+        _log.info(text, (num_events < 3).sum(), len(num_events))
+    cuts = events.begin, *_cuts(events, data)[split]
+    for first, cut, last in zip(*(each.tolist() for each in cuts), strict=True):
         if cut < last:
             parts = [" ".join(words[events.item[a:b]]) for a, b in ((first, cut), (cut, last))]
             yield parts[1] if split == "train" or data.split == "files" else "\t".join(parts)
 
 
-def _first_from(events: _Events, name: str, data: DataConfig) -> Ints:
-    """The first event [U] of each user at a time or later."""
+def _cuts(events: _Events, data: DataConfig) -> dict[str, tuple[Ints, Ints]]:
+    """The first event to predict and the end of each user [U], by split."""
+    begin, end = events.begin, events.end
+    if data.split == "files":
+        return dict.fromkeys(SPLITS, (begin, end))
+    if data.split == "leave_one_out":
+        is_long = end - begin >= 3
+        valid, test = end - 2 * is_long, end - is_long
+        problem = "no user has three events, of which the last two are held out"
+    else:
+        limits = [_limit(events, name, data) for name in SHARES]
+        num_before = [events.user[events.time < limit] for limit in limits]
+        valid, test = (begin + np.bincount(each, minlength=len(begin)) for each in num_before)
+        times = map(_shown, (*limits, events.time.min(), events.time.max()))
+        problem = "data.valid_from {} and data.test_from {} leave a split empty: times are {} to {}"
+        problem = problem.format(*times)
+    cuts = [*pairwise((begin, valid, test, end))]
+    if not all((cut < last).any() for cut, last in cuts):
+        raise UserError(f"{events.source}: {problem}")
+    return dict(zip(SPLITS, cuts, strict=True))
+
+
+def _limit(events: _Events, name: str, data: DataConfig) -> Any:
+    """The time that a split by time is cut at."""
     given, key = getattr(data, name), f"data.{name}"
     if given is None:
-        limit = np.quantile(events.time, SHARES[name], method="higher")
-    else:
-        limit, is_date = _times(pyarrow.chunked_array([[given]]), key)
-        if is_date != events.is_date:
-            kinds = ["number", "date"]
-            expected, found = kinds[events.is_date], kinds[is_date]
-            raise UserError(f"{key}: expected a {expected}, as data.time_field has, got a {found}")
-    return events.begin + np.bincount(events.user[events.time < limit], minlength=len(events.begin))
+        return np.quantile(events.time, SHARES[name], method="higher")
+    limit = _times(pyarrow.chunked_array([[given]]), key).to_numpy()[0]
+    if (is_date := limit.dtype.kind == "M") != (events.time.dtype.kind == "M"):
+        expected, found = ("number", "date") if is_date else ("date", "number")
+        raise UserError(f"{key}: expected a {expected}, as data.time_field has, got a {found}")
+    return limit
 
 
-def _read(data: DataConfig, split: str) -> _Events:
+def _shown(time: Any) -> str:
+    """A time for a message, to the second."""
+    return str(time.astype("M8[s]")) if time.dtype.kind == "M" else f"{time:.15g}"
+
+
+def _read(data: DataConfig, split: str, *, warn: bool = False) -> _Events:
     """Read and sort the events of the files of a split."""
     paths = input_files(data, split)
     tables = [_table(path, data) for path in paths]
@@ -140,17 +165,88 @@ def _read(data: DataConfig, split: str) -> _Events:
     if not len(table):  # of parquet; other files may have some
         raise UserError(f"{paths[0]}: the table has no row")
     user, item = (table[name].combine_chunks().dictionary_encode() for name in ("user", "item"))
-    users = user.indices.to_numpy().astype(np.int64)
-    times, is_date = np.zeros(len(users)), False
-    if data.time_field is not None:
-        times, is_date = _times(table["time"], f"data.time_field {data.time_field}")
+    users, items = (each.indices.to_numpy().astype(np.int64) for each in (user, item))
+    names, all_items = user.dictionary.to_pylist(), item.dictionary.to_pylist()
+    times = np.zeros(len(users)) if data.time_field is None else table["time"].to_numpy()
     order = np.lexsort((times, users))  # stable
+    if data.time_field is not None and data.ties == "random":
+        is_tied = _tied(users[order], times[order])
+        tied = order[is_tied]
+        bits = _hashes(names)[users[tied]] ^ (times[tied].astype(float) + 0.0).view(np.uint64)
+        keys = _hashes(all_items)[items[tied]] * (bits | np.uint64(1)), times[tied], users[tied]
+        order[is_tied] = tied[np.lexsort(keys)]
     num_events = np.bincount(users)
     end = np.cumsum(num_events)
-    words = np.array([item_word(each) for each in item.dictionary.to_pylist()], object)
-    items = item.indices.to_numpy().astype(np.int64)[order]
-    names = user.dictionary.to_pylist()
-    return _Events(names, words, items, end - num_events, end, users[order], times[order], is_date)
+    words = np.array(list(map(item_word, all_items)), object)
+    source = f"{paths[0]}" + f" and {len(paths) - 1} more" * (len(paths) > 1)
+    found = items[order], end - num_events, end, users[order], times[order]
+    events = _Events(source, names, words, *found)
+    if warn:
+        _warn(events, data)
+    return events
+
+
+def _hashes(texts: Sequence[str]) -> NDArray[np.uint64]:
+    """BLAKE2b of 64 bits of each text."""
+    found = (blake2b(text.encode(), digest_size=8).digest() for text in texts)
+    return np.frombuffer(b"".join(found), "<u8")
+
+
+def _equal(*keys: NDArray[Any]) -> Any:
+    """Whether each row but the first has the keys of the one before, [n - 1]."""
+    return np.all([key[1:] == key[:-1] for key in keys], axis=0)
+
+
+def _tied(user: Ints, time: NDArray[Any]) -> Any:
+    """Whether each row, of those sorted by user and time, has both of another one."""
+    return np.append(_equal(user, time), False) | np.append(False, _equal(user, time))
+
+
+def _warn(events: _Events, data: DataConfig) -> None:
+    """Warn of what is probably a mistake in a table, and of times that leave the order open."""
+    total = len(events.item)
+    for count, problem in _problems(events, data):
+        share = f"{count:,} of {total:,} events ({100 * count / total:.3g} %)"
+        log_once(f"{events.source}: {share} {problem}")
+    for kind, names in (("users", events.names), ("items", map(word_item, events.words))):
+        forms = {name: " ".join(name.split()) for name in names}
+        first = {form: name for name, form in reversed(forms.items())}
+        pairs = [(first[form], name) for name, form in forms.items() if first[form] != name]
+        if pairs:
+            text = "{}: {} that differ from others by white space alone: {:,}, as {!r} and {!r}"
+            log_once(text.format(events.source, kind, len(pairs), *pairs[0]))
+
+
+def _problems(events: _Events, data: DataConfig) -> Iterator[tuple[int, str]]:
+    """Numbers of events, and what they have."""
+    user, item, time = events.user, events.item, events.time
+    if data.time_field is None:
+        doubled = int(_equal(user, item).sum())
+        if doubled > RARE_REPEATS * len(user):
+            yield doubled, "have the user and item of the row before"
+        return
+    times, sizes = np.unique(time, return_counts=True)
+    most = sizes.argmax()
+    if 2 < len(time) < 2 * sizes[most]:
+        yield sizes[most], f"have the time {_shown(times[most])}"
+    since = np.maximum(times.astype(float), 1)
+    ratio = since[1:] / since[:-1] * (since[1:] >= RECENT)
+    if ratio.max(initial=0) > FAR:
+        early, late = times[ratio.argmax() :][:2]
+        text = f"have times up to {_shown(early)}, the others from {_shown(late)}"
+        yield (time <= early).sum(), f"{text}: in another unit (seconds, milliseconds), or no time"
+    large = since[since > ROUNDED]
+    is_rounded = np.array_equal(large, large.astype(np.float32)) and (large % 60).any()
+    if is_rounded and len(large) > 2:
+        text = f"have times rounded to multiples of {np.spacing(np.float32(large[-1])):.0f}"
+        yield (time >= times[-len(large)]).sum(), f"{text}, as floats of 32 bits are"
+    tied = np.flatnonzero(_tied(user, time))
+    if len(tied):
+        order = tied[np.lexsort((item[tied], time[tied], user[tied]))]
+        if doubled := int(_equal(user[order], item[order], time[order]).sum()):
+            yield doubled, "repeat another: the same user, item and time"
+        what = "the order of the rows decides" if data.ties == "rows" else "a hash decides"
+        yield len(tied), f"share user and time with another: {what} theirs (data.ties: {data.ties})"
 
 
 def _table(path: Path, data: DataConfig) -> Any:
@@ -180,6 +276,8 @@ def _table(path: Path, data: DataConfig) -> Any:
         if is_text and compute.any(compute.equal(column, "")).as_py():
             row = compute.index(column, "").as_py() + 1
             raise UserError(f"{key}: row {row} is empty")
+        if name == "time":
+            column = _times(column, key)
         found[name] = column
     return pyarrow.table(found)
 
@@ -213,26 +311,31 @@ def _check_columns(path: Path, fields: list[str], found: Any) -> None:
             raise UserError(f"{path} has no column {field!r}, only {columns}: {keys}")
 
 
-def _times(column: Any, key: str) -> tuple[NDArray[Any], bool]:
-    """Times [n] as numbers, and whether they are dates, then microseconds."""
-    kind, microseconds = column.type, pyarrow.timestamp("us")
-    rounded = compute.CastOptions(microseconds, allow_time_truncate=True)
-    targets = [kind]
+def _times(column: Any, key: str) -> Any:
+    """Times as integers, floats or dates in microseconds; UserError names one that is none."""
+    if (found := _as_times(column)) is not None:
+        return found
+    row = bisect_left(range(len(column)), 1, key=lambda row: _as_times(column[: row + 1]) is None)
+    expected = f"a time like {column[0]} of row 1" if row else "a number, or 2024-10-06 (ISO 8601)"
+    place = f" in row {row + 1}" * (len(column) > 1)
+    raise UserError(f"{key}: expected {expected}, got {column[row]}{place}")
+
+
+def _as_times(column: Any) -> Any:
+    """Times as by `_times`; None if a value is none."""
+    kind, types = column.type, pyarrow.types
+    rounded = compute.CastOptions(pyarrow.timestamp("us"), allow_time_truncate=True)
+    targets = [pyarrow.float64() if types.is_floating(kind) or types.is_decimal(kind) else kind]
     if _is_text(kind):
         dates = [pyarrow.timestamp(unit, zone) for zone in (None, "UTC") for unit in ("us", "ns")]
         targets = [pyarrow.int64(), pyarrow.float64(), *dates]
     for target in targets:
-        is_date = not (pyarrow.types.is_integer(target) or pyarrow.types.is_floating(target))
         try:
             found = column.cast(target)
-            if is_date:
-                found = found.cast(options=rounded).cast(pyarrow.int64())
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
-            problem = one_line(error)
+            if not types.is_integer(target) and target != pyarrow.float64():
+                found = found.cast(options=rounded)
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError):
             continue
-        values = found.to_numpy()
-        if not np.isfinite(values).all():
-            problem = "a value is not finite"
-            continue
-        return values, is_date
-    raise UserError(f"{key}: expected numbers or dates (ISO 8601): {problem}")
+        if np.isfinite(found.to_numpy()).all():
+            return found
+    return None

@@ -69,7 +69,7 @@ def reading(name: str) -> Iterator[None]:
 
 def _reading_errors() -> tuple[type[Exception], ...]:
     """What reading a damaged file raises; pyarrow, JSON and Unicode raise ValueErrors."""
-    found = [OSError, EOFError, ValueError, TypeError, RecursionError, NotImplementedError]
+    found = [OSError, EOFError, ValueError, TypeError, RuntimeError]  # of recursion, scripts too
     zstandard = sys.modules.get("zstandard")  # if a file of it was opened
     found += [OverflowError, csv.Error, lzma.LZMAError, zipfile.BadZipFile, zlib.error]
     return (*found, zstandard.ZstdError) if zstandard else tuple(found)

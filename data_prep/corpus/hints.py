@@ -25,6 +25,8 @@ table of more than two columns.
 """
 MANY_REPEATED = 0.2
 """Share of a split's characters, so that short lines that all texts have are few."""
+AS_TABLE = """lines `USER ITEM ITEM …` become a table of events by awk 'BEGIN {print "user,item"} \
+{for (i = 2; i <= NF; i++) print $1 "," $i}' FILE > NEW.csv, --items user item"""
 UNSPACED = re.compile(
     "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uff66-\uff9f\U00020000-\U0003ffff]"
 )
@@ -60,10 +62,12 @@ def find_text(path: Path, field: str | None) -> TextFile:
     likely = (["text"] if "text" in names else texts, sentences)
     found = [each[0] for each in likely if len(each) == 1] if field is None else [field]
     if not found or not all(isinstance(cell, str) for cell in cells.get(found[0], [0])):
-        columns = ", ".join(map(repr, names))
+        texts = [each for each in names if all(isinstance(cell, str) for cell in cells[each])]
+        columns = ", ".join(map(repr, texts or names))
+        among = f", --text-field=NAME, of {columns}" if texts else f": none of {columns} is one"
         wrong = f"{found[0]!r} is no column of text: " if found else ""
         remedy = "name the column of the text (those of a table of events: --items USER ITEM TIME)"
-        raise DataError(f"{path}: {wrong}{remedy}, --text-field=NAME, of {columns}")
+        raise DataError(f"{path}: {wrong}{remedy}{among}")
     if field is None and len(names) > 1 and _num_spaces(cells[found[0]]) < least:
         text = "%s, column %s has few words: a table of events needs --items USER ITEM TIME"
         logger.warning(text, path, found[0])

@@ -151,6 +151,14 @@ def _silent_datasets() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
+def hub_revision(data: DataConfig) -> str:
+    """Return the revision of `data.hub`, a commit; UserError if it cannot be found."""
+    from datasets import load_dataset_builder
+
+    with reading(f"data.hub {data.hub}"), _silent_datasets():
+        return str(load_dataset_builder(data.hub, data.hub_config).hash)
+
+
 def read_lines(data: DataConfig, split: str) -> Iterator[str]:
     """Yield the lines of a split in the order of its files, without their line ends.
 
@@ -306,11 +314,11 @@ def _column_rows(
         text = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
         yield [line.removeprefix(BYTE_ORDER_MARK) for line in text.split("\n")]
     if num_nulls:
-        _log_once(f"{name}: {num_nulls:,} of {num_rows:,} rows have no {field!r} and are left out")
+        log_once(f"{name}: {num_nulls:,} of {num_rows:,} rows have no {field!r} and are left out")
 
 
 @cache
-def _log_once(message: str) -> None:
+def log_once(message: str) -> None:
     """Log what every reading of a file finds."""
     _log.warning("%s", message)
 

@@ -20,7 +20,8 @@ _REQUIRED = {
     "data.format": "data.hub: null",
     "data.text_field": "data.format: parquet, json, csv; data.hub: NAME",
     "data.text_field data.keep_empty_lines": "data.user_field: null",
-    "data.item_field data.time_field": "data.user_field: NAME",
+    "data.item_field data.time_field data.ties": "data.user_field: NAME",
+    "data.ties": "data.time_field: NAME",
     "data.valid_from data.test_from": "data.split: time",
     "tokenizer.min_count tokenizer.lowercase tokenizer.split_punctuation": "tokenizer.kind: words",
     "tokenizer.model_type tokenizer.byte_fallback tokenizer.character_coverage"

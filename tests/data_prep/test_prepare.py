@@ -166,18 +166,29 @@ def test_a_corpus_in_the_prepared_folder_is_refused(corpus: Corpus, pattern: str
 
 
 def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines = IterableDataset.from_generator(lambda: iter([{"text": "the cat sat\n"}]))
     load = Mock(return_value={"train": lines, "validation": lines})
+    builder = Mock(return_value=Mock(hash="first"))
     monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("datasets.load_dataset_builder", builder)
     corpus.data = DataConfig(dir=str(corpus.folder), hub="some/corpus")
     assert list(corpus.prepare().splits) == ["train", "valid"]
     load.reset_mock()
     assert corpus.rewritten() == set()
     corpus.classes = ClassesConfig(method="uniform")
     assert corpus.rewritten() == {"classes.npy"}
+    builder.side_effect = ConnectionError("no network")
+    assert corpus.rewritten() == set()
+    assert "ConnectionError: no network: it is taken as unchanged" in caplog.text
     load.assert_not_called()
+    builder.side_effect, builder.return_value.hash = None, "second"
+    corpus.prepare(keep=True)  # of a run that continues
+    load.assert_not_called()
+    assert corpus.rewritten() == FILES
+    assert "train: some/corpus changed" in caplog.text
+    assert corpus.rewritten() == set()
     corpus.data = replace(corpus.data, hub_config="large")
     assert corpus.rewritten() == FILES
     load.assert_called_with("some/corpus", "large", streaming=True)

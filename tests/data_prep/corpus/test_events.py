@@ -1,6 +1,7 @@
 """Tables of events: formats, order, splits, items as they are, and what is refused."""
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ EVENTS: list[Row] = [
     ("bob", 3, 50),
 ]
 """In order: ann 3 5 7 7, bob 1 2 3, cy 9; equal times keep the order of rows."""
+
+
+def at(times: Iterable[Any]) -> list[Row]:
+    """An event of a user at each time."""
+    return [(f"u{place}", place, time) for place, time in enumerate(times)]
 
 
 def write(folder: Path, format: str, rows: list[Row]) -> DataConfig:
@@ -113,8 +119,109 @@ def test_by_default_80_and_90_percent_of_the_events_are_before_the_limits(tmp_pa
     assert found["valid"] == ["0 1 2 3 4 5 6 7\t8"] * 2
     assert found["test"] == ["0 1 2 3 4 5 6 7 8\t9"] * 2
     for given in ("8", None):
-        with pytest.raises(UserError, match=r"^data\.test_from is earlier than data\.valid_from"):
+        with pytest.raises(UserError, match=r"data\.valid_from 8 and data\.test_from 4 leave a"):
             lines(data, split="time", valid_from=given, test_from="4")
+
+
+@pytest.mark.parametrize(
+    ("times", "settings", "problem"),
+    [
+        ([1], {"split": "leave_one_out"}, "no user has three events"),
+        (
+            ["2024-02-01"] + ["2024-02-03"] * 19,
+            {"split": "time"},
+            "data.valid_from 2024-02-03T00:00:00 and data.test_from 2024-02-03T00:00:00 leave a"
+            " split empty: times are 2024-02-01T00:00:00 to 2024-02-03T00:00:00",
+        ),
+        (range(9), {"split": "time", "test_from": "30"}, "data.valid_from 7 and data.test_from 30"),
+    ],
+)
+def test_a_split_without_an_event_is_refused_with_the_reason(
+    times: Sequence[Any], settings: dict[str, str], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=re.escape(problem)):
+        lines(write(tmp_path, "csv", at(times)), **settings)
+
+
+START = 1_600_000_000
+"""A time in seconds since 1970."""
+SPACED: list[Row] = [("u1", "a b", 1), ("u1 ", "a", 2), ("u2", "a\u00a0 b", 3), ("u3", "ab", 4)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "time_field", "warnings"),
+    [
+        (at(range(START, START + 2400, 60)), "when", ""),
+        (at(range(START - 64_000, 2 * START, 86_400 * 1000)), "when", ""),
+        (at(range(20_240_602, 20_240_630, 2)), "when", ""),
+        (at(range(0, 280, 7)), "when", ""),
+        (at(f"2024-02-{day}" for day in range(10, 30)), "when", ""),
+        (
+            at(np.float32(START + 60.0 * np.arange(40)).astype(float)),
+            "when",
+            "40 of 40 events .* have times rounded to multiples of 128, as floats of 32 bits are",
+        ),
+        (at([0] * 40), "when", r"40 of 40 events \(100 %\) have the time 0"),
+        (at([*range(9)] + [9] * 31), "when", "31 of 40 .* have the time 9"),
+        (at([0, START, START + 9]), "when", "1 of 3 .* up to 0, the others from 1600000000: in .*"),
+        (at([START, START + 1, 1000 * START]), "when", "2 of 3 .* up to 1600000001, the others .*"),
+        (at(["1970-01-01", "2024-02-01"]), "when", "1 of 2 .* up to 1970-01-01T00:00:00, the .*"),
+        (at(["2024-02-01", "9999-12-31"]), "when", "1 of 2 .*, the others from 9999-12-31T00.*"),
+        (
+            EVENTS,
+            "when",
+            r"4 of 8 events \(50 %\) share user and time with another: the order of.*",
+        ),
+        (EVENTS, None, ""),
+        (
+            EVENTS * 2,
+            "when",
+            "8 of 16 .* repeat another: the same user, item and time; 16 of 16 .*",
+        ),
+        (
+            [row for row in EVENTS for _ in "ab"],
+            None,
+            "8 of 16 .* the user and item of the row be.*",
+        ),
+        (SPACED, "when", r"users .*: 1, as 'u1' and 'u1 '; items .*: 1, as 'a b' and 'a\\xa0 b'"),
+    ],
+)
+def test_what_is_probably_wrong_is_counted_once(
+    rows: list[Row],
+    time_field: str | None,
+    warnings: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = DataConfig(**{**vars(write(tmp_path, "json", rows)), "time_field": time_field})
+    assert list(read_lines(data, "train")) == list(read_lines(data, "train"))
+    source = f"{tmp_path / 'events.json'}: "
+    assert re.fullmatch(warnings, "; ".join(each.removeprefix(source) for each in caplog.messages))
+
+
+def test_random_ties_do_not_depend_on_the_order_of_the_rows(tmp_path: Path) -> None:
+    random, found = np.random.default_rng(1), list[list[str]]()
+    rows = [(f"u{a}", int(b), int(c)) for a, b, c in random.integers([5, 30, 4], size=(400, 3))]
+    for format, ties in (
+        ("csv", "random"),
+        ("json", "random"),
+        ("parquet", "random"),
+        ("csv", "rows"),
+    ):
+        data = write(tmp_path, format, [rows[i] for i in random.permutation(len(rows))])
+        found.append(sorted(lines(data, split="leave_one_out", ties=ties)["test"]))
+    assert found[0] == found[1] == found[2] != found[3]
+    events = write(tmp_path, "csv", EVENTS)
+    assert lines(events, split="leave_one_out", ties="random")["test"][0] == "3 5 7\t7"
+
+
+def test_users_in_two_files_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = write(tmp_path, "csv", EVENTS)
+    (tmp_path / "events.csv").rename(tmp_path / "test.csv")
+    write(tmp_path, "csv", [("bob", 1, 1), ("dan", 1, 1)])
+    files = SplitFiles(train="events.csv", test="test.csv")
+    list(read_lines(DataConfig(**{**vars(data), "files": files}), "test"))
+    assert "test: 1 of 3 users are in data.files.train too" in caplog.text
 
 
 def test_items_are_kept_as_they_are(tmp_path: Path) -> None:
@@ -140,8 +247,14 @@ def test_items_are_kept_as_they_are(tmp_path: Path) -> None:
         ),
         ([("", 1, 1)], "data.user_field who: row 1 is empty"),
         ([("u", 1, "")], "data.time_field when: row 1 is empty"),
-        ([("u", 1, "soon")], "data.time_field when: expected numbers or dates (ISO 8601)"),
-        ([("u", 1, float("inf"))], "data.time_field when: expected numbers or dates (ISO 8601)"),
+        (
+            at(["10/06/2024"] * 2),
+            "events.json: data.time_field when: expected a number, or 2024-10-06 (ISO 8601), got"
+            " 10/06/2024 in row 1",
+        ),
+        (at(["2024-10-06", "soon"]), "expected a time like 2024-10-06 of row 1, got soon in row 2"),
+        ([("u", 1, float("inf"))], "when: expected a number, or 2024-10-06 (ISO 8601), got inf"),
+        ([("u", 1, True)], "when: expected a number, or 2024-10-06 (ISO 8601), got True"),
         ([("u", 10**25, 1)], "events.json cannot be read: OverflowError: "),
     ],
 )

@@ -139,6 +139,11 @@ def test_a_folder_in_the_layout_of_the_hub_has_its_visible_files_as_splits(tmp_p
     assert input_files(data, "train") == [tmp_path / name for name in visible]
     with pytest.raises(UserError, match=r"has no split test \(it has train, validation\)"):
         list(read_lines(data, "test"))
+    (tmp_path / f"{tmp_path.name}.py").touch()
+    with pytest.raises(
+        UserError, match=r"^data\.hub .* cannot be read: .*scripts are no longer su"
+    ):
+        splits(data)
 
 
 @pytest.mark.parametrize(
