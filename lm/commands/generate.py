@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from data_prep.errors import DataError, UserError
-from lm.commands.arguments import COMPUTING, COUNT, JSON, NUMBER, RUN, SWITCH, Options
+from lm.commands.arguments import COMPUTING, COUNT, JSON, NUMBER, RUN, SWITCH, Options, open_run
 from lm.run import TrainedRun
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     prompts = list(map(checked_text, prompts))
     given = {name: getattr(options, name) for name in _SAMPLING}
     sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
-    run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
+    run = open_run(options)
     model, tokenizer, num_tokens = run.model, run.tokenizer, options.tokens
     has_unk = options.allow_unk or options.spell_unk
     excluded = run.never_drawn(has_unk)
