@@ -162,7 +162,8 @@ def predict(
     """Rank every target in several ways; the log has the time that is left after some seconds."""
     is_recommended = np.zeros((len(ways), len(ks), model.vocab_size), bool)
     found: list[list[tuple[NDArray[Any], ...]]] = [[] for _ in ways]
-    total, done, began = int(sequences.num_predicted.sum()), 0, time.monotonic()
+    total, began = int(sequences.num_predicted.sum()), time.monotonic()
+    done = first = 0
     is_announced, disable = False, None if progress else True
     with tqdm(total=total, desc=name, unit="item", disable=disable) as bar:
         for block, sequence, place in _blocks(model, sequences, eos_id, exclude):
@@ -175,10 +176,13 @@ def predict(
                 found[way].append((sequence, place, target, rank, probability, expected))
             bar.update(len(target))
             done, seconds = done + len(target), time.monotonic() - began
-            if not is_announced and seconds > ANNOUNCED_AFTER_SECONDS and done < total:
-                is_announced, left = True, timedelta(seconds=round(seconds * (total / done - 1)))
+            if not first:  # takes longer
+                first, began = done, time.monotonic()
+            elif not is_announced and seconds > ANNOUNCED_AFTER_SECONDS and done < total:
+                is_announced, pace = True, seconds / (done - first)
                 bar.clear()
-                _log.info("%s: about %s left, %.2g s an item", name, left, seconds / done)
+                left = timedelta(seconds=round(pace * (total - done)))
+                _log.info("%s: about %s left, %.2g s an item", name, left, pace)
     return [
         Predictions(*map(np.concatenate, zip(*each, strict=True)), some)  # type: ignore[call-arg]
         for each, some in zip(found, is_recommended, strict=True)
@@ -233,24 +237,24 @@ def by_counts(counts: Ints, special: Sequence[int]) -> Way:
     """Rank all items but special ones by their numbers of events, the same for all but excluded."""
     order = np.argsort(-counts, kind="stable")
     order = order[~np.isin(order, special)]
-    place, share = np.zeros((2, len(counts)))
-    place[order], share[order] = np.arange(len(order)), counts[order] / counts[order].sum()
+    place, events = np.zeros((2, len(counts)))
+    place[order], events[order] = np.arange(len(order)), counts[order]
 
     def ranked(block: _Block, ks: Sequence[int]) -> tuple[NDArray[Any], ...]:
         targets, k = block.target.cpu().numpy(), ks[-1]
-        rank, total = 1.0 + place[targets], np.ones(len(targets))
+        rank, total = 1.0 + place[targets], np.full(len(targets), events.sum())
         best = np.full((len(targets), k), -1)
         for row, (target, had) in enumerate(zip(targets, block.excluded, strict=True)):
             first = order[: k + len(had)]
             found = first[~np.isin(first, had)][:k] if len(had) else first
             best[row, : len(found)] = found
-            total[row] -= share[had].sum()
+            total[row] -= events[had].sum()
             rank[row] -= (place[had] < place[target]).sum()
             if target in had:
                 rank[row] = np.inf
-        with np.errstate(invalid="ignore"):  # if nothing is left
-            mass = (share[best] * (best >= 0) / total[:, None]).cumsum(1)
-            probability = np.where(np.isinf(rank), 0, share[targets] / total)
+        total = np.maximum(total, 1)  # 0 if nothing is left
+        mass = (events[best] * (best >= 0) / total[:, None]).cumsum(1)
+        probability = np.where(np.isinf(rank), 0, events[targets] / total)
         return rank, probability, mass[:, [k - 1 for k in ks]], best
 
     return ranked
