@@ -133,6 +133,8 @@ def evaluate(
 
 def check_finite(log_prob: Tensor, name: str) -> None:
     """Raises NotFiniteError, which begins with `name`, unless all log-probabilities are finite."""
+    if log_prob.sum().isfinite():  # faster than a look at each
+        return
     if num_wrong := log_prob.numel() - int(log_prob.isfinite().sum()):
         problem = f"{num_wrong:,} of {log_prob.numel():,} log-probabilities are not finite"
         raise NotFiniteError(f"{name}: {problem}: weights of the model are not, or are too large")
