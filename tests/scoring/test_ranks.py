@@ -130,11 +130,11 @@ def test_scores_that_are_not_finite_are_refused(
     }.items():
         assert re.search(problem, complaint(*command))
         assert main(list(map(str, command))) == 5
-    weights = run / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
+    file = run / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
     recommend = ("recommend", run, f"--history={tmp_path / 'users.txt'}", "--k=5")
     assert main(list(map(str, recommend))) == 4
-    assert complaint(*recommend).startswith(f"{weights} is damaged")
+    assert complaint(*recommend).startswith(f"{file} is damaged")
 
 
 def test_a_checkpoint_is_evaluated_in_place_of_the_model(
