@@ -23,7 +23,7 @@ class CheckpointError(UserError):
 
 
 class NotFiniteError(UserError):
-    """The loss or a gradient is not finite, or the loss is too large."""
+    """A loss, a gradient or a score is not finite, or the loss is too large."""
 
     exit_code = 5
 

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from tqdm import tqdm
 
 from data_prep.corpus.lines import read_lines
-from data_prep.errors import DataError, UserError
+from data_prep.errors import DataError, NotFiniteError, UserError
 from data_prep.sequences import Sequences, find_sequences
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.punctuation import EOS, UNK
@@ -128,6 +129,15 @@ def evaluate(
         eos_rule=EOS_RULE if sequences is None else ITEM_RULE,
         unit="token" if sequences is None else ITEM,
     )
+
+
+def check_finite(log_prob: Tensor, name: str) -> None:
+    """Raises NotFiniteError, which begins with `name`, unless all log-probabilities are finite."""
+    if log_prob.sum().isfinite():  # faster than a look at each
+        return
+    if num_wrong := log_prob.numel() - int(log_prob.isfinite().sum()):
+        problem = f"{num_wrong:,} of {log_prob.numel():,} log-probabilities are not finite"
+        raise NotFiniteError(f"{name}: {problem}: weights of the model are not, or are too large")
 
 
 def _context_in_words(model: LanguageModel, context: int, sequences: Sequences | None) -> str:
@@ -300,6 +310,9 @@ def _described(
     tokens: NDArray[Any],
 ) -> Evaluation:
     """The figures of a run's model, with what they count in words."""
+    if not math.isfinite(result.nll_nats):
+        problem = f"the log-probability of the text is {-result.nll_nats}"
+        raise NotFiniteError(f"{run.folder}: {problem}: weights of the model are not finite")
     is_lossy = tokenizer.kind == "words" and (tokenizer.lowercase or tokenizer.split_punctuation)
     if result.bits_per_byte is not None and result.spelling_nats is None and not is_lossy:
         is_lossy = not _have_all_bytes(tokens, result, run.tokenizer)

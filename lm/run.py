@@ -224,10 +224,12 @@ class TrainedRun:
     Attributes:
         folder: folder of the run.
         device_name: `auto`, `cpu` or `cuda[:N]`, see `lm.device.choose_device`.
+        checkpoint: the file that has the weights, if it is not `model.safetensors`.
     """
 
     folder: Path
     device_name: str = "auto"
+    checkpoint: Path | None = None
 
     @classmethod
     def open(
@@ -250,6 +252,19 @@ class TrainedRun:
         if threads is None and run.has_config:
             threads = run.config.train.threads
         set_num_threads(threads)
+        return run
+
+    def with_weights(self, state: "dict[str, torch.Tensor]", step: int, file: Path) -> "TrainedRun":
+        """The run with other weights, of a step, from a file."""
+        from lm.model.files import load_model
+
+        run = replace(self, checkpoint=file)
+        description = replace(self.description, step=step, valid_perplexity=None)
+        try:
+            model, _ = load_model(self.folder, description, state)
+        except UserError as error:
+            raise type(error)(f"{file}: {error}") from error
+        vars(run).update(description=description, model=model.to(self.device))
         return run
 
     @property

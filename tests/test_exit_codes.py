@@ -88,7 +88,10 @@ BAD_INPUTS = """\
 3 | evaluate {run} --text={absent} | absent
 3 | evaluate {run} --text={binary} | binary.txt
 3 | evaluate {run} --text={empty} | empty.txt
-2 | evaluate {run} --k=3 | --k and --exclude require --ranking
+2 | evaluate {run} --k=3 | --k, --exclude, --users and --ranks require --ranking
+2 | evaluate {run} --ranking --ranks=r.csv | --ranks r.csv: expected FILE.parquet in a folder
+4 | evaluate {run} --checkpoint=absent.ckpt | absent.ckpt: cannot read the checkpoint: No such
+4 | score {run} {text} --checkpoint={text} | text.txt is damaged, or not a checkpoint of sqrtlm
 2 | evaluate {run} --ranking | --ranking requires data.sequences: independent
 2 | evaluate {run} --ranking --by-frequency | --ranking is of a split, and excludes other figures
 2 | evaluate {run} --mixture=0.5 | --mixture requires --arpa

@@ -97,6 +97,14 @@ def histories(data: DataConfig, path: str) -> Iterator[tuple[str, list[str]]]:
 def event_lines(data: DataConfig, split: str) -> Iterator[str]:
     """Yield a line for each user with items to predict; before a tab are those that are known.
 
+    Raises as `user_lines`.
+    """
+    return (line for _, line in user_lines(data, split))
+
+
+def user_lines(data: DataConfig, split: str) -> Iterator[tuple[str, str]]:
+    """Yield each user of `event_lines`, and the line.
+
     UserError if a file cannot be read or lacks a column, or a value is missing or of another type
     than text, integer or, of the time, number or date.
     """
@@ -110,11 +118,12 @@ def event_lines(data: DataConfig, split: str) -> Iterator[str]:
     if data.split == "leave_one_out" and split == "valid" and (num_events < 3).any():
         text = "%d of %d users have fewer than three events and are in training alone"
         _log.info(text, (num_events < 3).sum(), len(num_events))
-    cuts = events.begin, *_cuts(events, data)[split]
-    for first, cut, last in zip(*(each.tolist() for each in cuts), strict=True):
+    cuts = [each.tolist() for each in (events.begin, *_cuts(events, data)[split])]
+    for name, first, cut, last in zip(events.names, *cuts, strict=True):
         if cut < last:
             parts = [" ".join(words[events.item[a:b]]) for a, b in ((first, cut), (cut, last))]
-            yield parts[1] if split == "train" or data.split == "files" else "\t".join(parts)
+            has_known = split != "train" and data.split != "files"
+            yield name, "\t".join(parts) if has_known else parts[1]
 
 
 def _cuts(events: _Events, data: DataConfig) -> dict[str, tuple[Ints, Ints]]:

@@ -2,9 +2,12 @@
 
 import argparse
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from data_prep.errors import CheckpointError
 from lm.config.schema import MAX_THREADS
+from lm.run import TrainedRun
 
 Options = dict[str, dict[str, Any]]
 """Name of an option → arguments of `ArgumentParser.add_argument`."""
@@ -32,7 +35,13 @@ SWITCH = {"action": "store_true"}
 
 SOURCE: Options = {"source": {"metavar": "CONFIG|RUN", "help": "YAML file, or folder of a run"}}
 """Its verbs also take overrides of the configuration, which are `options.overrides`."""
-RUN: Options = {"run_dir": {"metavar": "RUN", "help": "folder of the run"}}
+RUN: Options = {
+    "run_dir": {"metavar": "RUN", "help": "folder of the run"},
+    "--checkpoint": {
+        "metavar": "last|best|FILE",
+        "help": "weights of a checkpoint of RUN (default: those of model.safetensors)",
+    },
+}
 COMPUTING: Options = {
     "--device": {
         "default": "auto",
@@ -58,11 +67,30 @@ BY_LINE: Options = {
 EXCLUDE: Options = {
     "--exclude": {
         "choices": ("nothing", "seen"),
-        "default": "nothing",
-        "help": "seen: leave out the items that a user has had (default: nothing)",
+        "help": "seen: leave out the items that a user has had (default: seen where less than 1 %%"
+        " of the events of training repeat one)",
     }
 }
 JSON: Options = {"--json": SWITCH | {"help": "print one JSON object"}}
 NO_PROGRESS: Options = {
     "--no-progress": SWITCH | {"help": "hide progress bars (which only a terminal shows)"}
 }
+
+
+def open_run(options: argparse.Namespace) -> TrainedRun:
+    """Open the run of `RUN` and `COMPUTING`; CheckpointError if its checkpoint does not fit."""
+    run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
+    if options.checkpoint is None:
+        return run
+    from lm.training.checkpoint import load_checkpoint
+
+    path = Path(options.checkpoint)
+    if options.checkpoint in ("last", "best"):
+        path = run.folder / "checkpoints" / f"{path}.ckpt"
+    saved = load_checkpoint(path)
+    if saved["text_sha256"] != run.prepared.splits["train"].sha256:
+        raise CheckpointError(
+            f"{path}: the checkpoint is not of {run.folder}: it read another text"
+        )
+    step = saved["progress"]["batches_done"] // run.config.train.accumulate
+    return run.with_weights(saved["model"], step, path)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lm.commands.arguments import (
     RUN,
     SWITCH,
     Options,
+    open_run,
 )
 from lm.run import TrainedRun
 
@@ -55,7 +57,14 @@ OPTIONS: Options = (
         "--k": COUNT
         | {"nargs": "+", "help": "with --ranking: numbers of first items (default: 10)"},
         "--exclude": EXCLUDE["--exclude"]
-        | {"default": None, "help": "with --ranking: " + EXCLUDE["--exclude"]["help"]},
+        | {"help": "with --ranking: " + EXCLUDE["--exclude"]["help"]},
+        "--users": COUNT
+        | {"metavar": "N", "help": "with --ranking: N users drawn at random, the same each time"},
+        "--ranks": {
+            "metavar": "FILE.parquet",
+            "help": "with --ranking: write user, position, item, rank and probability of each"
+            " prediction",
+        },
     }
     | COMPUTING
     | NO_PROGRESS
@@ -66,7 +75,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the figures, and write those of a split to `evaluate-<split>[-open].json`."""
+    """Print the figures, and write those of a split to `evaluate-<split>….json`."""
     _check(options)
     from data_prep.corpus.lines import read_lines, read_text
     from lm.evaluation import encode_text, evaluate_split, evaluate_text
@@ -77,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
     from lm.scoring.unknown import noted_words
 
     is_open = options.open_vocabulary
-    run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
+    run = open_run(options)
     if options.ranking:
         _rank(options, run)
         return
@@ -103,8 +112,9 @@ def run(options: argparse.Namespace) -> None:
         result = evaluate_split(run, options.split, **settings)
     else:
         result = evaluate_text(run, lines, name=options.text, **settings)
-    values = result.to_dict()
-    tables.insert(0, result.table(options.text or options.split))
+    source, weights = _weights(options, run)
+    values = result.to_dict() | weights
+    tables.insert(0, result.table(f"{options.text or options.split}, {source}"))
     if options.by_frequency or others:
         if is_open and lines is None:
             lines = list(read_lines(run.config.data, options.split))
@@ -119,35 +129,54 @@ def run(options: argparse.Namespace) -> None:
         tables += [each.table(report.target if report else None) for each in found]
     print(json.dumps(values | as_json(further)) if options.json else "\n".join(tables))
     if options.text is None:
-        suffix = "-open" if options.open_vocabulary else ""
-        _write(run.folder / f"evaluate-{options.split}{suffix}.json", values)
+        _write(run, f"{options.split}{'-open' * is_open}", values)
 
 
-def _write(path: Path, values: dict[str, Any]) -> None:
+def _weights(options: argparse.Namespace, run: TrainedRun) -> tuple[str, dict[str, Any]]:
+    """Which weights are evaluated: in words, and as figures."""
+    from lm.training.batches import make_batches
+
+    step, total = run.description.step, None
+    if options.text is None and (run.folder / "checkpoints").exists():  # it was trained here
+        total = make_batches(run.config, run.prepared).num_steps
+    text = f"the model of step {step:,}" + (f" of {total:,}" if total else "")
+    text += f" ({run.checkpoint})" if run.checkpoint else ""
+    file = None if run.checkpoint is None else str(run.checkpoint)
+    return text, {"step": step, "num_steps": total, "checkpoint": file}
+
+
+def _write(run: TrainedRun, name: str, values: dict[str, Any]) -> None:
     """Write figures to the folder of the run, if it can be written."""
     from data_prep.storage import write_json_atomically
 
+    name += f"-step-{run.description.step}" if run.checkpoint else ""
     try:
-        write_json_atomically(path, values)
+        write_json_atomically(run.folder / f"evaluate-{name}.json", values)
     except UserError as error:
         _log.warning("the figures are printed only: %s", error)
 
 
 def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
-    """Print how high the next items rank, and write it to `evaluate-<split>-ranking.json`."""
+    """Print how high the next items rank, and write it to `evaluate-<split>-ranking-….json`."""
+    from lm.commands.ranks import write_ranks
     from lm.figures import as_json
     from lm.scoring.ranking import evaluate_ranking
 
+    split, ranks = options.split, options.ranks and Path(options.ranks)
     report = evaluate_ranking(
         run,
-        options.split,
+        split,
         options.k or [10],
-        options.exclude or "nothing",
+        options.exclude,
+        users=options.users,
         progress=not options.no_progress,
+        keep=partial(write_ranks, ranks, run, split) if ranks else None,
     )
-    values = as_json(report)
-    print(json.dumps(values) if options.json else report.table(options.split))
-    _write(run.folder / f"evaluate-{options.split}-ranking.json", values)
+    source, weights = _weights(options, run)
+    values = as_json(report) | weights
+    print(json.dumps(values) if options.json else report.table(f"{split}, {source}"))
+    drawn = f"-{report.users}-users" if report.users < report.all_users else ""
+    _write(run, f"{split}-ranking-{report.excluded}{drawn}", values)
 
 
 def _check_text(options: argparse.Namespace, runs: list[TrainedRun]) -> None:
@@ -162,8 +191,11 @@ def _check_text(options: argparse.Namespace, runs: list[TrainedRun]) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Raises UserError if options exclude each other."""
-    if not options.ranking and (options.k or options.exclude):
-        raise UserError("--k and --exclude require --ranking")
+    if not options.ranking and (options.k or options.exclude or options.users or options.ranks):
+        raise UserError("--k, --exclude, --users and --ranks require --ranking")
+    ranks = Path(options.ranks or ".parquet")
+    if not (ranks.name.endswith(".parquet") and ranks.parent.is_dir()):
+        raise UserError(f"--ranks {ranks}: expected FILE.parquet in a folder that exists")
     others = (options.text, options.open_vocabulary, options.arpa, options.by_frequency)
     if options.ranking and (any(others) or options.compare):
         raise UserError("--ranking is of a split, and excludes other figures")

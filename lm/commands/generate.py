@@ -11,7 +11,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from data_prep.errors import DataError, UserError
-from lm.commands.arguments import BY_LINE, COMPUTING, COUNT, JSON, NUMBER, RUN, SWITCH, Options
+from lm.commands.arguments import (
+    BY_LINE,
+    COMPUTING,
+    COUNT,
+    JSON,
+    NUMBER,
+    RUN,
+    SWITCH,
+    Options,
+    open_run,
+)
 from lm.run import TrainedRun
 
 if TYPE_CHECKING:
@@ -59,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
     """Print the continuations; one sample of one prompt while it is drawn."""
     _check(options)
     prompts = _prompts(options)
-    run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
+    run = open_run(options)
     try:
         has_prompts = False
         for each in prompts:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from data_prep.errors import UserError
-from lm.commands.arguments import COMPUTING, COUNT, EXCLUDE, FILE, RUN, SWITCH, Options
+from data_prep.errors import NotFiniteError, UserError
+from lm.commands.arguments import COMPUTING, COUNT, EXCLUDE, FILE, RUN, SWITCH, Options, open_run
 from lm.run import TrainedRun
 
 if TYPE_CHECKING:
@@ -40,26 +40,32 @@ _log = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> None:
     """Print a line for each user: items and probabilities, or a JSON object."""
     from lm.generation.items import Catalogue, recommend
+    from lm.scoring.ranking_figures import exclusion_rule
 
     source = options.history or options.events
     if source is None:
         raise UserError("lm recommend requires --history or --events")
-    run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
+    run = open_run(options)
     if not run.is_independent:
         raise UserError(f"{run.folder}: recommending requires data.sequences: independent")
     catalogue = Catalogue(run)
     excluded = [*catalogue.special, *_retired(options.retired, catalogue)]
+    most = run.model.vocab_size - len({*excluded})
+    if options.k > most:
+        raise UserError(f"--k {options.k}: k must be within 1 … {most}")
+    exclude = options.exclude
+    if exclude is None:
+        exclude = run.prepared.proposed_exclusion
+        _log.info("%s", exclusion_rule(exclude, run.prepared.repeated_share))
     users = _users(options, run)
     num_lost, num_without, first = 0, 0, ""
     while chunk := list(islice(users, AT_ONCE)):
         found = [catalogue.find(items) for *_, items in chunk]
         known = [ids for ids, _ in found]
         try:
-            best = recommend(
-                run.model, known, options.k, excluded=excluded, exclude=options.exclude
-            )
-        except ValueError as error:
-            raise UserError(f"--k {options.k}: {error}") from error
+            best = recommend(run.model, known, options.k, excluded=excluded, exclude=exclude)
+        except ValueError as error:  # of the search: k is within its range
+            raise NotFiniteError(f"{run.folder}: {error}") from error
         rows = zip(chunk, best.word.tolist(), best.log_prob.exp().tolist(), found, strict=True)
         for (place, named, _), ids, probs, (has, unknown) in rows:
             if unknown and not num_lost:

@@ -19,6 +19,7 @@ from lm.commands.arguments import (
     SWITCH,
     VOCABULARY_SIZE,
     Options,
+    open_run,
 )
 from lm.rescoring.formats import NON_WORDS
 from lm.run import TrainedRun
@@ -186,7 +187,7 @@ def _models(
 
     hypotheses = [text for each in lists for text in each.texts]
     references = [text for each in lists if each.errors for text in each.errors.references]
-    opened = [TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)]
+    opened = [open_run(options)]
     if options.second_run is not None:
         opened.append(TrainedRun(Path(options.second_run), options.device))
     for run in opened:

@@ -12,8 +12,8 @@ from lm.commands.arguments import (
     SWITCH,
     VOCABULARY_SIZE,
     Options,
+    open_run,
 )
-from lm.run import TrainedRun
 
 HELP = "log-probabilities of sentences and words"
 _CHOICES = {
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
     from lm.scoring.layouts import Layout
 
     return_freed_memory()
-    run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
+    run = open_run(options)
     if not run.predicts_eos:
         raise UserError(f"{run.folder} {_NO_END}")
     if options.text != "line" and run.is_independent:

@@ -93,7 +93,7 @@ def recommend(
     most = model.vocab_size - len(everyones)
     if exclude == "nothing" or k > most:
         return topk(hidden, k, excluded=excluded)
-    rows = [torch.tensor([*excluded, *history]) for history in histories]
+    rows = [torch.tensor([*{*excluded, *history}]) for history in histories]
     left_out = pad_sequence(rows, batch_first=True, padding_value=-1).to(hidden.device)
     sizes = np.array([min(k, most - len({*history} - everyones)) for history in histories])
     dtype = torch.promote_types(hidden.dtype, torch.float32)

@@ -69,22 +69,24 @@ def save_model(folder: Path, weights: dict[str, Tensor], description: Descriptio
 
 
 def load_model(
-    folder: Path, description: Description | None = None
+    folder: Path,
+    description: Description | None = None,
+    state: dict[str, Tensor] | None = None,
 ) -> tuple[LanguageModel, Description]:
-    """Load the model of a run, and its description unless it is given.
+    """Load the model of a run, and its description unless it is given; `state`: other weights.
 
     The model is on the CPU, in evaluation mode, with dense gradients, its parameters of the dtype
     that they were trained in. UserError if a file is absent or damaged, or they do not fit.
     """
     description, weights = description or read_description(folder), folder / WEIGHTS
-    if sha256_file(weights) != description.weights_sha256:
+    if state is None and sha256_file(weights) != description.weights_sha256:
         raise CheckpointError(f"{weights} is damaged, or not described by {DESCRIPTION}")
     config, context = description.model, description.context
     output = replace(description.output, backend="auto")  # of this device, not of the training
     table = replace(description.word_table, row_wise=False)
     counts, tree, input_tree = None, None, None
     try:
-        state = load_file(weights)
+        state = load_file(weights) if state is None else state
         if output.tree == "adaptive":
             counts = state.get("output.index_of_word")  # for their number: ranks are in the state
         else:

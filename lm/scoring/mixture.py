@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from data_prep.errors import UserError
 from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.tokenizer import Tokenizer
+from lm.evaluation import check_finite
 from lm.figures import perplexity, table_of, token_unit
 from lm.model.reader import read_text
 from lm.run import TrainedRun
@@ -145,4 +146,6 @@ def token_log_probs(run: TrainedRun, tokens: NDArray[Any]) -> Floats:
     each = []
     for hidden, targets, _ in read_text(model, [tokens], description.eos_id, description.context):
         each.append(-model.output.nll_by_level(hidden, targets).double().sum(0).cpu())
-    return torch.cat(each).numpy()
+    log_prob = torch.cat(each)
+    check_finite(log_prob, str(run.folder))
+    return log_prob.numpy()

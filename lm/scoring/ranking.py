@@ -14,10 +14,11 @@ sum of P over the k first items, where P is conditioned on an item that is not e
 are those between the 2.5 % and 97.5 % quantiles of means over users drawn with replacement.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,201 +27,106 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data_prep.errors import UserError
-from data_prep.sequences import Sequences
+from data_prep.sequences import Exclude, Sequences
+from lm.evaluation import check_finite
 from lm.model.language_model import LanguageModel
 from lm.model.reader import Ints, read_lines
 from lm.run import TrainedRun
-from lm.scoring.bootstrap import resampled_rates
+from lm.scoring.ranking_figures import (
+    Predictions,
+    RankingReport,
+    figures_of,
+    popularity_groups,
+)
 
-Exclude = Literal["nothing", "seen"]
-Interval = tuple[float, float]
-Scores = Callable[[Tensor, Sequence[Ints]], Tensor]
-"""Log-probabilities [P, N], or what ranks as these, by the hidden vectors [P, H] of P predictions
-and the items that each is made from."""
-NUM_SAMPLES = 1_000
-"""Draws of users for an interval."""
 BLOCK_ELEMENTS = 1 << 23
 """Most log-probabilities in memory at once."""
-NUM_BINS = 10
-"""Bins of predictions by their expected hits."""
-GROUPS = ("head", "middle", "tail")
-"""Items by popularity, most popular first, each with a third of the events of training."""
+ANNOUNCED_AFTER_SECONDS = 3
+"""When the time that is left is estimated."""
+_log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CalibrationBin:
-    """A tenth of the predictions, by their expected hits."""
+class _Block(NamedTuple):
+    """P predictions."""
 
-    predictions: int
-    expected: float  # hit rate
-    observed: float  # hit rate
-
-
-@dataclass(frozen=True, kw_only=True)
-class AtK:
-    """The figures of the k first items."""
-
-    k: int
-    hit_rate: float
-    hit_rate_interval: Interval
-    ndcg: float
-    ndcg_interval: Interval
-    coverage: float  # share of the catalogue that is among the k first items of any prediction
-    expected_hit_rate: float  # of targets in the catalogue that are not excluded
-    observed_hit_rate: float  # likewise
-    calibration: list[CalibrationBin]
+    hidden: Tensor  # [P, H]
+    target: Tensor  # [P]
+    excluded: list[Ints]  # the distinct items that each leaves out
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupFigures:
-    """The figures of the targets of some popularity, at the largest k."""
-
-    group: str
-    items: int
-    predictions: int
-    hit_rate: float
-    ndcg: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranked:
-    """The figures of one way to rank."""
-
-    mrr: float
-    mrr_interval: Interval
-    at: list[AtK]
-    by_popularity: list[GroupFigures]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankingReport:
-    """The figures of a model and of popularity, the number of events of training."""
-
-    users: int  # with a target
-    predictions: int
-    items: int  # of the catalogue
-    excluded: Exclude  # what is never recommended to a user
-    unknown_targets: int  # not in the catalogue: missed
-    excluded_targets: int  # missed
-    model: Ranked
-    popularity: Ranked
-
-    def table(self, title: str) -> str:
-        """The figures as lines of text below a title."""
-        seen = "are left out" if self.excluded == "seen" else "may come again (--exclude seen)"
-        missed = f"{self.unknown_targets:,} not in the catalogue"
-        missed += f", {self.excluded_targets:,} left out" if self.excluded == "seen" else ""
-        lines = [
-            f"{title}: {self.predictions:,} items to predict of {self.users:,} users, among all"
-            f" {self.items:,} items; items that a user has had {seen}",
-            f"missed from the outset: {missed}",
-            f"{'':12}{'model':>8}  {'95 % interval':<17}{'popularity':>10}",
-        ]
-
-        def add(name: str, value: float, interval: Interval | None, other: float) -> None:
-            limits = "" if interval is None else f"{interval[0]:.4f} … {interval[1]:.4f}"
-            lines.append(f"{name:12}{value:8.4f}  {limits:<17}{other:10.4f}")
-
-        for mine, theirs in zip(self.model.at, self.popularity.at, strict=True):
-            add(f"HR@{mine.k}", mine.hit_rate, mine.hit_rate_interval, theirs.hit_rate)
-            add("  expected", mine.expected_hit_rate, None, theirs.expected_hit_rate)
-            add("  observed", mine.observed_hit_rate, None, theirs.observed_hit_rate)
-            add(f"NDCG@{mine.k}", mine.ndcg, mine.ndcg_interval, theirs.ndcg)
-            add("  coverage", mine.coverage, None, theirs.coverage)
-        add("MRR", self.model.mrr, self.model.mrr_interval, self.popularity.mrr)
-        last = self.model.at[-1]
-        groups = zip(self.model.by_popularity, self.popularity.by_popularity, strict=True)
-        for group, other in groups:
-            add(f"HR@{last.k} {group.group}", group.hit_rate, None, other.hit_rate)
-            lines[-1] += f"  {group.predictions:,} targets, {group.items:,} items"
-        expected, observed = (
-            " ".join(f"{getattr(each, name):.3f}" for each in last.calibration)
-            for name in ("expected", "observed")
-        )
-        lines += [f"HR@{last.k} by tenths, expected  {expected}", f"{'observed':>28}  {observed}"]
-        return "\n".join(lines)
-
-
-class _Predictions(NamedTuple):
-    """Predictions of M targets of the catalogue by one way to rank."""
-
-    sequence: Ints  # [M]
-    target: Ints  # [M]
-    rank: NDArray[np.float64]  # [M], ∞ if the target is excluded
-    expected: NDArray[np.float64]  # [M, number of k]
-    is_recommended: NDArray[np.bool_]  # [number of k, N]
+Way = Callable[[_Block, Sequence[int]], tuple[NDArray[Any], ...]]
+"""A way to rank, by some k in ascending order: rank, probability [P] and expected hits [P, number
+of k] of `Predictions`, and the best items [P, largest k], -1 where fewer are left."""
 
 
 def evaluate_ranking(
-    run: TrainedRun, split: str, ks: Sequence[int], exclude: Exclude, *, progress: bool = True
+    run: TrainedRun,
+    split: str,
+    ks: Sequence[int],
+    exclude: Exclude | None = None,
+    *,
+    users: int | None = None,
+    progress: bool = True,
+    keep: Callable[[Predictions, Sequences], None] | None = None,
 ) -> RankingReport:
     """Rank the items to predict of a split by the model of a run, and by popularity.
 
-    Raises:
-        UserError: if the run has no independent sequences, the split has no item to predict, or a k
-            is more than the catalogue; or as `evaluate_split`.
-    """
-    ways = [lambda hidden, _: run.model.output.log_prob(hidden), popularity(run)]
-    (model, by_count), excluded_targets = rank_by(run, split, ways, ks, exclude, progress=progress)
-    sequences = _sequences(run, split)
-    per_user = sequences.num_predicted + sequences.num_left_out
-    return RankingReport(
-        users=int((per_user > 0).sum()),
-        predictions=int(per_user.sum()),
-        items=run.prepared.vocab_size - len(_special(run)),
-        excluded=exclude,
-        unknown_targets=int(sequences.num_left_out.sum()),
-        excluded_targets=excluded_targets,
-        model=model,
-        popularity=by_count,
-    )
-
-
-def popularity(run: TrainedRun) -> Scores:
-    """The log of the share of each item of the events of training."""
-    counts = torch.from_numpy(run.prepared.counts().copy()).double()
-    log_prob = (counts / counts.sum()).log().to(run.model.device)
-    return lambda hidden, _: log_prob.repeat(len(hidden), 1)
-
-
-def rank_by(
-    run: TrainedRun,
-    split: str,
-    ways: Sequence[Scores],
-    ks: Sequence[int],
-    exclude: Exclude,
-    *,
-    progress: bool = True,
-) -> tuple[list[Ranked], int]:
-    """Rank the items to predict of a split in several ways.
-
-    Returns:
-        The figures of each way, and the number of targets that are excluded.
+    Args:
+        run: of independent sequences.
+        split: of the run.
+        ks: numbers of first items.
+        exclude: what is left out; None: as the repeats in training propose.
+        users: so many users, drawn at random, the same each time; None: all.
+        progress: whether to show a progress bar.
+        keep: called with the model's predictions, and the sequences that they are of.
 
     Raises:
-        UserError: as `evaluate_ranking`.
+        UserError: if the run has no independent sequences, the split has no item to predict, a k
+            is more than the catalogue, or a score is not finite; or as `evaluate_split`.
     """
-    prepared, special = run.prepared, _special(run)
-    if not prepared.is_independent:
+    if not run.prepared.is_independent:
         raise UserError(f"{run.folder}: --ranking requires data.sequences: independent")
-    sequences, ks = _sequences(run, split), sorted(set(ks))
-    num_items = prepared.vocab_size - len(special)
-    if ks[-1] > num_items:
-        raise UserError(f"--k {ks[-1]}: the catalogue has {num_items} items")
+    exclude = exclude or run.prepared.proposed_exclusion
+    special = [run.prepared.eos_id, run.prepared.unk_id]
+    counts = run.prepared.counts()
+    ways = [by_model(run.model, special, str(run.folder)), by_counts(counts, special)]
+    everyone = _sequences(run, split)
+    sequences = everyone if users is None else _drawn(everyone, users)
+    num_items = run.prepared.vocab_size - len(special)
+    if max(ks) > num_items:
+        raise UserError(f"--k {max(ks)}: the catalogue has {num_items} items")
     if not sequences.num_predicted.any():
         raise UserError(f"{split}: there is no item of the catalogue to predict")
-    found = _predict(
+    ks = sorted(set(ks))
+    found = predict(
         run.model,
         sequences,
         ways,
-        special=special,
+        eos_id=special[0],
         ks=ks,
         exclude=exclude,
-        progress=f"ranking {split}" if progress else None,
+        name=f"ranking {split}",
+        progress=progress,
     )
-    group = _popularity_groups(prepared.counts(), special)
-    figures = [_figures(each, sequences, ks, group, num_items) for each in found]
-    return figures, int(np.isinf(found[0].rank).sum())
+    group = popularity_groups(counts, special)
+    model, by_count = (figures_of(each, sequences, ks, group) for each in found)
+    if keep is not None:
+        keep(found[0], sequences)
+    num_users, all_users = (
+        int((each.num_predicted + each.num_left_out > 0).sum()) for each in (sequences, everyone)
+    )
+    return RankingReport(
+        users=num_users,
+        all_users=all_users,
+        predictions=int((sequences.num_predicted + sequences.num_left_out).sum()),
+        items=num_items,
+        excluded=exclude,
+        repeated_share=run.prepared.repeated_share,
+        unknown_targets=int(sequences.num_left_out.sum()),
+        excluded_targets=int(np.isinf(found[0].rank).sum()),
+        model=model,
+        popularity=by_count,
+    )
 
 
 def _sequences(run: TrainedRun, split: str) -> Sequences:
@@ -229,149 +135,126 @@ def _sequences(run: TrainedRun, split: str) -> Sequences:
     return found._replace(end=found.end - run.config.data.predict_eos)
 
 
-def _special(run: TrainedRun) -> list[int]:
-    """The token ids that are no items."""
-    return [run.prepared.eos_id, run.prepared.unk_id]
+def _drawn(sequences: Sequences, num_users: int) -> Sequences:
+    """The sequences with items to predict of users drawn at random; those of others are empty."""
+    users = np.flatnonzero(sequences.num_predicted + sequences.num_left_out)
+    is_drawn = np.zeros(len(sequences.begin), bool)
+    is_drawn[np.random.default_rng(0).permutation(users)[:num_users]] = True
+    return sequences._replace(
+        end=np.where(is_drawn, sequences.end, sequences.begin),
+        num_known=sequences.num_known * is_drawn,
+        num_left_out=sequences.num_left_out * is_drawn,
+    )
 
 
 @torch.no_grad()
-def _predict(
+def predict(
     model: LanguageModel,
     sequences: Sequences,
-    ways: Sequence[Scores],
+    ways: Sequence[Way],
     *,
-    special: Sequence[int],
+    eos_id: int,
     ks: Sequence[int],
     exclude: Exclude,
-    progress: str | None = None,
-) -> list[_Predictions]:
-    """Rank every target in several ways."""
-    lines = sequences.lines()
-    read = read_lines(model, lines, special[0], sequences.num_known)
+    name: str = "ranking",
+    progress: bool = False,
+) -> list[Predictions]:
+    """Rank every target in several ways; the log has the time that is left after some seconds."""
     is_recommended = np.zeros((len(ways), len(ks), model.vocab_size), bool)
     found: list[list[tuple[NDArray[Any], ...]]] = [[] for _ in ways]
-    total, disable = int(sequences.num_predicted.sum()), True if progress is None else None
-    step = max(1, BLOCK_ELEMENTS // model.vocab_size)
-    with tqdm(total=total, desc=progress, unit="item", disable=disable) as bar:
-        for all_hidden, all_targets, index, place in read:
-            for first in range(0, len(index), step):
-                block = slice(first, first + step)
-                hidden, target, sequence = all_hidden[block], all_targets[block], index[block]
-                pairs = zip(sequence, place[block], strict=True)
-                seen = [lines[each][:end].astype(np.int64) for each, end in pairs]
-                row = np.repeat(np.arange(len(seen)), list(map(len, seen)))
-                for way, scores in enumerate(ways):
-                    log_prob = scores(hidden, seen)
-                    own = log_prob.gather(1, target[:, None])
-                    log_prob[:, special] = -torch.inf
-                    if exclude == "seen":
-                        log_prob[row, np.concatenate(seen)] = -torch.inf
-                    rank, expected, best = _rank(log_prob, own, target, ks)
-                    for number, k in enumerate(ks):
-                        items = best[:, :k]
-                        is_recommended[way, number, items[items >= 0]] = True
-                    found[way].append((sequence, target.cpu().numpy(), rank, expected))
-                bar.update(len(target))
+    total, began = int(sequences.num_predicted.sum()), time.monotonic()
+    done = first = 0
+    is_announced, disable = False, None if progress else True
+    with tqdm(total=total, desc=name, unit="item", disable=disable) as bar:
+        for block, sequence, place in _blocks(model, sequences, eos_id, exclude):
+            target = block.target.cpu().numpy()
+            for way, ranked in enumerate(ways):
+                rank, probability, expected, best = ranked(block, ks)
+                for number, k in enumerate(ks):
+                    items = best[:, :k]
+                    is_recommended[way, number, items[items >= 0]] = True
+                found[way].append((sequence, place, target, rank, probability, expected))
+            bar.update(len(target))
+            done, seconds = done + len(target), time.monotonic() - began
+            if not first:  # takes longer
+                first, began = done, time.monotonic()
+            elif not is_announced and seconds > ANNOUNCED_AFTER_SECONDS and done < total:
+                is_announced, pace = True, seconds / (done - first)
+                bar.clear()
+                left = timedelta(seconds=round(pace * (total - done)))
+                _log.info("%s: about %s left, %.2g s an item", name, left, pace)
     return [
-        _Predictions(*map(np.concatenate, zip(*each, strict=True)), some)  # type: ignore[call-arg]
+        Predictions(*map(np.concatenate, zip(*each, strict=True)), some)  # type: ignore[call-arg]
         for each, some in zip(found, is_recommended, strict=True)
     ]
 
 
-def _rank(
-    log_prob: Tensor, own: Tensor, target: Tensor, ks: Sequence[int]
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """The rank [P] of each target, expected hits [P, number of k], and the best items [P, k].
-
-    Args:
-        log_prob: [P, N], -∞ of items that are not ranked.
-        own: [P, 1], of the targets, even if they are not ranked.
-        target: [P].
-        ks: numbers of first items, in ascending order.
-    """
-    number = torch.arange(log_prob.shape[1], device=log_prob.device)
-    is_before = (log_prob > own) | ((log_prob == own) & (number < target[:, None]))
-    rank = (1 + is_before.sum(1)).double()
-    rank[log_prob.gather(1, target[:, None]).squeeze(1) == -torch.inf] = torch.inf
-    best = log_prob.topk(ks[-1], dim=1)
-    mass = (best.values - log_prob.logsumexp(1, keepdim=True)).double().exp().cumsum(1)
-    items = best.indices.masked_fill(best.values == -torch.inf, -1)
-    expected = mass[:, [k - 1 for k in ks]]
-    return rank.cpu().numpy(), expected.cpu().numpy(), items.cpu().numpy()
+def _blocks(
+    model: LanguageModel, sequences: Sequences, eos_id: int, exclude: Exclude
+) -> Iterator[tuple[_Block, Ints, Ints]]:
+    """All predictions, with the sequence and place of each."""
+    lines, step = sequences.lines(), max(1, BLOCK_ELEMENTS // model.vocab_size)
+    for hidden, target, sequence, place in read_lines(model, lines, eos_id, sequences.num_known):
+        # The distinct items of a sequence in the order of their first places, and these places.
+        items, first = dict[int, Ints](), dict[int, Ints]()
+        for each in set(sequence.tolist()) if exclude == "seen" else ():
+            distinct, places = np.unique(lines[each], return_index=True)
+            order = places.argsort()
+            items[each], first[each] = distinct[order].astype(np.int64), places[order]
+        for begin in range(0, len(sequence), step):
+            part = slice(begin, begin + step)
+            pairs = [*zip(sequence[part].tolist(), place[part].tolist(), strict=True)]
+            had = [items[each][: first[each].searchsorted(end)] for each, end in pairs if items]
+            excluded = had or [np.zeros(0, np.int64)] * len(pairs)
+            yield _Block(hidden[part], target[part], excluded), sequence[part], place[part]
 
 
-def _popularity_groups(counts: Ints, special: Sequence[int]) -> Ints:
-    """The number in `GROUPS` of each item [N]; -1 of `special` ones."""
-    counts = counts.copy()
-    counts[special] = 0
+def by_model(model: LanguageModel, special: Sequence[int], name: str = "") -> Way:
+    """Rank all items but special ones by a model; NotFiniteError begins with its name."""
+
+    def ranked(block: _Block, ks: Sequence[int]) -> tuple[NDArray[Any], ...]:
+        log_prob, target = model.output.log_prob(block.hidden), block.target[:, None]
+        check_finite(log_prob, name)
+        own = log_prob.gather(1, target)
+        row = np.repeat(np.arange(len(target)), list(map(len, block.excluded)))
+        log_prob[:, special] = -torch.inf
+        log_prob[row, np.concatenate(block.excluded)] = -torch.inf
+        number = torch.arange(log_prob.shape[1], device=log_prob.device)
+        is_before = (log_prob > own) | ((log_prob == own) & (number < target))
+        rank = (1 + is_before.sum(1)).double()
+        own = log_prob.gather(1, target).squeeze(1)
+        rank[own == -torch.inf] = torch.inf
+        best, lse = log_prob.topk(ks[-1], dim=1), log_prob.logsumexp(1)
+        mass = (best.values - lse[:, None]).double().exp().cumsum(1)[:, [k - 1 for k in ks]]
+        items = best.indices.masked_fill(best.values == -torch.inf, -1)
+        found = rank, (own - lse).double().exp(), mass, items
+        return tuple(each.cpu().numpy() for each in found)
+
+    return ranked
+
+
+def by_counts(counts: Ints, special: Sequence[int]) -> Way:
+    """Rank all items but special ones by their numbers of events, the same for all but excluded."""
     order = np.argsort(-counts, kind="stable")
-    before = np.cumsum(counts[order]) - counts[order]
-    group = np.empty(len(counts), np.int64)
-    group[order] = np.minimum(len(GROUPS) * before // max(1, counts.sum()), len(GROUPS) - 1)
-    group[special] = -1
-    return group
+    order = order[~np.isin(order, special)]
+    place, events = np.zeros((2, len(counts)))
+    place[order], events[order] = np.arange(len(order)), counts[order]
 
+    def ranked(block: _Block, ks: Sequence[int]) -> tuple[NDArray[Any], ...]:
+        targets, k = block.target.cpu().numpy(), ks[-1]
+        rank, total = 1.0 + place[targets], np.full(len(targets), events.sum())
+        best = np.full((len(targets), k), -1)
+        for row, (target, had) in enumerate(zip(targets, block.excluded, strict=True)):
+            first = order[: k + len(had)]
+            found = first[~np.isin(first, had)][:k] if len(had) else first
+            best[row, : len(found)] = found
+            total[row] -= events[had].sum()
+            rank[row] -= (place[had] < place[target]).sum()
+            if target in had:
+                rank[row] = np.inf
+        total = np.maximum(total, 1)  # 0 if nothing is left
+        mass = (events[best] * (best >= 0) / total[:, None]).cumsum(1)
+        probability = np.where(np.isinf(rank), 0, events[targets] / total)
+        return rank, probability, mass[:, [k - 1 for k in ks]], best
 
-def _figures(
-    found: _Predictions, sequences: Sequences, ks: Sequence[int], group: Ints, num_items: int
-) -> Ranked:
-    """The figures of predictions, and of the targets outside the catalogue, which are missed."""
-    per_user = sequences.num_predicted + sequences.num_left_out
-    discount = 1 / np.log2(1 + found.rank)  # 0 of a missed target
-
-    def mean(name: str, values: NDArray[Any]) -> dict[str, Any]:
-        sums = np.bincount(found.sequence, values, len(per_user))
-        value = float(sums.sum() / per_user.sum())
-        return {name: value, f"{name}_interval": _interval(sums, per_user)}
-
-    at = []
-    is_ranked = np.isfinite(found.rank)
-    for number, k in enumerate(ks):
-        hit = found.rank <= k
-        expected, observed = found.expected[is_ranked, number], hit[is_ranked]
-        bins = np.array_split(np.argsort(expected, kind="stable"), NUM_BINS)
-        at.append(
-            AtK(
-                k=k,
-                **mean("hit_rate", hit),
-                **mean("ndcg", discount * hit),
-                coverage=float(found.is_recommended[number].sum() / num_items),
-                expected_hit_rate=_mean(expected),
-                observed_hit_rate=_mean(observed),
-                calibration=[
-                    CalibrationBin(
-                        predictions=len(each),
-                        expected=_mean(expected[each]),
-                        observed=_mean(observed[each]),
-                    )
-                    for each in bins
-                    if len(each)
-                ],
-            )
-        )
-    by_popularity = []
-    for number, name in enumerate(GROUPS):
-        among = group[found.target] == number
-        hit = found.rank[among] <= ks[-1]
-        by_popularity.append(
-            GroupFigures(
-                group=name,
-                items=int((group == number).sum()),
-                predictions=int(among.sum()),
-                hit_rate=_mean(hit),
-                ndcg=_mean(discount[among] * hit),
-            )
-        )
-    return Ranked(**mean("mrr", 1 / found.rank), at=at, by_popularity=by_popularity)
-
-
-def _mean(values: NDArray[Any]) -> float:
-    """The mean; NaN of nothing."""
-    return float(values.mean()) if len(values) else math.nan
-
-
-def _interval(sums: NDArray[Any], sizes: Ints) -> Interval:
-    """The 95 % interval of Σ sums / Σ sizes over users [U] drawn with replacement."""
-    sums, sizes = sums[sizes > 0], sizes[sizes > 0]
-    low, high = np.quantile(resampled_rates(sums, sizes, NUM_SAMPLES), [0.025, 0.975])
-    return float(low), float(high)
+    return ranked

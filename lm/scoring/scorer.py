@@ -21,6 +21,7 @@ from torch import Tensor
 from data_prep.errors import UserError
 from data_prep.tokenizer.speller import Speller
 from data_prep.tokenizer.tokenizer import AlignedLine, Tokenizer, WordTokenizer, line_batches
+from lm.evaluation import check_finite
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines, read_text
 from lm.run import TrainedRun
@@ -206,6 +207,7 @@ class Scorer:
         """Columns of `TokenScores`, from log_prob on, of hidden [P, H] and targets [P]."""
         by_level = -self.model.output.nll_by_level(hidden, targets).double()
         columns = [by_level.sum(0), by_level[0]]
+        check_finite(columns[0], "the text")
         if details:
             at_once = max(1, MAX_LOG_PROBS // self.model.vocab_size)
             parts = map(self._details, torch.split(hidden, at_once), torch.split(targets, at_once))

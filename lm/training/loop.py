@@ -119,7 +119,7 @@ def _report_result(run: Run) -> None:
         rule = perplexity_rule(ITEM if is_independent else token_unit(run.config.tokenizer))
         figure = f"validation perplexity {description.valid_perplexity:.2f}, {rule}"
     _log.info("%s has the model of step %d: %s", folder, description.step, figure)
-    ranking = " --ranking --exclude seen" * (run.config.data.sequences == "independent")
+    ranking = " --ranking" * (run.config.data.sequences == "independent")
     _log.info("next: lm evaluate %s --split %s%s", folder, split, ranking)
 
 

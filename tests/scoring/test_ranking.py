@@ -23,20 +23,13 @@ from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 from lm.run import TrainedRun
 from lm.scoring import ranking
+from lm.scoring.ranking_figures import Predictions, figures_of, popularity_groups
 from tests.conftest import OTHER_LETTERS
 from tests.models import log_probs, small_model
 
 N, EOS, UNK = 23, 0, 1
 KS = (1, 3, 10)
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
-ITEMS = """\
-name: items
-data: {{dir: {folder}, files: {{train: events.csv}}, format: csv, sequences: independent,
-  user_field: user, split: leave_one_out}}
-model: {{hidden: 12, layers: 1}}
-optim: {{lr: 0.01}}
-train: {{max_steps: 30, batch_size: 4, seq_len: 8, threads: 1}}
-"""
 
 
 def make(backbone: str) -> LanguageModel:
@@ -85,10 +78,9 @@ def by_hand(model: LanguageModel, sequences: Sequences, exclude: str) -> dict[st
     }
 
 
-def predicted(model: LanguageModel, sequences: Sequences, exclude: Any) -> ranking._Predictions:
-    ways = [lambda hidden, _: model.output.log_prob(hidden)]
-    settings = {"special": [EOS, UNK], "ks": KS, "exclude": exclude}
-    (found,) = ranking._predict(model, sequences, ways, **settings)
+def predicted(model: LanguageModel, sequences: Sequences, exclude: Any) -> Predictions:
+    ways = [ranking.by_model(model, [EOS, UNK])]
+    (found,) = ranking.predict(model, sequences, ways, eos_id=EOS, ks=KS, exclude=exclude)
     return found
 
 
@@ -105,7 +97,7 @@ def test_figures_equal_those_by_the_definitions(
         every = predicted(model, sequences, exclude)
         by_user = every.sequence.argsort(kind="stable")
         assert every.rank[by_user].tolist() == truth["rank"]
-        found = ranking._figures(every, sequences, KS, np.zeros(N, np.int64), N - 2)
+        found = figures_of(every, sequences, KS, np.r_[-1, -1, np.zeros(N - 2)])
         assert found.mrr == pytest.approx(truth["mrr"])
         for name in truth.keys() - {"rank", "mrr"}:
             values = [getattr(each, name) for each in found.at]
@@ -143,31 +135,13 @@ def test_sequences_without_an_item_of_the_catalogue_are_not_read(
 
 def test_groups_of_popularity_have_equal_shares_of_the_events() -> None:
     counts = np.array([900, 5, 30, 10, 10, 10, 10, 6, 6, 8])
-    assert ranking._popularity_groups(counts, [0, 1]).tolist() == [-1, -1, 0, 1, 1, 1, 2, 2, 2, 2]
-
-
-@pytest.fixture(scope="module")
-def items_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on users who go through 20 items, from a place of their own on."""
-    folder = tmp_path_factory.mktemp("items")
-    rows = ["user,item,time"]
-    rng = np.random.default_rng(7)
-    for user in range(60):
-        start = rng.integers(20)
-        for time in range(rng.integers(1, 9)):
-            rows.append(f"u{user},item {(start + time) % 20},{time}")
-    rows += ["u60,item 3,1", "u60,item 4,2", "u60,never seen before,3"]
-    (folder / "events.csv").write_text("\n".join(rows))
-    config = folder / "items.yaml"
-    config.write_text(ITEMS.format(folder=folder))
-    assert main(["train", str(config), f"--run_dir={folder / 'run'}", "--no-progress"]) == 0
-    return folder / "run"
+    assert popularity_groups(counts, [0, 1]).tolist() == [-1, -1, 0, 1, 1, 1, 2, 2, 2, 2]
 
 
 def test_report_of_a_run(items_run: Path, printed: Callable[..., str]) -> None:
     command = ["evaluate", items_run, "--ranking", "--k", "5", "1", "--exclude=seen"]
     values, table = json.loads(printed(*command, "--json")), printed(*command)
-    assert json.loads((items_run / "evaluate-test-ranking.json").read_text()) == values
+    assert json.loads((items_run / "evaluate-test-ranking-seen.json").read_text()) == values
     run = TrainedRun(items_run, "cpu")
     assert (values["items"], values["unknown_targets"]) == (20, 1)
     sequences = run.prepared.sequences("test")

@@ -1,0 +1,215 @@
+"""The figures of a ranking, see `lm.scoring.ranking`, from the rank of each target."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.sequences import Exclude, Ints, Sequences
+from lm.scoring.bootstrap import resampled_rates
+
+Interval = tuple[float, float]
+NUM_SAMPLES = 1_000
+"""Draws of users for an interval."""
+NUM_BINS = 10
+"""Bins of predictions by their expected hits."""
+GROUPS = ("head", "middle", "tail")
+"""Items by popularity, most popular first, each with a third of the events of training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationBin:
+    """A tenth of the predictions, by their expected hits."""
+
+    predictions: int
+    expected: float  # hit rate
+    observed: float  # hit rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtK:
+    """The figures of the k first items."""
+
+    k: int
+    hit_rate: float
+    hit_rate_interval: Interval
+    ndcg: float
+    ndcg_interval: Interval
+    coverage: float  # share of the catalogue that is among the k first items of any prediction
+    expected_hit_rate: float  # of targets in the catalogue that are not excluded
+    observed_hit_rate: float  # likewise
+    calibration: list[CalibrationBin]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFigures:
+    """The figures of the targets of some popularity, at the largest k."""
+
+    group: str
+    items: int
+    predictions: int
+    hit_rate: float
+    ndcg: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """The figures of one way to rank."""
+
+    mrr: float
+    mrr_interval: Interval
+    at: list[AtK]
+    by_popularity: list[GroupFigures]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankingReport:
+    """The figures of a model and of popularity, the number of events of training."""
+
+    users: int  # with a target, and drawn
+    all_users: int  # with a target
+    predictions: int
+    items: int  # of the catalogue
+    excluded: Exclude  # what is never recommended to a user
+    repeated_share: float  # of the events of training: items that the user has had
+    unknown_targets: int  # not in the catalogue: missed
+    excluded_targets: int  # missed
+    model: Ranked
+    popularity: Ranked
+
+    def table(self, title: str) -> str:
+        """The figures as lines of text below a title."""
+        drawn = f" drawn from {self.all_users:,}" * (self.users < self.all_users)
+        missed = f"{self.unknown_targets:,} not in the catalogue"
+        missed += f", {self.excluded_targets:,} left out" if self.excluded == "seen" else ""
+        lines = [
+            f"{title}: {self.predictions:,} items to predict of {self.users:,} users{drawn}, among"
+            f" all {self.items:,} items",
+            exclusion_rule(self.excluded, self.repeated_share),
+            f"missed from the outset: {missed}",
+            f"{'':12}{'model':>8}  {'95 % interval':<17}{'popularity':>10}",
+        ]
+
+        def add(name: str, value: float, interval: Interval | None, other: float) -> None:
+            limits = "" if interval is None else f"{interval[0]:.4f} … {interval[1]:.4f}"
+            lines.append(f"{name:12}{value:8.4f}  {limits:<17}{other:10.4f}")
+
+        for mine, theirs in zip(self.model.at, self.popularity.at, strict=True):
+            add(f"HR@{mine.k}", mine.hit_rate, mine.hit_rate_interval, theirs.hit_rate)
+            add("  expected", mine.expected_hit_rate, None, theirs.expected_hit_rate)
+            add("  observed", mine.observed_hit_rate, None, theirs.observed_hit_rate)
+            add(f"NDCG@{mine.k}", mine.ndcg, mine.ndcg_interval, theirs.ndcg)
+            add("  coverage", mine.coverage, None, theirs.coverage)
+        add("MRR", self.model.mrr, self.model.mrr_interval, self.popularity.mrr)
+        last = self.model.at[-1]
+        groups = zip(self.model.by_popularity, self.popularity.by_popularity, strict=True)
+        for group, other in groups:
+            add(f"HR@{last.k} {group.group}", group.hit_rate, None, other.hit_rate)
+            lines[-1] += f"  {group.predictions:,} targets, {group.items:,} items"
+        expected, observed = (
+            " ".join(f"{getattr(each, name):.3f}" for each in last.calibration)
+            for name in ("expected", "observed")
+        )
+        lines += [f"HR@{last.k} by tenths, expected  {expected}", f"{'observed':>28}  {observed}"]
+        return "\n".join(lines)
+
+
+def exclusion_rule(excluded: Exclude, repeated_share: float) -> str:
+    """What a ranking leaves out, and the share of training by which it is chosen, in words."""
+    others = {
+        "seen": ("are left out", "nothing ranks them too"),
+        "nothing": ("may come again", "seen leaves them out"),
+    }
+    what, other = others[excluded]
+    share = f"{100 * repeated_share:.1f} % of training events repeat one"
+    return f"items that a user has had {what} ({share}; --exclude {other})"
+
+
+class Predictions(NamedTuple):
+    """Predictions of M targets of the catalogue by one way to rank."""
+
+    sequence: Ints  # [M]
+    place: Ints  # [M], number of items of the catalogue before it in its sequence
+    target: Ints  # [M]
+    rank: NDArray[np.float64]  # [M], ∞ if the target is excluded
+    probability: NDArray[np.float64]  # [M], of the target, given that no excluded item comes
+    expected: NDArray[np.float64]  # [M, number of k]
+    is_recommended: NDArray[np.bool_]  # [number of k, N]
+
+
+def popularity_groups(counts: Ints, special: Sequence[int]) -> Ints:
+    """The number in `GROUPS` of each item [N]; -1 of `special` ones."""
+    counts = counts.copy()
+    counts[special] = 0
+    order = np.argsort(-counts, kind="stable")
+    before = np.cumsum(counts[order]) - counts[order]
+    group = np.empty(len(counts), np.int64)
+    group[order] = np.minimum(len(GROUPS) * before // max(1, counts.sum()), len(GROUPS) - 1)
+    group[special] = -1
+    return group
+
+
+def figures_of(found: Predictions, sequences: Sequences, ks: Sequence[int], group: Ints) -> Ranked:
+    """The figures of predictions, and of the targets outside the catalogue, which are missed."""
+    per_user = sequences.num_predicted + sequences.num_left_out
+    discount = 1 / np.log2(1 + found.rank)  # 0 of a missed target
+
+    def mean(name: str, values: NDArray[Any]) -> dict[str, Any]:
+        sums = np.bincount(found.sequence, values, len(per_user))
+        value = float(sums.sum() / per_user.sum())
+        return {name: value, f"{name}_interval": _interval(sums, per_user)}
+
+    at = []
+    is_ranked = np.isfinite(found.rank)
+    for number, k in enumerate(ks):
+        hit = found.rank <= k
+        expected, observed = found.expected[is_ranked, number], hit[is_ranked]
+        bins = np.array_split(np.argsort(expected, kind="stable"), NUM_BINS)
+        at.append(
+            AtK(
+                k=k,
+                **mean("hit_rate", hit),
+                **mean("ndcg", discount * hit),
+                coverage=float(found.is_recommended[number].sum() / (group >= 0).sum()),
+                expected_hit_rate=_mean(expected),
+                observed_hit_rate=_mean(observed),
+                calibration=[
+                    CalibrationBin(
+                        predictions=len(each),
+                        expected=_mean(expected[each]),
+                        observed=_mean(observed[each]),
+                    )
+                    for each in bins
+                    if len(each)
+                ],
+            )
+        )
+    by_popularity = []
+    for number, name in enumerate(GROUPS):
+        among = group[found.target] == number
+        hit = found.rank[among] <= ks[-1]
+        by_popularity.append(
+            GroupFigures(
+                group=name,
+                items=int((group == number).sum()),
+                predictions=int(among.sum()),
+                hit_rate=_mean(hit),
+                ndcg=_mean(discount[among] * hit),
+            )
+        )
+    return Ranked(**mean("mrr", 1 / found.rank), at=at, by_popularity=by_popularity)
+
+
+def _mean(values: NDArray[Any]) -> float:
+    """The mean; NaN of nothing."""
+    return float(values.mean()) if len(values) else math.nan
+
+
+def _interval(sums: NDArray[Any], sizes: Ints) -> Interval:
+    """The 95 % interval of Σ sums / Σ sizes over users [U] drawn with replacement."""
+    sums, sizes = sums[sizes > 0], sizes[sizes > 0]
+    low, high = np.quantile(resampled_rates(sums, sizes, NUM_SAMPLES), [0.025, 0.975])
+    return float(low), float(high)

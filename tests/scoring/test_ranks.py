@@ -1,0 +1,156 @@
+"""Ranks of single predictions, from which the figures follow; what `--ranking` announces."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+from safetensors.torch import load_file
+
+import lm
+from data_prep.prepared import Prepared
+from data_prep.sequences import find_sequences
+from lm.cli import main
+from lm.model.files import read_description, save_model
+from lm.run import TrainedRun
+from lm.scoring import ranking
+from tests.scoring.test_ranking import EOS, UNK, N, make
+
+
+def evaluated(run: Path, printed: Callable[..., str], *options: str) -> dict[str, Any]:
+    command = ("evaluate", run, "--ranking", "--json", "--k=3", *options)
+    found: dict[str, Any] = json.loads(printed(*command))
+    return found
+
+
+@pytest.mark.parametrize("exclude", ["nothing", "seen"])
+def test_figures_follow_from_ranks_and_from_all_log_probabilities(
+    exclude: str, items_run: Path, printed: Callable[..., str], tmp_path: Path
+) -> None:
+    path = tmp_path / "ranks.parquet"
+    values = evaluated(items_run, printed, f"--exclude={exclude}", f"--ranks={path}")
+    rows = parquet.read_table(path).to_pylist()
+    rank = np.array([row["rank"] or np.inf for row in rows])
+    truth = {
+        "hit_rate": (rank <= 3).mean(),
+        "ndcg": ((rank <= 3) / np.log2(1 + rank)).mean(),
+    }
+    assert truth == pytest.approx({name: values["model"]["at"][0][name] for name in truth})
+    assert values["model"]["mrr"] == pytest.approx((1 / rank).mean(), abs=1e-6)
+    assert len(rows) == values["predictions"]
+    assert rows[-1] == dict.fromkeys(rows[0]) | {"user": "u60"}  # of an item never seen before
+    histories, model = dict[str, list[str]](), lm.load(items_run, device="cpu")
+    for line in (items_run.parent / "events.csv").read_text().splitlines()[1:]:
+        user, item, _ = line.split(",")
+        histories.setdefault(user, []).append(item)
+    for row in rows[:-1]:
+        history = histories[row["user"]]
+        before = history[: row["position"] - 1]
+        assert (history[-1], len(history)) == (row["item"], row["position"])
+        p = model.log_prob(before).exp().double().numpy()
+        p[[model.eos_id, model.unk_id, *(map(model.id, before) if exclude == "seen" else ())]] = 0
+        p /= p.sum()
+        target = model.id(row["item"])
+        assert row["probability"] == pytest.approx(p[target], abs=1e-6)
+        assert row["rank"] == 1 + np.argsort(-p, kind="stable").tolist().index(target)
+
+
+def test_users_are_drawn_and_the_time_is_announced(
+    items_run: Path,
+    printed: Callable[..., str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranking, "ANNOUNCED_AFTER_SECONDS", -1)
+    monkeypatch.setattr(ranking, "BLOCK_ELEMENTS", 1)
+    draws = [evaluated(items_run, printed, "--users=9", "--no-progress") for _ in range(2)]
+    assert draws[0] == draws[1]
+    counts = ("users", "predictions", "excluded", "step", "num_steps", "checkpoint")
+    assert [draws[0][name] for name in counts] == [9, 9, "seen", 30, 30, None]
+    assert draws[0] == json.loads(
+        (items_run / "evaluate-test-ranking-seen-9-users.json").read_text()
+    )
+    table = printed("evaluate", items_run, "--ranking", "--users=9")
+    total = draws[0]["all_users"]
+    assert table.startswith(
+        f"test, the model of step 30 of 30: 9 items to predict of 9 users drawn from {total},"
+        " among all 20 items\nitems that a user has had are left out (0.0 % of training events"
+        " repeat one; --exclude nothing ranks them too)\n"
+    )
+    assert caplog.text.count("ranking test: about 0:00:0") == 3
+    everyone = evaluated(items_run, printed, "--users=999")
+    assert everyone["users"] == total
+
+
+def test_repeats_in_training_decide_what_is_left_out(
+    items_run: Path,
+    printed: Callable[..., str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(Prepared, "repeated_share", 0.6)
+    rule = "items that a user has had may come again (60.0 % of training events repeat one;"
+    assert rule in printed("evaluate", items_run, "--ranking")
+    (tmp_path / "users.txt").write_text('["item 3"]\n')
+    printed("recommend", items_run, f"--history={tmp_path / 'users.txt'}")
+    assert rule in caplog.text
+
+
+def test_a_long_history_leaves_out_its_distinct_items() -> None:
+    tokens = np.append(np.random.default_rng(0).integers(2, N, size=5_000), EOS)
+    sequences = find_sequences(tokens, eos_id=EOS, unk_id=UNK)
+    (line,) = sequences.lines()
+    for block, _, places in ranking._blocks(make("lstm"), sequences, EOS, "seen"):
+        for place, excluded in zip(places.tolist(), block.excluded, strict=True):
+            assert sorted(excluded) == sorted({*line[:place].tolist()})
+
+
+def test_scores_that_are_not_finite_are_refused(
+    items_run: Path, tmp_path: Path, complaint: Callable[..., str]
+) -> None:
+    run = shutil.copytree(items_run, tmp_path / "run")
+    weights = load_file(run / "model.safetensors")
+    weights["output.weight"][3] = np.nan
+    save_model(run, weights, read_description(run))
+    (tmp_path / "users.txt").write_text('["item 3"]\n')
+    for command, problem in {
+        (
+            "evaluate",
+            run,
+            "--ranking",
+        ): r"run: \d+ of \d+ log-probabilities are not finite: weights",
+        ("evaluate", run): "run: the log-probability of the text is nan: weights",
+        ("recommend", run, f"--history={tmp_path / 'users.txt'}"): "run: log-probabilities of pos",
+    }.items():
+        assert re.search(problem, complaint(*command))
+        assert main(list(map(str, command))) == 5
+    file = run / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    recommend = ("recommend", run, f"--history={tmp_path / 'users.txt'}", "--k=5")
+    assert main(list(map(str, recommend))) == 4
+    assert complaint(*recommend).startswith(f"{file} is damaged")
+
+
+def test_a_checkpoint_is_evaluated_in_place_of_the_model(
+    items_run: Path, printed: Callable[..., str], complaint: Callable[..., str], tmp_path: Path
+) -> None:
+    run = shutil.copytree(items_run, tmp_path / "run")
+    kept = evaluated(run, printed)
+    weights = load_file(run / "model.safetensors")
+    changed = {
+        name: 0 * each if name == "output.weight" else each for name, each in weights.items()
+    }
+    save_model(run, changed, read_description(run))
+    last = run / "checkpoints" / "last.ckpt"
+    for name in ("last", str(last)):
+        assert evaluated(run, printed, f"--checkpoint={name}") == kept | {"checkpoint": str(last)}
+    assert (run / "evaluate-test-ranking-seen-step-30.json").exists()
+    assert f"the model of step 30 of 30 ({last})\n" in printed("evaluate", run, "--checkpoint=last")
+    assert complaint("evaluate", run, "--checkpoint=x.ckpt").startswith("x.ckpt: cannot read the")
+    assert TrainedRun(run).description.step == 30
