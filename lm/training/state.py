@@ -34,6 +34,7 @@ from lm.training.cuda_graph import InputBuffers, StepGraph
 from lm.training.metrics import Metrics
 from lm.training.optimizers import build_optimizer, learning_rate
 from lm.training.shards import columns_of, convert_optimizer_state, convert_weights, held_rows
+from lm.training.validation import Validation, rank_items
 
 _log = logging.getLogger(__name__)
 MAX_NATS = 700.0
@@ -158,9 +159,10 @@ class TrainingState:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps are done, or the time is spent."""
-        num_steps = self.batches.num_steps
-        return self.clock.share == 1 or (num_steps is not None and self.step >= num_steps)
+        """Whether all steps are done, or the time or the patience is spent."""
+        if self.clock.share == 1 or self.progress.is_patience_spent(self.config.train.patience):
+            return True
+        return self.batches.num_steps is not None and self.step >= self.batches.num_steps
 
     @property
     def is_validation_due(self) -> bool:
@@ -218,8 +220,8 @@ class TrainingState:
         self.progress.num_tokens += self.num_tokens
         self.num_tokens = 0
 
-    def validate(self) -> float:
-        """The validation perplexity."""
+    def validate(self) -> Validation:
+        """Validate the model; every process gets the figures of the first."""
         prepared = self.run.prepared
         result = evaluate(
             self.model,
@@ -231,7 +233,10 @@ class TrainingState:
             sequences=prepared.sequences("valid") if prepared.is_independent else None,
         )
         self._check_loss(result.nll_nats / result.tokens)
-        return result.perplexity
+        found = Validation(result.perplexity)
+        if self.config.ranks_items:
+            found = Validation(result.perplexity, *rank_items(self.model, prepared))
+        return self.fabric.broadcast(found) if self.fabric.world_size > 1 else found
 
     def _check_loss(self, loss: float) -> None:
         if not loss < MAX_NATS:
@@ -268,26 +273,31 @@ class TrainingState:
             " (a lower optim.lr or optim.clip may help)"
         )
 
-    def take_metrics(self, learning_rate: float, valid_perplexity: float | None) -> Metrics:
+    def take_metrics(self, learning_rate: float, valid: Validation | None) -> Metrics:
         """The figures since the last call, with the learning rate of the last step."""
-        progress = self.progress
+        progress, prepared = self.progress, self.run.prepared
         seconds = progress.seconds - progress.logged_seconds
+        num_tokens = progress.tokens_done - progress.logged_tokens
         metrics = Metrics(
             step=self.step,
             epoch=round(progress.batches_done / self.batches.per_epoch, 4),
             tokens=progress.tokens_done,
             learning_rate=learning_rate,
             train_perplexity=perplexity(progress.nll, progress.num_tokens),
-            valid_perplexity=valid_perplexity,
+            valid_perplexity=None if valid is None else valid.perplexity,
             skipped_steps=progress.skipped_steps,
             seconds=round(progress.seconds, 3),
-            tokens_per_second=round(progress.num_tokens / max(seconds, 1e-9)),
+            tokens_per_second=round(num_tokens / max(seconds, 1e-9)),
+            valid_hit_rate=None if valid is None else valid.hit_rate,
+            valid_ndcg=None if valid is None else valid.ndcg,
         )
-        progress.nll, progress.num_tokens = 0.0, 0
-        progress.logged_seconds = progress.seconds
+        averages = prepared.is_independent and "valid" in prepared.splits
+        if valid is not None or not averages:
+            progress.nll, progress.num_tokens = 0.0, 0
+        progress.logged_seconds, progress.logged_tokens = progress.seconds, progress.tokens_done
         return metrics
 
-    def save(self, valid_perplexity: float | None, *, is_best: bool) -> None:
+    def save(self, valid: Validation | None, *, is_best: bool) -> None:
         """Write the checkpoint, and the model if it is the best so far; all processes call this.
 
         `last.ckpt` is written last: a run that continues from the previous one repeats the rest.
@@ -304,7 +314,8 @@ class TrainingState:
                     unk_id=prepared.unk_id,
                     tokenizer_sha256=prepared.tokenizer_sha256,
                     step=self.step,
-                    valid_perplexity=valid_perplexity,
+                    valid_perplexity=None if valid is None else valid.perplexity,
+                    valid_ndcg=None if valid is None else valid.ndcg,
                 )
                 save_model(folder, checkpoint["model"], description)
             sync(folder / "metrics.csv")  # whose lines a continuation does not repeat
