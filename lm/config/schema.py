@@ -190,7 +190,8 @@ class TrainConfig(Strict):
     """T: number of tokens of each sequence per batch (truncated back-propagation for the LSTM,
     context for the Transformer)."""
     accumulate: Positive = 1
-    """Number of batches whose gradients are averaged for one optimizer step."""
+    """Number of batches of one optimizer step, whose loss is the mean over all their tokens. The
+    last step of an epoch has the batches that are left."""
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true"] = "32-true"
     """Type of the parameters (-true), or of the computation with fp32 parameters (-mixed)."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"

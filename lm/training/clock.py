@@ -88,7 +88,7 @@ class Clock:
         self.num_steps, self._accumulate = batches.num_steps, train.accumulate
         self._validation_steps: float | None = None
         if num_valid_tokens is not None:
-            self._validation_steps = batches.between_validations / train.accumulate
+            self._validation_steps = batches.between_validations
             step_tokens = train.batch_size * train.seq_len * train.accumulate
             self._relative_size = num_valid_tokens / step_tokens * fabric.world_size
         self.share = 0.0

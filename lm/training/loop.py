@@ -37,6 +37,10 @@ from lm.training.state import TrainingState
 from lm.training.validation import K, Validation
 
 _log = logging.getLogger(__name__)
+_BF16 = (
+    "train.precision: bf16-true: an update of less than about 1/500 of a weight is lost, as with a"
+    " low optim.lr; train.precision: bf16-mixed has weights in fp32"
+)
 
 
 def train(
@@ -73,6 +77,8 @@ def train(
     batches = make_batches(config, run.prepared, fabric.global_rank, fabric.world_size)
     if is_main:
         make_folder(folder)
+        if config.train.precision == "bf16-true":
+            _log.warning(_BF16)
     busy = f"{folder}: another process trains this run"
     with locked(folder / LOCK, busy=busy) if is_main else nullcontext():
         checkpoint, saved = None, None
@@ -106,7 +112,7 @@ def train(
         else:
             raise UserError(f"{checkpoint}: training is already complete")
     if is_main:
-        _report_result(run, done.batches_done // config.train.accumulate)
+        _report_result(run, batches.steps(done.batches_done))
     return is_main
 
 
@@ -140,8 +146,8 @@ def _is_complete(config: Config, batches: Batches, progress: Progress) -> bool:
         return True
     if progress.is_patience_spent(config.train.patience):
         return True
-    steps_done = progress.batches_done // config.train.accumulate
-    return batches.num_steps is not None and steps_done >= batches.num_steps
+    num_steps = batches.num_steps
+    return num_steps is not None and batches.steps(progress.batches_done) >= num_steps
 
 
 def _fit(

@@ -53,10 +53,9 @@ class CarriedLoss(nn.Module):
         nll: sum over the tokens since it was last set to zero; fp64, on the device.
     """
 
-    def __init__(self, model: LanguageModel, num_batches: int, device: torch.device) -> None:
+    def __init__(self, model: LanguageModel, device: torch.device) -> None:
         super().__init__()
         self.model = model
-        self.num_batches = num_batches  # per optimizer step
         self.carried: State | None = None
         self._kept: State | None = None
         self.nll = torch.zeros((), dtype=torch.float64, device=device)
@@ -68,9 +67,7 @@ class CarriedLoss(nn.Module):
         if self.model.backbone.carries_state and state is not None:
             self.carried = tuple(part.detach() for part in state)
         self.nll += loss.detach().double() * (batch.targets >= 0).sum()
-        if batch.weight != 1:
-            loss = loss * batch.weight
-        return loss / self.num_batches
+        return loss if batch.weight == 1 else loss * batch.weight
 
     def keep(self) -> None:
         """Move the carried state into the memory it had before, where a CUDA graph reads it."""
@@ -104,7 +101,7 @@ class TrainingState:
                 # of a version in which `auto` meant dense gradients of a table of this size
                 self.word_table = replace(self.word_table, row_wise=False, optimizer=None)
         self.model = self._build_model(saved)
-        self.carried_loss = CarriedLoss(self.model, train.accumulate, fabric.device)
+        self.carried_loss = CarriedLoss(self.model, fabric.device)
         # DDP neither averages these gradients nor compares the tables.
         ignored = [f"model.{name}" for name in self.model.dealt_tables]
         ignored += [name for name, _ in self.carried_loss.named_buffers()] if ignored else []
@@ -155,7 +152,7 @@ class TrainingState:
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self.progress.batches_done // self.config.train.accumulate
+        return self.batches.steps(self.progress.batches_done)
 
     @property
     def is_finished(self) -> bool:
@@ -167,19 +164,17 @@ class TrainingState:
     @property
     def is_validation_due(self) -> bool:
         """Every `train.val_every_steps`, by default after each epoch, and after the last step."""
-        done, every = self.progress.batches_done, self.batches.between_validations
-        is_due = done // every > (done - self.config.train.accumulate) // every
+        is_due = self.step % self.batches.between_validations == 0
         return "valid" in self.run.prepared.splits and (is_due or self.is_finished)
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step, in the epoch of its last batch."""
-        last_batch = self.progress.batches_done + self.config.train.accumulate - 1
+        """Learning rate of the next step."""
         return learning_rate(
             self.config.optim,
             step=self.step,
             total_steps=self.batches.num_steps,
-            epoch=last_batch // self.batches.per_epoch,
+            epoch=self.progress.batches_done // self.batches.per_epoch,
             num_bad_validations=self.progress.num_bad_validations,
             time_share=self.clock.share,
         )
@@ -187,16 +182,20 @@ class TrainingState:
     def next_batches(self) -> tuple[list[Batch], bool]:
         """The batches of the next step, in `inputs`, and whether they are usual.
 
-        Usual are those of full length, of which at most the first one begins the carried state.
-        They count as done from now on.
+        Each weighs as much as it has targets, so that the loss is the mean over all targets. Usual
+        are those of full length with as many targets each, of which at most the first one begins
+        the carried state. They count as done from now on.
         """
-        first, model = self.progress.batches_done, self.model
-        batches = [self.batches[first + k] for k in range(self.config.train.accumulate)]
+        model, per_step = self.model, self.batches.per_step
+        batches = [self.batches[k] for k in self.batches.of_step(self.progress.batches_done)]
         self.progress.batches_done += len(batches)
         num_tokens = sum(batch.num_tokens for batch in batches)
+        shares = [batch.num_tokens / num_tokens for batch in batches]
+        batches = [b._replace(weight=b.weight * p) for b, p in zip(batches, shares, strict=True)]
         self.progress.tokens_done += num_tokens
         self.num_tokens += num_tokens
         is_usual = all(len(batch.targets) == self.batches.seq_len for batch in batches)
+        is_usual &= shares == [1 / per_step] * per_step
         is_usual &= not model.backbone.carries_state or all(each.continues for each in batches[1:])
         batches, carried = self.inputs.load(batches), self.carried_loss.carried
         if is_usual and self.graph.records and carried is not None:
