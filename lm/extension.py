@@ -113,7 +113,8 @@ def extend(trained: TrainedRun, config: Config, *, progress: bool = True) -> Non
         write_run_metadata(Run.of(replace(config, run_dir=str(folder)), prepared=prepared))
         write_hashed(folder / "config.yaml", [to_yaml(config).encode()])
         sha256 = prepared.tokenizer_sha256
-        description = replace(trained.description, tokenizer_sha256=sha256, valid_perplexity=None)
+        description = replace(trained.description, valid_perplexity=None, valid_ndcg=None)
+        description = replace(description, tokenizer_sha256=sha256)
         save_model(folder, state, description)
     _log.info("%d new items, %d in all", len(new), tokenizer.vocab_size - 2)
 

@@ -259,7 +259,7 @@ class TrainedRun:
         from lm.model.files import load_model
 
         run = replace(self, checkpoint=file)
-        description = replace(self.description, step=step, valid_perplexity=None)
+        description = replace(self.description, step=step, valid_perplexity=None, valid_ndcg=None)
         try:
             model, _ = load_model(self.folder, description, state)
         except UserError as error:

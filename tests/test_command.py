@@ -174,7 +174,7 @@ def test_the_end_of_a_training_run_names_its_model_and_the_next_command(
     assert peak
     assert 100 < int(peak[1].replace(",", "")) < 10_000
     assert caplog.messages[-2:] == [
-        f"{run} has the model of step 6: no validation split",
+        f"{run} has the model of step 6 of 6: no validation split",
         f"next: lm evaluate {run} --split train",
     ]
 

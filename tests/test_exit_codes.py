@@ -64,7 +64,6 @@ BAD_INPUTS = """\
 2 | train {run} --model.hidden=16 | already contains a run
 2 | train {tiny} --run_dir={run} | contains a run: continue it with --resume auto, or choose another
 2 | train {tiny} {data} --train.batch_size=9999 | train.seq_len = 8 require at least 9999
-2 | train {tiny} {data} --train.max_epochs=1 --train.accumulate=9999 | fewer batches than train.acc
 2 | train {tiny} {data} --output.tree=oak | output.tree: oak is neither a tree (full, two_
 2 | train {tiny} {data} --output.tree={tree} | tree.txt:1: 'thé' is not in the vocabulary
 2 | train {tiny} {data} --output.tree={utf16} | utf16.txt is in UTF-16: convert it, iconv -f UTF-16

@@ -82,6 +82,7 @@ def open_run(options: argparse.Namespace) -> TrainedRun:
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     if options.checkpoint is None:
         return run
+    from lm.training.batches import make_batches
     from lm.training.checkpoint import load_checkpoint
 
     path = Path(options.checkpoint)
@@ -92,5 +93,5 @@ def open_run(options: argparse.Namespace) -> TrainedRun:
         raise CheckpointError(
             f"{path}: the checkpoint is not of {run.folder}: it read another text"
         )
-    step = saved["progress"]["batches_done"] // run.config.train.accumulate
+    step = make_batches(run.config, run.prepared).steps(saved["progress"]["batches_done"])
     return run.with_weights(saved["model"], step, path)

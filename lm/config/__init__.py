@@ -11,6 +11,7 @@ from lm.config.load import (
 )
 from lm.config.schema import (
     Config,
+    Criterion,
     ModelConfig,
     OptimConfig,
     OutputConfig,
@@ -21,6 +22,7 @@ from lm.config.word_table import WordTable, resolve_word_table
 
 __all__ = [
     "Config",
+    "Criterion",
     "ModelConfig",
     "OptimConfig",
     "OutputConfig",

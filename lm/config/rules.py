@@ -175,6 +175,11 @@ def _training(config: Config) -> str | None:
             "train.max_minutes requires a schedule that ends with the time: set optim.schedule:"
             f" cosine, got {schedule}"
         )
+    if train.keep == "ndcg" and not config.ranks_items:
+        return (
+            "train.keep: ndcg requires data.sequences: independent, and neither output.tree:"
+            " adaptive nor train.strategy: shard_output"
+        )
     if config.name[:1] in ("", ".") or re.search("[/\x00-\x1f\x7f-\x9f]", config.name):
         return f"name must be a plain file name, got {config.name!r}"
     return None

@@ -21,6 +21,8 @@ from data_prep.settings import (
 MAX_THREADS = 1024
 """Most threads of a process: with many more, the OpenMP library ends the process."""
 Size = Annotated[int, Field(gt=0, le=2**20)]
+Criterion = Literal["perplexity", "ndcg"]
+"""Figure of a validation by which the best model is chosen."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 AutoOrOff = Annotated[
@@ -156,8 +158,8 @@ class OptimConfig(Strict):
     """Largest L2 norm of the whole gradient; 0 disables clipping."""
     schedule: Literal["constant", "cosine", "step", "plateau"] = "constant"
     """cosine: decrease to lr × min_lr_factor over the training run. step: multiply by `decay`
-    after each epoch from `decay_after_epochs` on. plateau: multiply by `decay` whenever the
-    validation perplexity has not improved."""
+    after each epoch from `decay_after_epochs` on. plateau: multiply by `decay` whenever a
+    validation has not improved (`train.keep`)."""
     warmup_steps: NonNegative = 0
     """Number of first steps over which the learning rate rises linearly to `lr`."""
     min_lr_factor: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -188,7 +190,8 @@ class TrainConfig(Strict):
     """T: number of tokens of each sequence per batch (truncated back-propagation for the LSTM,
     context for the Transformer)."""
     accumulate: Positive = 1
-    """Number of batches whose gradients are averaged for one optimizer step."""
+    """Number of batches of one optimizer step, whose loss is the mean over all their tokens. The
+    last step of an epoch has the batches that are left."""
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true"] = "32-true"
     """Type of the parameters (-true), or of the computation with fp32 parameters (-mixed)."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
@@ -214,6 +217,14 @@ class TrainConfig(Strict):
     positions are sent to the owner of their class only. auto: word."""
     val_every_steps: Positive | None = None
     """Number of steps between validations. Default: validate at the end of each epoch."""
+    keep: Criterion | None = None
+    """Figure of a validation by which the best model is kept. ndcg: NDCG@10 of independent
+    sequences over the whole catalogue, without the items that a user has had unless training
+    repeats these; of up to 4,000 users, the same each time. It is not measured with output.tree:
+    adaptive or strategy: shard_output. Default: ndcg where it is measured, else perplexity."""
+    patience: Positive | None = None
+    """Number of validations in a row without a better figure (`keep`) after which the run ends.
+    Default: never."""
     checkpoint_every_steps: Positive | None = None
     """Number of steps between writes of last.ckpt. Default: write it after each validation only."""
     keep_checkpoints: NonNegative = 0
@@ -279,6 +290,17 @@ class Config(Strict):
             default = ALL_LEVELS if self.classes.method == "file" else 3
             return replace(self.classes, depth=self.classes.depth or default)
         return self.classes if self.output.tree == "two_level" or self.has_input_tree else None
+
+    @property
+    def ranks_items(self) -> bool:
+        """Whether a validation ranks items: of independent sequences, by a layer that searches."""
+        searches = self.output.tree != "adaptive" and self.train.strategy != "shard_output"
+        return self.data.sequences == "independent" and searches
+
+    @property
+    def criterion(self) -> Criterion:
+        """The figure of a validation by which the best model is chosen."""
+        return self.train.keep or ("ndcg" if self.ranks_items else "perplexity")
 
     @property
     def tree_is_file(self) -> bool:

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from data_prep.corpus.events import item_word, word_item
 from data_prep.errors import UserError
@@ -17,6 +16,7 @@ from lm.model.language_model import LanguageModel
 from lm.model.reader import Ints, read_lines
 from lm.output.decoding.search import TopK
 from lm.run import TrainedRun
+from lm.scoring.best_items import best_items
 from lm.states import warn_caller
 
 
@@ -89,21 +89,8 @@ def recommend(
     read = [(vectors, index) for vectors, _, index, _ in chunks]
     order = np.concatenate([index for _, index in read]).argsort()
     hidden = torch.cat([vectors for vectors, _ in read])[torch.from_numpy(order).to(model.device)]
-    everyones, topk = set(excluded), torch.no_grad()(model.output.topk)
-    most = model.vocab_size - len(everyones)
-    if exclude == "nothing" or k > most:
-        return topk(hidden, k, excluded=excluded)
-    rows = [torch.tensor([*{*excluded, *history}]) for history in histories]
-    left_out = pad_sequence(rows, batch_first=True, padding_value=-1).to(hidden.device)
-    sizes = np.array([min(k, most - len({*history} - everyones)) for history in histories])
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    log_prob = hidden.new_full((len(sizes), k), -torch.inf, dtype=dtype)
-    best = TopK(log_prob, torch.full_like(log_prob, -1, dtype=torch.int64))
-    for size in set(sizes.tolist()) - {0}:
-        users = np.flatnonzero(sizes == size)
-        found = topk(hidden[users], size, excluded=left_out[users])
-        best.log_prob[users, :size], best.word[users, :size] = found.log_prob, found.word
-    return best
+    seen = histories if exclude == "seen" else None
+    return best_items(model, hidden, k, special=excluded, seen=seen)
 
 
 def parse_items(line: str, name: str) -> list[Any]:

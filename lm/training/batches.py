@@ -53,11 +53,10 @@ class Batches:
     Attributes:
         per_epoch: number of batches of an epoch.
         num_steps: optimizer steps of the run; None: as many as the time allows.
-        between_validations: number of batches from one validation to the next.
+        between_validations: number of steps from one validation to the next.
 
     Raises:
-        UserError: if the text is too short for B sequences, B is not a multiple of the devices, or
-            `train.max_epochs` has fewer batches than a step accumulates.
+        UserError: if the text is too short for B sequences, or B is not a multiple of the devices.
     """
 
     def __init__(
@@ -73,17 +72,21 @@ class Batches:
             raise UserError(
                 f"train.batch_size = {self.batch_size} must be a multiple of {world_size} devices"
             )
-        every = train.val_every_steps
-        self.between_validations = every * train.accumulate if every else self.per_epoch
+        self.per_step, steps_per_epoch = train.accumulate, -(-self.per_epoch // train.accumulate)
+        self.between_validations = train.val_every_steps or steps_per_epoch
         limits = [] if train.max_steps is None else [train.max_steps]
         if train.max_epochs is not None:
-            limits.append(train.max_epochs * self.per_epoch // train.accumulate)
-        if 0 in limits:
-            raise UserError(
-                f"train.max_epochs = {train.max_epochs} has fewer batches than"
-                f" train.accumulate = {train.accumulate}"
-            )
+            limits.append(train.max_epochs * steps_per_epoch)
         self.num_steps: int | None = min(limits, default=None)
+
+    def of_step(self, first: int) -> range:
+        """Numbers of the batches of a step: `train.accumulate`, or the rest of the epoch."""
+        return range(first, first + min(self.per_step, self.per_epoch - first % self.per_epoch))
+
+    def steps(self, num_batches: int) -> int:
+        """Number of steps that the first batches make."""
+        epochs, rest = divmod(num_batches, self.per_epoch)
+        return epochs * -(-self.per_epoch // self.per_step) + -(-rest // self.per_step)
 
     def _lay_out(self, prepared: Prepared) -> int:
         """Open the text, and return the number of batches of an epoch."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from lightning.fabric import Fabric
 
-from lm.config import TrainConfig
+from lm.config import Criterion, TrainConfig
 from lm.training.batches import Batches
+from lm.training.validation import Validation
 
 WARM_UP_STEPS = 5
 """First steps of a process, which compile and allocate: they do not count in the pace."""
@@ -29,20 +30,34 @@ class Progress:
     batches_done: int = 0
     tokens_done: int = 0  # over all devices
     best_perplexity: float = math.inf  # the lowest of all validations
-    num_bad_validations: int = 0  # that did not improve on it
+    best_ndcg: float = -math.inf  # the highest
+    num_bad_validations: int = 0  # that did not improve on the best by `train.keep`
+    num_since_best: int = 0  # of them since the best
     skipped_steps: int = 0  # whose gradient was not finite
-    nll: float = 0.0  # nats summed over the tokens since the last line of `metrics.csv`
+    nll: float = 0.0  # nats summed over the tokens of the next `Metrics.train_perplexity`
     num_tokens: int = 0  # number of these tokens
+    logged_tokens: int = -1  # `tokens_done` before the last line of `metrics.csv`
     seconds: float = 0.0  # training time, without validation and checkpoints
     logged_seconds: float = 0.0  # the same before the last line of `metrics.csv`
     elapsed_seconds: float = 0.0  # of the training loop, with validations and checkpoints
     validation_seconds: float = 0.0  # of the last validation and checkpoint; 0 before the first
 
-    def record_validation(self, perplexity: float) -> bool:
-        """Record a validation perplexity; returns whether it is the lowest so far."""
-        improved = perplexity < self.best_perplexity
+    def __post_init__(self) -> None:
+        if self.logged_tokens < 0:  # of a version in which both began with a line
+            self.logged_tokens = self.tokens_done - self.num_tokens
+
+    def is_patience_spent(self, patience: int | None) -> bool:
+        """Whether so many validations in a row were not the best."""
+        return patience is not None and self.num_since_best >= patience
+
+    def record_validation(self, found: Validation, criterion: Criterion) -> bool:
+        """Record a validation; returns whether it is the best so far, by the criterion."""
+        before = Validation(self.best_perplexity, ndcg=self.best_ndcg)
+        improved = found.score(criterion) > before.score(criterion)
         self.num_bad_validations += not improved
-        self.best_perplexity = min(perplexity, self.best_perplexity)
+        self.num_since_best = 0 if improved else self.num_since_best + 1
+        self.best_perplexity = min(found.perplexity, self.best_perplexity)
+        self.best_ndcg = max(found.score("ndcg"), self.best_ndcg)
         return improved
 
 
@@ -70,10 +85,10 @@ class Clock:
     ) -> None:
         self._fabric, self.progress = fabric, progress
         self.limit = None if train.max_minutes is None else 60 * train.max_minutes
-        self.num_steps, self._accumulate = batches.num_steps, train.accumulate
+        self.num_steps, self._batches = batches.num_steps, batches
         self._validation_steps: float | None = None
         if num_valid_tokens is not None:
-            self._validation_steps = batches.between_validations / train.accumulate
+            self._validation_steps = batches.between_validations
             step_tokens = train.batch_size * train.seq_len * train.accumulate
             self._relative_size = num_valid_tokens / step_tokens * fabric.world_size
         self.share = 0.0
@@ -125,7 +140,7 @@ class Clock:
         """Seconds of a validation and its checkpoint: the last one, or estimated from the steps."""
         if self._validation_steps is None:
             return 0.0
-        num_steps = self.progress.batches_done // self._accumulate  # with those before this process
+        num_steps = self._batches.steps(self.progress.batches_done)  # of earlier processes too
         pace = self.step_seconds or self._training / max(num_steps, 1)
         return self.progress.validation_seconds or FORWARD_SHARE * self._relative_size * pace
 

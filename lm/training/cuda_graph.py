@@ -8,8 +8,9 @@ recorded and from then on replayed, at the same addresses and with the same numb
               step, so that they have a place in the graph's memory, and nothing sets it to zero
     outside   before each step, on the same stream: the copy of the tokens into `InputBuffers`, the
               learning rates, zeros for the carried state where streams begin; after it, counts
-    eager     steps with another shape (the short last batch of an epoch), validation; all steps
-              of runs that `why_eager` names, and of those that wait for the device
+    eager     steps with another shape (the short last batch of an epoch), with fewer batches or
+              other numbers of targets in each, validation; all steps of runs that `why_eager`
+              names, and of those that wait for the device
 
 A number that the host reads or draws within a step would be the same in every replay. So learning
 rates are tensors, as are the counts of steps of AdamW and `RowAdam`; dropout, word dropout and
@@ -59,7 +60,7 @@ class InputBuffers:
     writes memory that is still being copied, so that it is at most two steps ahead of the device.
 
     Args:
-        num_batches: those of a step.
+        num_batches: most of a step.
         shape: T and B of the longest batch on this device.
         device: where the model is.
     """
@@ -78,7 +79,7 @@ class InputBuffers:
             host, copied = self._pinned.pop(0)
             copied.synchronize()  # at once, unless the device is two steps behind
         loaded = []
-        for tokens, written, batch in zip(self.tokens, host, batches, strict=True):
+        for tokens, written, batch in zip(self.tokens, host, batches, strict=False):
             length = len(batch.inputs)
             written[0, :length] = batch.inputs
             written[1, :length] = batch.targets

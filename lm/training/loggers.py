@@ -25,6 +25,7 @@ from lm.config import Config, to_dict
 from lm.training.clock import Clock
 from lm.training.metrics import Metrics, read_metrics
 from lm.training.state import TrainingState
+from lm.training.validation import K
 
 _log = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 30.0
@@ -130,15 +131,17 @@ class ProgressBar(Logger):
     """Steps, remaining time and figures on stderr; steps of how many, unless the time ends a run.
 
     Without a terminal these are lines of text: for each validation, for the last step, and for
-    lines of `metrics.csv` that are at least `SECONDS_BETWEEN_LINES` apart.
+    lines of `metrics.csv` that are at least `SECONDS_BETWEEN_LINES` apart. Not `shown`, they are
+    those of validations only.
     """
 
-    def __init__(self, step: int, clock: Clock) -> None:
-        self._clock, self._valid, self._announced = clock, "", False
+    def __init__(self, step: int, clock: Clock, *, shown: bool = True) -> None:
+        self._clock, self._valid, self._announced = clock, "", not shown
+        self._shown, disable = shown, None if shown else True
         self._total = clock.num_steps if clock.limit is None else None
         left = self._format(step)
         self.bar = tqdm(
-            total=self._total, initial=step, desc="train", bar_format=left, disable=None
+            total=self._total, initial=step, desc="train", bar_format=left, disable=disable
         )
         self._next_line = time.monotonic()
 
@@ -163,11 +166,14 @@ class ProgressBar(Logger):
         valid = metrics.valid_perplexity
         if valid is not None:
             self._valid = f"valid ppl {_short(valid, 2)}, "
+        if metrics.valid_ndcg is not None:
+            self._valid += f"NDCG@{K} {metrics.valid_ndcg:.4f}, "
         figures = f"ppl {_short(metrics.train_perplexity, 1)}"
         figures += f", {metrics.tokens_per_second:.0f} tokens/s"
         self.bar.set_postfix_str(self._valid + figures, refresh=False)
         is_last = metrics.step == self._clock.num_steps or self._clock.share == 1
-        is_due = valid is not None or is_last or time.monotonic() >= self._next_line
+        is_due = self._shown and (is_last or time.monotonic() >= self._next_line)
+        is_due = is_due or valid is not None
         if self.bar.disable and is_due:
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
             of = "" if self._total is None else f" of {self._total}"
@@ -191,8 +197,7 @@ def open_loggers(state: TrainingState, *, progress: bool) -> Iterator[list[Logge
     config, loggers = state.config, list[Logger]()
     if state.fabric.is_global_zero:
         loggers.append(MetricsFile(config.run_path / "metrics.csv", state.step))
-        if progress:
-            loggers.append(ProgressBar(state.step, state.clock))
+        loggers.append(ProgressBar(state.step, state.clock, shown=progress))
         if wandb_mode(config) != "disabled":
             loggers.append(WandbLogger(config))
     exit_code = 0

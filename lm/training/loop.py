@@ -12,7 +12,6 @@ import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 from data_prep.errors import UserError
 from data_prep.storage import locked, make_folder
@@ -35,8 +34,13 @@ from lm.training.run_folder import LOCK, check_folder, report_new_length, write_
 from lm.training.shards import clip_gradients
 from lm.training.signals import Interrupted, StopSignals
 from lm.training.state import TrainingState
+from lm.training.validation import K, Validation
 
 _log = logging.getLogger(__name__)
+_BF16 = (
+    "train.precision: bf16-true: an update of less than about 1/500 of a weight is lost, as with a"
+    " low optim.lr; train.precision: bf16-mixed has weights in fp32"
+)
 
 
 def train(
@@ -73,6 +77,8 @@ def train(
     batches = make_batches(config, run.prepared, fabric.global_rank, fabric.world_size)
     if is_main:
         make_folder(folder)
+        if config.train.precision == "bf16-true":
+            _log.warning(_BF16)
     busy = f"{folder}: another process trains this run"
     with locked(folder / LOCK, busy=busy) if is_main else nullcontext():
         checkpoint, saved = None, None
@@ -85,11 +91,13 @@ def train(
                 checkpoint, saved = load_newest(checkpoint)
             else:
                 saved = load_checkpoint(checkpoint)
-        if checkpoint is None or saved is None or not _is_complete(config, batches, saved):
+        done = Progress() if saved is None else Progress(**saved["progress"])
+        if checkpoint is None or not _is_complete(config, batches, done):
             if checkpoint is not None:
                 _log.info("continuing from %s", checkpoint)
             with StopSignals() as signals, launched(fabric, run):
                 state = TrainingState(fabric, run, batches, saved)
+                done = state.progress
                 if is_main:
                     if saved is not None:
                         report_new_length(state)
@@ -104,11 +112,11 @@ def train(
         else:
             raise UserError(f"{checkpoint}: training is already complete")
     if is_main:
-        _report_result(run)
+        _report_result(run, batches.steps(done.batches_done))
     return is_main
 
 
-def _report_result(run: Run) -> None:
+def _report_result(run: Run, num_steps: int) -> None:
     """Draw the curves, and say which model the folder has and what may be done with it."""
     folder, description = run.folder, read_description(run.folder)
     draw_curves(folder, run.config.name)
@@ -117,19 +125,27 @@ def _report_result(run: Run) -> None:
     if description.valid_perplexity is not None:
         is_independent = run.prepared.is_independent
         rule = perplexity_rule(ITEM if is_independent else token_unit(run.config.tokenizer))
-        figure = f"validation perplexity {description.valid_perplexity:.2f}, {rule}"
-    _log.info("%s has the model of step %d: %s", folder, description.step, figure)
-    ranking = " --ranking" * (run.config.data.sequences == "independent")
+        perplexity = f"perplexity {description.valid_perplexity:,.2f}"
+        ndcg = f"NDCG@{K} {description.valid_ndcg or 0:.4f}"
+        figure = f"validation {perplexity}, {rule}"
+        if description.valid_ndcg is not None:
+            figure = f"validation {perplexity} ({ndcg}), {rule}"
+            if run.config.criterion == "ndcg":
+                figure = f"validation {ndcg} ({perplexity}, {rule})"
+    where = f"{folder} has the model of step {description.step:,} of {num_steps:,}"
+    _log.info("%s: %s", where, figure)
+    ranking = " --ranking" * run.prepared.is_independent
     _log.info("next: lm evaluate %s --split %s%s", folder, split, ranking)
 
 
-def _is_complete(config: Config, batches: Batches, saved: dict[str, Any]) -> bool:
-    """Whether a checkpoint has all steps, or has spent the time."""
-    progress = Progress(**saved["progress"])
+def _is_complete(config: Config, batches: Batches, progress: Progress) -> bool:
+    """Whether a run has all steps, or has spent the time or the patience."""
     if config.train.max_minutes and progress.elapsed_seconds >= 60 * config.train.max_minutes:
         return True
-    steps_done = progress.batches_done // config.train.accumulate
-    return batches.num_steps is not None and steps_done >= batches.num_steps
+    if progress.is_patience_spent(config.train.patience):
+        return True
+    num_steps = batches.num_steps
+    return num_steps is not None and batches.steps(progress.batches_done) >= num_steps
 
 
 def _fit(
@@ -141,10 +157,11 @@ def _fit(
     """Train from the current state to the last step, or until the time is spent."""
     train, log, folder, clock = state.config.train, state.config.log, state.run.folder, state.clock
     validates_at_all = "valid" in state.run.prepared.splits
-    if state.config.optim.schedule == "plateau" and not validates_at_all:
-        _log.warning("optim.schedule: plateau has no effect: there is no validation split")
-    has_model = (folder / DESCRIPTION).exists()
-    kept = (read_description(folder).valid_perplexity if has_model else None) or math.inf
+    if not validates_at_all:
+        _warn_of_no_validation(state.config)
+    kept, criterion = -math.inf, state.config.criterion
+    if (folder / DESCRIPTION).exists() and (found := read_description(folder)).valid_perplexity:
+        kept = Validation(found.valid_perplexity, ndcg=found.valid_ndcg).score(criterion)
     clock.start()
     if state.is_finished:  # else `_is_complete`
         text = "%s: train.max_minutes: %g leaves no time for a step: a validation takes %.0f s"
@@ -161,18 +178,19 @@ def _fit(
         if logs or saves:
             state.gather_losses()
             clock.pause()
-        perplexity = state.validate() if validates else None
+        valid = state.validate() if validates else None
         is_best: bool = not validates_at_all and state.is_finished
-        if perplexity is not None:
+        if valid is not None:
             # A continuation in a new folder has no model yet, whatever the best one was before.
-            is_best = state.progress.record_validation(perplexity) or perplexity < kept
-            kept = min(perplexity, kept)
+            score = valid.score(criterion)
+            is_best = state.progress.record_validation(valid, criterion) or score > kept
+            kept = max(score, kept)
         if logs:
-            metrics = state.take_metrics(learning_rate, perplexity)
+            metrics = state.take_metrics(learning_rate, valid)
             for logger in loggers:
                 logger.log(metrics)
         if saves:
-            state.save(perplexity, is_best=is_best)
+            state.save(valid, is_best=is_best)
         if logs or saves:
             clock.resume(validated=validates)
         for logger in loggers:
@@ -183,6 +201,18 @@ def _fit(
             raise Interrupted(signal_number)
         if validates and stop_after_validation:
             return
+    if state.progress.is_patience_spent(train.patience):
+        text = "training ends at step %d: train.patience: the last %d validations have not improved"
+        _log.info(text, state.step, state.progress.num_since_best)
+
+
+def _warn_of_no_validation(config: Config) -> None:
+    """Warn of keys that have no effect without a validation split."""
+    plateau = "plateau" if config.optim.schedule == "plateau" else None
+    values = {"optim.schedule": plateau, "train.keep": config.train.keep}
+    for key, value in (values | {"train.patience": config.train.patience}).items():
+        if value is not None:
+            _log.warning("%s: %s has no effect: there is no validation split", key, value)
 
 
 def train_step(state: TrainingState) -> float:

@@ -48,12 +48,13 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     """Estimate the memory that a training run needs.
 
     Gradients and `batch` of a step that is recorded as a CUDA graph stay in the graph's memory, and
-    the eager step of an LSTM with the shorter last batch of an epoch allocates its own next to it:
+    the eager step of an LSTM with the shorter last batch of an epoch, or of fewer batches than are
+    accumulated, allocates its own next to it:
 
         graph = batch + gradients
 
-    It is 0 where no step is recorded, and for a Transformer, whose batches have one shape. What an
-    evaluation allocates, 1,280 positions without gradients, is not counted.
+    It is 0 where no step is recorded, and for a Transformer without accumulation, whose batches
+    have one shape. What an evaluation allocates, 1,280 positions without gradients, is not counted.
     """
     config, word_table, model = run.config, run.word_table, run.model_without_weights
     element = {"bf16-true": 2, "64-true": 8}.get(config.train.precision, 4)
@@ -83,7 +84,7 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         "other": other + 12 * model.vocab_size,
     }
     records = why_eager(config.train, run.world_size, on_gpu=run.on_gpu) is None
-    has_shorter = config.model.backbone == "lstm"
+    has_shorter = config.model.backbone == "lstm" or config.train.accumulate > 1
     parts["graph"] = parts["batch"] + parts["gradients"] if records and has_shorter else 0
     num_processes = 1 if run.on_gpu else run.num_devices
     parts = {name: num_processes * size for name, size in parts.items()}

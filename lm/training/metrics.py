@@ -20,11 +20,14 @@ class Metrics:
     epoch: float  # passes over the training split, with a fraction
     tokens: int  # trained on so far, over all devices
     learning_rate: float  # of the last step
-    train_perplexity: float  # of the tokens since the previous line; NaN if all were skipped
+    train_perplexity: float  # of the tokens since the previous line; NaN if all were skipped;
+    # of independent sequences, in whose batches lengths differ: since the previous validation
     valid_perplexity: float | None  # of the whole validation split; None where it was not measured
     seconds: float  # training time so far, without validation and checkpoints
     tokens_per_second: float  # tokens since the previous line over their training time
     skipped_steps: int = 0  # so far, see `train.skip_nonfinite_steps`
+    valid_hit_rate: float | None = None  # HR@10, see `train.keep`
+    valid_ndcg: float | None = None  # NDCG@10
 
 
 def read_metrics(path: Path) -> list[Metrics]:
@@ -38,13 +41,15 @@ def read_metrics(path: Path) -> list[Metrics]:
     if not path.exists():
         return []
     types = {field.name: int if field.type is int else float for field in fields(Metrics)}
-    may_lack: dict[str, Any] = {"valid_perplexity": None, "skipped_steps": 0}  # of older versions
+    may_lack: dict[str, Any] = {"valid_perplexity": None, "skipped_steps": 0}
+    may_lack |= {"valid_hit_rate": None, "valid_ndcg": None}
     lines = []
     with open(path, newline="", errors="replace") as file:
         written = file.read().partition("\0")[0]
     reader = csv.DictReader(io.StringIO(written[: written.rfind("\n") + 1], newline=""))
     try:
-        columns = {*(reader.fieldnames or types), "skipped_steps"}
+        of_later_versions = {*may_lack} - {"valid_perplexity"}
+        columns = {*(reader.fieldnames or types)} | of_later_versions
         if absent := types.keys() - columns:
             raise ValueError(f"no column {min(absent)}")
         for row in reader:
@@ -61,14 +66,22 @@ def read_metrics(path: Path) -> list[Metrics]:
 def draw_curves(folder: Path, title: str) -> None:
     """Draw `curves.png` from `metrics.csv`: training and validation perplexity over tokens.
 
-    Training perplexities of few steps, before a validation or at the end, are left out.
+    NDCG@10, if it was measured, has a second panel. Training perplexities of few steps, before a
+    validation or at the end, are left out.
     """
     from matplotlib.figure import Figure  # takes a second
     from matplotlib.ticker import EngFormatter
 
     lines = read_metrics(folder / "metrics.csv")
     figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
+    ndcg = {line.tokens: line.valid_ndcg for line in lines if line.valid_ndcg is not None}
+    axes, *others = figure.subplots(1 + bool(ndcg), sharex=True, squeeze=False)[:, 0]
+    for below in others:
+        best = f"validation, best {max(ndcg.values()):.4f}"
+        below.plot(list(ndcg), list(ndcg.values()), "o-", color="C1", label=best)
+        below.set(xlabel="tokens trained on", ylabel="NDCG@10")
+        below.grid(True, alpha=0.3)
+        below.legend()
     num_steps = [after - before for before, after in pairwise([0, *(line.step for line in lines)])]
     drawn = [line for line, num in zip(lines, num_steps, strict=True) if 2 * num >= max(num_steps)]
     perplexities = [line.train_perplexity for line in drawn]
@@ -77,7 +90,7 @@ def draw_curves(folder: Path, title: str) -> None:
     if validated:
         best = f"validation, best {min(validated.values()):.1f}"
         axes.plot(list(validated), list(validated.values()), "o-", label=best)
-    axes.set(xlabel="tokens trained on", ylabel="perplexity", yscale="log")
+    axes.set(xlabel="" if ndcg else "tokens trained on", ylabel="perplexity", yscale="log")
     axes.set_title(title, parse_math=False)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.yaxis.set_major_formatter("{x:.0f}")

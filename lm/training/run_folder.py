@@ -29,6 +29,7 @@ _FREE_ON_RESUME = (
     "train.keep_checkpoints",
     "train.skip_nonfinite_steps",
     "train.max_",
+    "train.patience",
 )
 """Keys, or prefixes of keys, that may differ between a run and its continuation."""
 

@@ -34,6 +34,7 @@ from lm.training.cuda_graph import InputBuffers, StepGraph
 from lm.training.metrics import Metrics
 from lm.training.optimizers import build_optimizer, learning_rate
 from lm.training.shards import columns_of, convert_optimizer_state, convert_weights, held_rows
+from lm.training.validation import Validation, rank_items
 
 _log = logging.getLogger(__name__)
 MAX_NATS = 700.0
@@ -52,10 +53,9 @@ class CarriedLoss(nn.Module):
         nll: sum over the tokens since it was last set to zero; fp64, on the device.
     """
 
-    def __init__(self, model: LanguageModel, num_batches: int, device: torch.device) -> None:
+    def __init__(self, model: LanguageModel, device: torch.device) -> None:
         super().__init__()
         self.model = model
-        self.num_batches = num_batches  # per optimizer step
         self.carried: State | None = None
         self._kept: State | None = None
         self.nll = torch.zeros((), dtype=torch.float64, device=device)
@@ -67,9 +67,7 @@ class CarriedLoss(nn.Module):
         if self.model.backbone.carries_state and state is not None:
             self.carried = tuple(part.detach() for part in state)
         self.nll += loss.detach().double() * (batch.targets >= 0).sum()
-        if batch.weight != 1:
-            loss = loss * batch.weight
-        return loss / self.num_batches
+        return loss if batch.weight == 1 else loss * batch.weight
 
     def keep(self) -> None:
         """Move the carried state into the memory it had before, where a CUDA graph reads it."""
@@ -103,7 +101,7 @@ class TrainingState:
                 # of a version in which `auto` meant dense gradients of a table of this size
                 self.word_table = replace(self.word_table, row_wise=False, optimizer=None)
         self.model = self._build_model(saved)
-        self.carried_loss = CarriedLoss(self.model, train.accumulate, fabric.device)
+        self.carried_loss = CarriedLoss(self.model, fabric.device)
         # DDP neither averages these gradients nor compares the tables.
         ignored = [f"model.{name}" for name in self.model.dealt_tables]
         ignored += [name for name, _ in self.carried_loss.named_buffers()] if ignored else []
@@ -154,30 +152,29 @@ class TrainingState:
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self.progress.batches_done // self.config.train.accumulate
+        return self.batches.steps(self.progress.batches_done)
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps are done, or the time is spent."""
-        num_steps = self.batches.num_steps
-        return self.clock.share == 1 or (num_steps is not None and self.step >= num_steps)
+        """Whether all steps are done, or the time or the patience is spent."""
+        if self.clock.share == 1 or self.progress.is_patience_spent(self.config.train.patience):
+            return True
+        return self.batches.num_steps is not None and self.step >= self.batches.num_steps
 
     @property
     def is_validation_due(self) -> bool:
         """Every `train.val_every_steps`, by default after each epoch, and after the last step."""
-        done, every = self.progress.batches_done, self.batches.between_validations
-        is_due = done // every > (done - self.config.train.accumulate) // every
+        is_due = self.step % self.batches.between_validations == 0
         return "valid" in self.run.prepared.splits and (is_due or self.is_finished)
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step, in the epoch of its last batch."""
-        last_batch = self.progress.batches_done + self.config.train.accumulate - 1
+        """Learning rate of the next step."""
         return learning_rate(
             self.config.optim,
             step=self.step,
             total_steps=self.batches.num_steps,
-            epoch=last_batch // self.batches.per_epoch,
+            epoch=self.progress.batches_done // self.batches.per_epoch,
             num_bad_validations=self.progress.num_bad_validations,
             time_share=self.clock.share,
         )
@@ -185,16 +182,20 @@ class TrainingState:
     def next_batches(self) -> tuple[list[Batch], bool]:
         """The batches of the next step, in `inputs`, and whether they are usual.
 
-        Usual are those of full length, of which at most the first one begins the carried state.
-        They count as done from now on.
+        Each weighs as much as it has targets, so that the loss is the mean over all targets. Usual
+        are those of full length with as many targets each, of which at most the first one begins
+        the carried state. They count as done from now on.
         """
-        first, model = self.progress.batches_done, self.model
-        batches = [self.batches[first + k] for k in range(self.config.train.accumulate)]
+        model, per_step = self.model, self.batches.per_step
+        batches = [self.batches[k] for k in self.batches.of_step(self.progress.batches_done)]
         self.progress.batches_done += len(batches)
         num_tokens = sum(batch.num_tokens for batch in batches)
+        shares = [batch.num_tokens / num_tokens for batch in batches]
+        batches = [b._replace(weight=b.weight * p) for b, p in zip(batches, shares, strict=True)]
         self.progress.tokens_done += num_tokens
         self.num_tokens += num_tokens
         is_usual = all(len(batch.targets) == self.batches.seq_len for batch in batches)
+        is_usual &= shares == [1 / per_step] * per_step
         is_usual &= not model.backbone.carries_state or all(each.continues for each in batches[1:])
         batches, carried = self.inputs.load(batches), self.carried_loss.carried
         if is_usual and self.graph.records and carried is not None:
@@ -218,8 +219,8 @@ class TrainingState:
         self.progress.num_tokens += self.num_tokens
         self.num_tokens = 0
 
-    def validate(self) -> float:
-        """The validation perplexity."""
+    def validate(self) -> Validation:
+        """Validate the model; every process gets the figures of the first."""
         prepared = self.run.prepared
         result = evaluate(
             self.model,
@@ -231,7 +232,10 @@ class TrainingState:
             sequences=prepared.sequences("valid") if prepared.is_independent else None,
         )
         self._check_loss(result.nll_nats / result.tokens)
-        return result.perplexity
+        found = Validation(result.perplexity)
+        if self.config.ranks_items:
+            found = Validation(result.perplexity, *rank_items(self.model, prepared))
+        return self.fabric.broadcast(found) if self.fabric.world_size > 1 else found
 
     def _check_loss(self, loss: float) -> None:
         if not loss < MAX_NATS:
@@ -268,26 +272,31 @@ class TrainingState:
             " (a lower optim.lr or optim.clip may help)"
         )
 
-    def take_metrics(self, learning_rate: float, valid_perplexity: float | None) -> Metrics:
+    def take_metrics(self, learning_rate: float, valid: Validation | None) -> Metrics:
         """The figures since the last call, with the learning rate of the last step."""
-        progress = self.progress
+        progress, prepared = self.progress, self.run.prepared
         seconds = progress.seconds - progress.logged_seconds
+        num_tokens = progress.tokens_done - progress.logged_tokens
         metrics = Metrics(
             step=self.step,
             epoch=round(progress.batches_done / self.batches.per_epoch, 4),
             tokens=progress.tokens_done,
             learning_rate=learning_rate,
             train_perplexity=perplexity(progress.nll, progress.num_tokens),
-            valid_perplexity=valid_perplexity,
+            valid_perplexity=None if valid is None else valid.perplexity,
             skipped_steps=progress.skipped_steps,
             seconds=round(progress.seconds, 3),
-            tokens_per_second=round(progress.num_tokens / max(seconds, 1e-9)),
+            tokens_per_second=round(num_tokens / max(seconds, 1e-9)),
+            valid_hit_rate=None if valid is None else valid.hit_rate,
+            valid_ndcg=None if valid is None else valid.ndcg,
         )
-        progress.nll, progress.num_tokens = 0.0, 0
-        progress.logged_seconds = progress.seconds
+        averages = prepared.is_independent and "valid" in prepared.splits
+        if valid is not None or not averages:
+            progress.nll, progress.num_tokens = 0.0, 0
+        progress.logged_seconds, progress.logged_tokens = progress.seconds, progress.tokens_done
         return metrics
 
-    def save(self, valid_perplexity: float | None, *, is_best: bool) -> None:
+    def save(self, valid: Validation | None, *, is_best: bool) -> None:
         """Write the checkpoint, and the model if it is the best so far; all processes call this.
 
         `last.ckpt` is written last: a run that continues from the previous one repeats the rest.
@@ -304,7 +313,8 @@ class TrainingState:
                     unk_id=prepared.unk_id,
                     tokenizer_sha256=prepared.tokenizer_sha256,
                     step=self.step,
-                    valid_perplexity=valid_perplexity,
+                    valid_perplexity=None if valid is None else valid.perplexity,
+                    valid_ndcg=None if valid is None else valid.ndcg,
                 )
                 save_model(folder, checkpoint["model"], description)
             sync(folder / "metrics.csv")  # whose lines a continuation does not repeat

@@ -35,6 +35,9 @@ model.input_tree requires model.input_embedding: path_sum, got word
 train: {max_steps: 5, strategy: shard_output}}
 model.input_tree: two_level with output.tree: full cannot be combined with train.strategy: \
 shard_output
+train: {max_steps: 5, keep: ndcg}
+train.keep: ndcg requires data.sequences: independent, and neither output.tree: adaptive nor \
+train.strategy: shard_output
 {output: {tree: adaptive}, train: {max_steps: 5, strategy: shard_output}}
 train.strategy: shard_output cannot be combined with output.tree: adaptive
 {train: {max_minutes: 0.5}, optim: {schedule: plateau}}

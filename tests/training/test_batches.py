@@ -125,7 +125,7 @@ def test_the_columns_of_all_ranks_are_the_batch_of_one_device(kind: str, num: in
 @pytest.mark.parametrize("num", [2, 6])
 def test_the_mean_of_the_losses_of_all_devices_is_the_loss_of_one(num: int) -> None:
     model = small_model(ClassTree.two_level(num_words=EOS + 1))
-    loss = CarriedLoss(model, 1, torch.device("cpu"))
+    loss = CarriedLoss(model, torch.device("cpu"))
     devices = [make("sequences", 37, rank=rank, world_size=num) for rank in range(num)]
     one, weights = make("sequences", 37), set()
     for number in range(one.per_epoch):

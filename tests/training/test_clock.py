@@ -114,7 +114,9 @@ def test_a_continuation_estimates_the_first_validation_by_all_steps_of_the_run(
     monkeypatch.setattr("lm.training.clock.time.perf_counter", lambda: now[0])
     fabric = Fabric(accelerator="cpu", devices=1)
     train = TrainConfig(batch_size=4, seq_len=5, accumulate=2, max_minutes=10)
-    batches: Any = SimpleNamespace(num_steps=None, between_validations=2_000_000)
+    batches: Any = SimpleNamespace(
+        num_steps=None, between_validations=2_000_000, steps=lambda n: n // 2
+    )
     progress = Progress(batches_done=480, seconds=240.0, elapsed_seconds=240.0)
     clock = Clock(fabric, progress, train, batches, 30 * 4 * 5 * 2)  # the work of ten steps
     assert clock.share == pytest.approx(240 / (600 - 10))

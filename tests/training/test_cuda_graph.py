@@ -124,10 +124,11 @@ def trained_plainly(folder: Path, options: list[str]) -> dict[str, Any]:
     state = start(folder, options)
     model, config, optimizer = state.model, state.config, state.optimizer.optimizer
     carried, sums = None, [0.0, 0.0]
-    per_step, settings = config.train.accumulate, {"total_steps": STEPS, "num_bad_validations": 0}
+    done, settings = 0, {"total_steps": STEPS, "num_bad_validations": 0}
     for step in range(STEPS):
-        numbers = range(step * per_step, (step + 1) * per_step)
-        epoch = numbers[-1] // state.batches.per_epoch
+        numbers = state.batches.of_step(done)
+        done, epoch = numbers[-1] + 1, done // state.batches.per_epoch
+        num_tokens = sum(state.batches[number].num_tokens for number in numbers)
         for group in optimizer.param_groups:
             rate = learning_rate(config.optim, step=step, epoch=epoch, **settings)
             group["lr"] = rate * group["scale"]
@@ -136,7 +137,7 @@ def trained_plainly(folder: Path, options: list[str]) -> dict[str, Any]:
             with state.fabric.autocast():
                 loss, new = model.loss(inputs, targets, carried if continues else None)
             carried = None if new is None else tuple(part.detach() for part in new)
-            torch.autograd.backward(loss / per_step)
+            torch.autograd.backward(loss * (targets.numel() / num_tokens))
             sums[step >= STOP] += loss.item() * targets.numel()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
         optimizer.step()

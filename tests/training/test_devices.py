@@ -84,6 +84,7 @@ ALIKE = {
     "pieces of items of independent sequences": [
         *("--model.input_pieces=40", "--data.sequences=independent", "--data.prepared_dir=null"),
         "--train.batch_size=50",  # one process has more items than the other
+        "--train.accumulate=4",
     ],
     # The batches of a process may have no target in a cluster.
     "adaptive": ["--output.tree=adaptive", "--output.cutoffs=[15,21]"],

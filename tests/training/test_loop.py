@@ -1,25 +1,32 @@
 """One step after another: what is accumulated, clipped, scheduled, carried and validated."""
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from data_prep.prepared import open_prepared
 from lm.cli import main
 from lm.evaluation import evaluate
 from lm.model.language_model import LanguageModel
 from lm.output.rowwise import RowGradient
+from lm.training import loop
+from lm.training.batches import Batch
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
+from lm.training.state import TrainingState
 from tests.conftest import corpus_of
 
 Train = Callable[..., Path]
 BeforeCall = Callable[..., None]
+INDEPENDENT = ["--data.sequences=independent", "--data.prepared_dir=null"]
+NUM_TOKENS, PER_EPOCH = 2297, 72  # of the corpus, and batches of `tiny`
 
 
 @pytest.mark.parametrize("accumulate", [4, 7, 100])
@@ -29,10 +36,55 @@ def test_every_epoch_is_validated_with_accumulated_batches(
     options = [f"--train.accumulate={accumulate}", "--train.max_epochs=6", "--train.max_steps=null"]
     lines = read_metrics(train(tmp_path / "run", *options) / "metrics.csv")
     validated = [line for line in lines if line.valid_perplexity is not None]
-    (size,) = {round(line.step * accumulate / line.epoch) for line in lines}
-    last = max(line.step for line in lines)
-    expected = sorted({-(-epoch * size // accumulate) for epoch in range(1, 7)} | {last})
-    assert [line.step for line in validated] == [step for step in expected if step <= last]
+    assert [line.epoch for line in validated] == [1, 2, 3, 4, 5, 6]
+    per_epoch = -(-PER_EPOCH // accumulate)
+    assert [line.step for line in validated] == [per_epoch * epoch for epoch in range(1, 7)]
+    tokens = {line.tokens / line.epoch for line in validated}
+    assert len(tokens) == 1
+    assert NUM_TOKENS - 4 < tokens.pop() <= NUM_TOKENS
+
+
+@pytest.mark.parametrize("precision", ["64-true", "32-true"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--model.backbone=lstm"],
+        ["--model.backbone=transformer"],
+        INDEPENDENT,
+        [*INDEPENDENT, "--model.backbone=transformer"],
+    ],
+)
+def test_the_gradient_of_accumulated_batches_is_that_of_all_their_tokens(
+    options: list[str], precision: str, train: Train, tmp_path: Path, before_call: BeforeCall
+) -> None:
+    found: list[tuple[int, float]] = []
+    truth: list[Tensor] = []
+
+    def expect(state: TrainingState, batches: Sequence[Batch]) -> None:
+        model, carried, nll = state.model, state.carried_loss.carried, []
+        for batch in batches:
+            hidden, carried = model(batch.inputs, carried if batch.continues else None)
+            carried = None if carried is None else tuple(part.detach() for part in carried)
+            is_target = batch.targets >= 0
+            log_prob = model.output.log_prob(hidden[is_target])
+            nll.append(-log_prob.gather(1, batch.targets[is_target][:, None]))
+        truth[:] = torch.autograd.grad(torch.cat(nll).mean(), state.parameters)
+        found.append((len(batches), math.inf))
+
+    def compare(model: LanguageModel, parameters: list[Tensor], clip: float) -> None:
+        pairs = zip(parameters, truth, strict=True)
+        error = max(float((p.grad - each).abs().max()) for p, each in pairs if p.grad is not None)
+        found[-1] = found[-1][0], error / max(float(each.abs().max()) for each in truth)
+
+    before_call(loop, "update", expect)
+    before_call(loop, "clip_gradients", compare)
+    options = [*options, "--model.dropout=0", f"--train.precision={precision}"]
+    options += ["--train.max_epochs=1", "--train.max_steps=null", "--train.batch_size=9"]
+    train(tmp_path / "run", *options, "--train.accumulate=5")
+    sizes = [size for size, _ in found]
+    assert set(sizes[:-1]) == {5}
+    assert 1 <= sizes[-1] < 5
+    assert max(error for _, error in found) < {"64-true": 1e-14, "32-true": 1e-5}[precision]
 
 
 def test_a_table_in_bf16_learns(train: Train, tmp_path: Path) -> None:
@@ -45,6 +97,18 @@ def test_a_table_in_bf16_learns(train: Train, tmp_path: Path) -> None:
     weights = load_file(run / "model.safetensors")
     assert weights["output.weight"].dtype == torch.bfloat16
     assert weights["backbone.layers.0.weight_hh_l0"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_weights_in_bf16_lose_small_updates_and_a_run_says_so(
+    precision: str, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = [f"--train.precision={precision}", "--train.max_steps=20", "--optim.lr=1e-6"]
+    run = train(tmp_path, *options, "--optim.warmup_steps=1")
+    weights = load_file(run / "model.safetensors")["backbone.layers.0.weight_hh_l0"]
+    first = load_file(train(tmp_path / "b", *options, "--train.max_steps=1") / "model.safetensors")
+    share = (weights == first["backbone.layers.0.weight_hh_l0"]).double().mean()
+    assert (share > 0.9) == ("an update of less than" in caplog.text) == (precision == "bf16-true")
 
 
 def test_the_precision_of_matrix_products_is_set_for_the_run_and_restored_after_it(

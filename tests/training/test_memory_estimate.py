@@ -89,6 +89,7 @@ def test_a_run_needs_weights_gradients_and_states(
     [
         ([], 1),
         (["model.backbone=transformer"], 0),
+        (["model.backbone=transformer", "train.accumulate=2"], 1),
         (["train.cuda_graph=off"], 0),
         (["train.precision=16-mixed"], 0),
     ],

@@ -1,0 +1,115 @@
+"""Validation: what it measures, which model it keeps, and when it ends a run."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm.cli import main
+from lm.training import validation
+from lm.training.clock import Progress
+from lm.training.metrics import read_metrics
+from lm.training.state import TrainingState
+from lm.training.validation import Validation
+from tests.scoring.test_ranking import EOS, UNK, by_hand, make, some_sequences
+
+Train = Callable[..., Path]
+ITEMS = ["--data.sequences=independent", "--data.prepared_dir=null", "--train.val_every_steps=2"]
+
+
+@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
+@pytest.mark.parametrize("exclude", ["nothing", "seen"])
+@pytest.mark.parametrize(("users", "items"), [(4_000, 1 << 22), (7, 30)])
+def test_items_rank_as_in_an_evaluation_of_the_same_users(
+    backbone: str, exclude: Any, users: int, items: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "RANKED_USERS", users)
+    monkeypatch.setattr(validation, "BLOCK_ITEMS", items)
+    model, sequences = make(backbone), some_sequences()
+    found = validation.rank(model, sequences, (EOS, UNK), exclude)
+    ranked = np.flatnonzero(sequences.num_predicted + sequences.num_left_out)
+    ranked = ranked[np.arange(len(ranked)) if users > 99 else np.arange(7) * len(ranked) // 7]
+    sample = type(sequences)(sequences.tokens, *(each[ranked] for each in sequences[1:]))
+    truth = by_hand(model, sample, exclude)
+    assert found == pytest.approx((truth["hit_rate"][-1], truth["ndcg"][-1]))
+
+
+@pytest.mark.parametrize(
+    ("keep", "perplexities", "ndcgs", "best", "steps"),
+    [
+        ("ndcg", [9, 8, 7, 6, 5, 4], [0.1, 0.3, 0.2, 0.3, 0.25, 0.9], 4, 10),
+        ("perplexity", [9, 8, 9, 7, 7, 8], [0.1, 0.3, 0.2, 0.3, 0.25, 0.9], 8, 12),
+        ("null", [9, 8, 9, 9, 9, 9], [0.1, 0.2, 0.3, 0.3, 0.3, 0.4], 12, 12),
+    ],
+)
+def test_the_model_is_kept_by_the_criterion_until_the_patience_is_spent(
+    keep: str,
+    perplexities: list[float],
+    ndcgs: list[float],
+    best: int,
+    steps: int,
+    arguments: list[str],
+    train: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def rigged(state: TrainingState) -> Validation:
+        number = state.step // 2 - 1
+        return Validation(perplexities[number], 0.5, ndcgs[number])
+
+    monkeypatch.setattr(TrainingState, "validate", rigged)
+    caplog.set_level("INFO")
+    options = [*ITEMS, f"--train.keep={keep}", "--train.max_steps=12", "--train.patience=3"]
+    run = train(tmp_path / "run", *options)
+    described = json.loads((run / "model.json").read_text())
+    assert (described["step"], described["valid_ndcg"]) == (best, ndcgs[best // 2 - 1])
+    lines = [line for line in read_metrics(run / "metrics.csv") if line.valid_ndcg is not None]
+    assert [line.valid_ndcg for line in lines] == ndcgs[: steps // 2]
+    assert [line.valid_perplexity for line in lines] == perplexities[: steps // 2]
+    shown = re.findall(r"step (\d+) of 12: .* valid ppl (.*), NDCG@10 (.*), ppl", caplog.text)
+    assert len(shown) == steps // 2
+    last = perplexities[len(shown) - 1], ndcgs[len(shown) - 1]
+    assert shown[-1] == (str(steps), f"{last[0]:.2f}", f"{last[1]:.4f}")
+    assert f"has the model of step {best} of {steps}: validation " in caplog.text
+    assert main([*arguments, *options, "--resume=auto"]) == 0
+    assert "training is already complete" in caplog.text
+    longer = "--train.patience=9"  # which may change
+    assert main([*arguments, *options, longer, "--resume=auto"]) == 0
+    assert read_metrics(run / "metrics.csv")[-1].step == 12
+
+
+def test_a_run_without_a_bar_has_a_line_for_each_validation(
+    train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    train(tmp_path / "run", "--train.max_steps=12", "--train.val_every_steps=6")
+    found = [re.sub(r"(epoch|ppl) [\d.]+", r"\1 X", line) for line in caplog.messages]
+    found = [re.sub(r"\d+ tokens.*", "", line) for line in found if line.startswith("step ")]
+    assert found == [f"step {n} of 12: epoch X, valid ppl X, ppl X, " for n in (6, 12)]
+
+
+def test_the_training_perplexity_of_sequences_is_that_since_the_validation(
+    train: Train, tmp_path: Path
+) -> None:
+    """Short and long sequences are in different batches, so that lines cannot be compared."""
+    options = [*ITEMS, "--train.val_every_steps=6", "--train.max_steps=12", "--optim.lr=1e-9"]
+    options += ["--model.dropout=0"]
+    lines = read_metrics(train(tmp_path / "each", *options, "--log.every_steps=1") / "metrics.csv")
+    once = read_metrics(train(tmp_path / "once", *options, "--log.every_steps=99") / "metrics.csv")
+    found = {line.step: line.train_perplexity for line in lines}
+    assert [line.step for line in once] == [6, 12]
+    assert [found[line.step] for line in once] == [line.train_perplexity for line in once]
+
+
+def test_the_progress_of_an_older_checkpoint_is_understood() -> None:
+    saved = {"batches_done": 7, "tokens_done": 90, "best_perplexity": 3.5, "num_tokens": 20}
+    progress = Progress(**saved)  # type: ignore[arg-type]
+    assert (progress.logged_tokens, progress.best_ndcg) == (70, -np.inf)
+    assert progress.record_validation(Validation(3.0, ndcg=0.0), "ndcg")
+    assert not progress.record_validation(Validation(2.0, ndcg=0.0), "ndcg")
+    assert (progress.best_perplexity, progress.num_since_best) == (2.0, 1)
