@@ -34,7 +34,7 @@ _REQUIRED = {
     "classes.dimensions": "classes.method: exchange, embedding",
     "classes.file classes.file_format": "classes.method: file",
     "model.input_tree": "model.input_embedding: path_sum",
-    "model.dropout_weight model.dropout_variational": "model.backbone: lstm",
+    "model.dropout_weight model.dropout_variational model.residual": "model.backbone: lstm",
     "model.dropout_variational": "model.dropout: not 0.0",
     "model.heads model.feedforward": "model.backbone: transformer",
     "output.branching": "output.tree: balanced",
@@ -101,9 +101,10 @@ def _word_table(config: Config) -> str | None:
     model, train, table = config.model, config.train, config.word_table
     bf16, row_wise = table.dtype == "bf16", table.gradients == "row_wise"
     skips_rows, conflict = skips_unvisited_rows(config), conflict_with_row_wise(config)
-    if table.tied and model.embedding not in (None, model.hidden):
-        required = f"word_table.tied requires model.embedding = model.hidden = {model.hidden}"
-        return f"{required}, got {model.embedding}"
+    for key, needs_it in (("word_table.tied", table.tied), ("model.residual", model.residual)):
+        if needs_it and model.embedding not in (None, model.hidden):
+            required = f"{key} requires model.embedding = model.hidden = {model.hidden}"
+            return f"{required}, got {model.embedding}"
     if config.output.tree == "adaptive" and train.strategy == "shard_output":
         return "train.strategy: shard_output cannot be combined with output.tree: adaptive"
     if table.lr and table.optimizer is None:

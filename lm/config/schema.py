@@ -72,6 +72,10 @@ class ModelConfig(Strict):
     2)."""
     dropout_variational: bool = False
     """lstm: use one dropout mask for all time steps of a sequence (Gal & Ghahramani 2016)."""
+    residual: bool = False
+    """lstm: add the input vectors, after dropout, to the backbone's output (residual connection: He
+    et al. 2016). With `word_table.tied`, words like the last one are then probable from the start,
+    before the backbone has learned anything. Requires model.embedding = model.hidden."""
     heads: Positive | None = None
     """transformer: number of attention heads; H / heads must be an even integer. Default: the
     largest number up to 8 for which it is."""

@@ -135,6 +135,7 @@ def build_model(
         word_dropout=word_dropout,
         dropout=config.dropout,
         dropout_variational=config.dropout_variational,
+        residual=config.residual,
     )
     if config.init_range is not None:
         dealt = model.dealt_tables

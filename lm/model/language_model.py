@@ -107,6 +107,7 @@ class LanguageModel(nn.Module):
             vectors of its path remain, or with `path_sum=False` zero; None is 0.
         dropout: probability of zeroing an element of input vectors and of hidden vectors.
         dropout_variational: whether all time steps share one dropout mask.
+        residual: whether the input vectors are added to the hidden vectors, E = H.
 
     Raises:
         ValueError: if rows are shared or paths summed, and `output` is not a `HierarchicalSoftmax`.
@@ -126,6 +127,7 @@ class LanguageModel(nn.Module):
         word_dropout: Tensor | None = None,
         dropout: float = 0.0,
         dropout_variational: bool = False,
+        residual: bool = False,
     ) -> None:
         super().__init__()
         self.tied = embedding_size is None
@@ -137,7 +139,7 @@ class LanguageModel(nn.Module):
             )
         self.backbone, self.output = backbone, output
         self.dropout = Dropout(dropout, dropout_variational)
-        self.path_sum, self.row_wise = path_sum, row_wise
+        self.path_sum, self.row_wise, self.residual = path_sum, row_wise, residual
         self.input_tree, self.input_pieces = input_tree, input_pieces
         self.embedding_size = backbone.hidden_size if embedding_size is None else embedding_size
         self.word_dropout: Tensor | None
@@ -210,9 +212,11 @@ class LanguageModel(nn.Module):
         embedded = self._embed(tokens)[..., : self.embedding_size]
         if self.input_pieces is not None:
             embedded = embedded + self.input_pieces(tokens)
+        embedded = self.dropout(embedded)
         with backbone_autocast(embedded.device):
-            hidden, state = self.backbone(self.dropout(embedded), state)
-        return self.dropout(hidden), state
+            hidden, state = self.backbone(embedded, state)
+        hidden = self.dropout(hidden)
+        return (hidden + embedded.type_as(hidden) if self.residual else hidden), state
 
     def loss(
         self, tokens: Tensor, targets: Tensor, state: State | None = None

@@ -86,6 +86,8 @@ name: a/b
 name must be a plain file name, got 'a/b'
 {word_table: {tied: true}, model: {embedding: 8, hidden: 16}}
 word_table.tied requires model.embedding = model.hidden = 16, got 8
+model: {residual: true, embedding: 8, hidden: 16}
+model.residual requires model.embedding = model.hidden = 16, got 8
 {word_table: {tied: true}, output: {tree: adaptive}}
 output.tree: adaptive requires word_table.tied: false
 word_table: {gradients: row_wise}

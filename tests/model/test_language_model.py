@@ -145,6 +145,13 @@ def test_dropout_acts_on_input_vectors_and_on_hidden_vectors(
     torch.testing.assert_close(seen[0][passed], 2 * model.embedding(tokens)[passed])
 
 
+def test_a_residual_connection_adds_the_input_vectors_to_the_hidden_vectors() -> None:
+    model, (tokens, _) = make(residual=True), words(N)
+    read, (hidden, _) = read_by_backbone(model), model(tokens)
+    model.residual = False
+    torch.testing.assert_close(hidden, model(tokens)[0] + read[0])
+
+
 def test_word_dropout_is_drawn_in_single_precision() -> None:
     """In half precision about one draw in some hundred is 0, below every probability."""
     model = make(count_word_dropout=1e-4).train()
