@@ -1,7 +1,8 @@
 """`lm new` for a table of events: a recipe for sequences of items, by the last item of each user.
 
-The table is read where it is. The settings are those of `configs/items.yaml`, and of small texts
-below 20,000 events; size, epochs and dropout depend on the number of events as on that of tokens.
+The table is read where it is. The settings are those of `configs/items.yaml`, or with few events
+per item `SPARSE_ITEMS`, and of small texts below 20,000 events; size, epochs and dropout depend on
+the number of events as on that of tokens.
 """
 
 import shlex

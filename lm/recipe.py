@@ -76,6 +76,14 @@ optim: {optimizer: sgd, lr: 20, clip: 0.25, schedule: cosine}
 train: {max_epochs: $epochs, batch_size: $batch, seq_len: $length, threads: $threads$validation}
 """
 """With the optimizer of configs/wikitext2_lstm.yaml, eltec_hun_lstm.yaml and items.yaml."""
+SPARSE_ITEMS = """\
+# The last item's vector is added to the output: items near it are probable from the start.
+model: {backbone: lstm, layers: 1, input_embedding: path_sum, residual: true, hidden: $hidden,
+  dropout: $dropout}
+optim: {optimizer: adamw, lr: 0.006, weight_decay: 0.01, schedule: cosine}
+train: {max_epochs: $epochs, batch_size: 256, seq_len: $length, threads: $threads}
+"""
+"""For tables of fewer than `DENSE` events per item."""
 TRANSFORMER = """\
 model: {backbone: transformer, layers: $layers, input_embedding: path_sum, hidden: $hidden,
   dropout: 0.1, count_word_dropout: 5}
@@ -86,8 +94,12 @@ train: {max_epochs: $epochs, batch_size: $batch, seq_len: $length, threads: $thr
 """For texts of all sizes, with the optimizer of configs/wikitext2_transformer.yaml."""
 FEW_TOKENS, MANY_TOKENS = 20_000, 5_000_000
 """Sizes of texts from which there are other settings."""
-HIDDEN_SIZES = {
+DENSE = 50
+"""Events per item from which a table has the settings of texts: between Amazon Beauty and Toys (16
+and 14), which `SPARSE_ITEMS` ranks better, and MovieLens 1M (270), where both are equal."""
+HIDDEN_SIZES: dict[str, dict[float, tuple[int, ...]]] = {
     "lstm": {FEW_TOKENS: (64,), 200_000: (200, 128, 64), math.inf: (300, 200, 128, 64)},
+    "sparse items": {math.inf: (128, 64)},
     "transformer": {FEW_TOKENS: (64,), MANY_TOKENS: (256, 128, 64), math.inf: (320, 256, 128, 64)},
 }
 """Sizes of the model for texts of fewer tokens; the first one that fits is taken."""
@@ -309,6 +321,14 @@ def repetition(num_tokens: int) -> tuple[int, float]:
     return epochs, round((0.5 - 0.4 * share) * 20) / 20
 
 
+def is_sparse(num_events: int, num_items: int) -> bool:
+    """Whether a table has the settings for few events per item, `SPARSE_ITEMS`.
+
+    With more items than `ALL_CLUSTERED`, steps of AdamW, which update all rows, take too long.
+    """
+    return num_items <= ALL_CLUSTERED and FEW_TOKENS <= num_events < DENSE * num_items
+
+
 def fit(
     path: Path,
     files: dict[str, Path],
@@ -333,7 +353,8 @@ def fit(
     tree = ClassTree.balanced(num_words, math.isqrt(num_words) + 1)  # of about the same size
     names = {split: json.dumps(str(file), ensure_ascii=False) for split, file in files.items()}
     others = {key: json.dumps(value, ensure_ascii=False) for key, value in (events or {}).items()}
-    template, layers, threads = LSTM, 1, min(8, torch.get_num_threads())
+    sparse = events is not None and backbone == "lstm" and is_sparse(num_tokens, num_words)
+    template, layers, threads = SPARSE_ITEMS if sparse else LSTM, 1, min(8, torch.get_num_threads())
     epochs = 12 if is_small else 2 if num_tokens < 20_000_000 else 1
     dropout, batch, length = 0.1, 64, 64
     validation = "" if is_small or events else ", val_every_steps: 500"
@@ -353,7 +374,7 @@ def fit(
         "files": ", ".join(map(": ".join, names.items())),
         "events": ", ".join(map(": ".join, others.items())),
         "tokenizer": tokenizer,
-        "shortlist": min(1000, num_words // 33),
+        "shortlist": 0 if sparse else min(1000, num_words // 33),
         "clustered": f", clustered_words: {ALL_CLUSTERED}" if num_words > ALL_CLUSTERED else "",
         "pieces": f", input_pieces: {num_pieces}" if has_pieces else "",
         "batch": batch,
@@ -366,7 +387,7 @@ def fit(
         "threads": threads,
     }
     recipe = RECIPE.replace("$data", TEXT if events is None else EVENTS)
-    by_tokens = HIDDEN_SIZES[backbone]
+    by_tokens = HIDDEN_SIZES["sparse items" if sparse else backbone]
     for hidden in by_tokens[next(below for below in by_tokens if num_tokens < below)]:
         content = Template(recipe + template).substitute(values, hidden=hidden)
         config = validate(yaml.safe_load(content), str(path))
