@@ -129,7 +129,7 @@ def test_the_time_left_counts_steps_and_validations(monkeypatch: pytest.MonkeyPa
     now = [0.0]
     monkeypatch.setattr("lm.training.clock.time.perf_counter", lambda: now[0])
     fabric, train = Fabric(accelerator="cpu", devices=1), TrainConfig(batch_size=4, seq_len=5)
-    batches: Any = SimpleNamespace(num_steps=1000, between_validations=100)
+    batches: Any = SimpleNamespace(num_steps=1000, between_validations=100, steps=int)
     clock = Clock(fabric, Progress(), train, batches, 30 * 4 * 5)
     for step in range(1, 36):
         assert clock.seconds_left(step - 1) is None
