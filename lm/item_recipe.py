@@ -13,7 +13,6 @@ from typing import Any, Literal
 from data_prep.corpus.events import count_events
 from data_prep.corpus.hints import AS_TABLE, find_columns
 from data_prep.errors import UserError
-from data_prep.sequences import RARE_REPEATS
 from data_prep.settings import DataConfig, SplitFiles
 from data_prep.storage import folder_to_fill
 from lm.config import Config
@@ -77,8 +76,7 @@ def new_item_recipe(
     with folder_to_fill(path.parent):
         write_recipe(path, summary, content)
     recipe, run_dir = shlex.quote(str(path)), shlex.quote(str(run))
-    exclude = " --exclude seen" * (counts.repeated_share < RARE_REPEATS)
     return (
-        f"{summary}then: lm train {recipe}\n      lm evaluate {run_dir} --ranking{exclude}\n"
-        f"      lm recommend {run_dir} --events {shlex.quote(str(table))}{exclude}"
+        f"{summary}then: lm train {recipe}\n      lm evaluate {run_dir} --ranking\n"
+        f"      lm recommend {run_dir} --events {shlex.quote(str(table))}"
     )

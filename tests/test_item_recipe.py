@@ -81,12 +81,10 @@ def test_without_a_time_the_order_is_that_of_the_rows(printed: Callable[..., str
     write("a.jsonl", "u", "i", "t", [3, 4])
     summary = printed("new", "my.yaml", "--text=a.jsonl", "--items", "u", "i")
     assert "with 4 items, in the order of the rows\n" in summary
-    assert "runs/my --ranking --exclude seen\n" in summary
+    assert "runs/my --ranking\n" in summary
     data = load_config("my.yaml").data
     assert (data.format, data.user_field, data.item_field) == ("json", "u", "i")
     assert (data.time_field, data.split, data.sequences) == (None, "leave_one_out", "independent")
-    write("b.csv", "user", "item", "time", [20])  # six of the 18 items of training again
-    assert "exclude" not in printed("new", "b.yaml", "--text=b.csv")
 
 
 def test_lines_of_a_user_and_items_become_a_table_as_the_error_says(

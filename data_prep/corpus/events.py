@@ -23,7 +23,7 @@ from pyarrow import compute, parquet
 from data_prep.corpus.formats import reading
 from data_prep.corpus.lines import SPLITS, input_files, log_once, records
 from data_prep.errors import DataError, UserError
-from data_prep.sequences import RARE_REPEATS, Sequences
+from data_prep.sequences import RARE_REPEATS
 from data_prep.settings import DataConfig, SplitFiles
 
 ROWS = 1 << 16
@@ -74,16 +74,14 @@ class EventCounts(NamedTuple):
     users: int
     items: int
     short: int  # users with fewer than three events
-    repeated_share: float  # of the training split: events of an item that their user has had
 
 
 def count_events(data: DataConfig) -> EventCounts:
     """Count the events of the training files; raises UserError as `event_lines`."""
     events = _read(data, "train", warn=True)
-    begin, short = events.begin, int((events.end - events.begin < 3).sum())
-    end, none = _cuts(events, data)["train"][1], np.zeros_like(begin)
-    repeated = Sequences(events.item, begin, end, none, none).num_repeated / (end - begin).sum()
-    return EventCounts(len(events.item), len(begin), len(events.words), short, float(repeated))
+    _cuts(events, data)
+    num_short = int((events.end - events.begin < 3).sum())
+    return EventCounts(len(events.item), len(events.begin), len(events.words), num_short)
 
 
 def histories(data: DataConfig, path: str) -> Iterator[tuple[str, list[str]]]:
