@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.training.environment import processor_name
-from scripts import markdown
+from scripts.reproduction import markdown
 
 TOP = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
