@@ -193,6 +193,10 @@ def fail(error: Exception) -> Callable[..., Any]:
     return raises
 
 
+NAN = torch.tensor(float("nan"))
+NO_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes")
+
+
 def test_bad_inputs_end_with_one_line_that_names_them_and_change_nothing(
     tiny: Path,
     lstm_run: Path,
@@ -234,40 +238,37 @@ def test_bad_inputs_end_with_one_line_that_names_them_and_change_nothing(
 
 
 @pytest.mark.parametrize(
-    ("code", "options", "named"),
+    ("code", "option", "what", "value", "named"),
     [
-        (2, ["--model.hidden=16"], "model.hidden: 12 → 16"),
-        (5, ["--optim.lr=0.01"], "step 25"),
-        (7, ["--train.batch_size=4"], "out of memory"),
+        (2, "--model.hidden=16", "", b"", "model.hidden: 12 → 16"),
+        (3, "--train.max_steps=26", "tokenizer.json", b"step\n1\n", "tokenizer.json"),
+        (3, "--train.max_steps=26", "metrics.csv", b"step\n1\n", "metrics.csv"),
+        (4, "--train.max_steps=26", "checkpoints/*.ckpt", b"step\n1\n", ".ckpt"),
+        (5, "--optim.lr=0.01", "lm.training.loop.clip_gradients", lambda *_: NAN, "step 25"),
+        (7, "--train.batch_size=4", "lm.training.loop.update", fail(NO_MEMORY), "out of memory"),
+        (7, "--train.max_steps=26", "lm.run.Run.available_bytes", 1000, ""),
     ],
 )
-def test_settings(
+def test_a_run_that_cannot_continue_says_why(
     code: int,
-    options: list[str],
+    option: str,
+    what: str,
+    value: Any,
     named: str,
+    run: Path,
     code_of: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if code == 5:
-        norm = torch.tensor(float("nan"))
-        monkeypatch.setattr("lm.training.loop.clip_gradients", lambda *_: norm)
-    if code == 7:
-        error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes")
-        monkeypatch.setattr("lm.training.loop.update", fail(error))
-    assert code_of(*options) == code
+    """`what` is a name that is patched, or files that are overwritten."""
+    if what.startswith("lm."):
+        monkeypatch.setattr(what, value)
+    for path in run.glob(what or "-"):
+        path.write_bytes(value)
+    assert code_of(option) == code
     err = capsys.readouterr().err
     assert named in err.splitlines()[-1]
     assert err.count("lm: ") == 1
-
-
-@pytest.mark.parametrize(
-    ("code", "what"), [(3, "tokenizer.json"), (3, "metrics.csv"), (4, "checkpoints/*.ckpt")]
-)
-def test_files(code: int, what: str, run: Path, code_of: Callable[..., int]) -> None:
-    for path in run.glob(what):
-        path.write_bytes(b"step\n1\n")
-    assert code_of() == code
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.json"])
@@ -283,11 +284,6 @@ def test_full_disks(code_of: Callable[..., int]) -> None:
         assert code_of() == 6
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_too_little_memory(code_of: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lm.run.Run.available_bytes", 1000)
-    assert code_of() == 7
 
 
 def test_busy_folders(run: Path, code_of: Callable[..., int]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.training.environment import processor_name
-from scripts import markdown
+from scripts.reproduction import markdown
 
 TOP = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
@@ -51,8 +51,14 @@ class Table:
             print(markdown.line(map(str.ljust, cells, widths)), flush=True)
         self.rows.append(row)
         if self.log is not None:
-            with self.log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**row, **environment(self.device), **row}) + "\n")
+            append_log(self.log, {**row, **environment(self.device), **row})
+
+
+def append_log(path: Path, row: Row) -> None:
+    """Append a line of JSON to a log, in a single write."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        file.write((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 def benchmark_parser(

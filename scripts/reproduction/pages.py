@@ -15,7 +15,7 @@ from PIL import Image
 
 from data_prep.errors import UserError
 from lm.config.reference import sections
-from scripts import markdown
+from scripts.reproduction import markdown
 from scripts.reproduction.runs import RESULTS, TOP
 from scripts.reproduction.tables import Row, generate_tables, last_rows, read_log
 

@@ -101,14 +101,6 @@ def _table(
     return RunTable(name=name, rows=resolved, **others)
 
 
-def append_log(folder: Path, log: Log) -> None:
-    """Append a line to the log of a table, in a single write."""
-    folder.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(log, ensure_ascii=False, allow_nan=False) + "\n"
-    with (folder / LOG).open("ab", buffering=0) as file:
-        file.write(line.encode())
-
-
 def read_logs(folder: Path) -> dict[tuple[str, int], Log]:
     """The last log of each row and seed of a table."""
     path = folder / LOG

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from scripts import markdown
+from scripts.reproduction import markdown
 from scripts.reproduction.runs import Run, RunTable, read_logs, read_tables
 
 Row = dict[str, Any]

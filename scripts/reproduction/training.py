@@ -12,8 +12,8 @@ from lm.run import TrainedRun
 from lm.training.loop import train
 from lm.training.metrics import Metrics, read_metrics
 from lm.training.run_folder import prepare_run
-from scripts.benchmarks.reporting import commit
-from scripts.reproduction.runs import TOP, Run, append_log
+from scripts.benchmarks.reporting import append_log, commit
+from scripts.reproduction.runs import LOG, TOP, Run
 
 Validation = tuple[int, int, float, float]
 """Step, tokens, seconds and perplexity of a validation."""
@@ -36,7 +36,7 @@ def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
         "curve": _validations(metrics),
         "test": evaluate_split(TrainedRun.open(folder), "test", **settings).to_dict(),
     }
-    append_log(run.results / run.table, log)
+    append_log(run.results / run.table / LOG, log)
 
 
 def _validations(metrics: Iterable[Metrics]) -> list[Validation]:

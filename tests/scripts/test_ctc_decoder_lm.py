@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import lm
-from scripts.ctc_decoder_lm import decoder_lm
+from scripts.examples.ctc_decoder_lm import decoder_lm
 
 pytestmark = pytest.mark.filterwarnings("ignore:'zebra' is given")
 WORDS = ["the", "cat", "dog", "zebra", "sees"]

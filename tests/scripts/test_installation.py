@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from scripts import installation
+from scripts.installation import __main__ as installation
 
 NO_INDEX = "error: Request failed\n  cause: error sending request for url"
 

@@ -34,15 +34,20 @@ def test_a_script_ends_with_one_line(
     assert capsys.readouterr().err == message
 
 
-def test_an_environment_of_the_user_is_not_deleted(tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(TOP / "scripts" / "environment", tmp_path / "scripts")
-    mine = tmp_path / ".venv" / "pyvenv.cfg"
+@pytest.mark.parametrize("is_link", [False, True])
+def test_an_environment_of_the_user_is_not_deleted(tmp_path: Path, is_link: bool) -> None:
+    folder = tmp_path / "scripts" / "installation"
+    folder.mkdir(parents=True)
+    shutil.copy(TOP / "scripts" / "installation" / "environment", folder)
+    mine = tmp_path / ("other" if is_link else ".venv") / "pyvenv.cfg"
     mine.parent.mkdir()
     mine.write_text("mine")
+    if is_link:  # to the environment that scripts have made for another folder
+        (mine.parent / "place").write_text("other")
+        (tmp_path / ".venv").symlink_to(mine.parent)
     for name in ("pyproject.toml", "constraints.txt"):
         (tmp_path / name).touch()
-    command = ["bash", "-c", "set -eu; extras=''; . scripts/environment"]
+    command = ["bash", "-c", "set -eu; extras=''; . scripts/installation/environment"]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert found.returncode == 1
     assert "rename or remove it" in found.stderr

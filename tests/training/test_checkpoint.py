@@ -16,7 +16,7 @@ import torch
 from data_prep.errors import UserError
 from lm.cli import main
 from lm.training.checkpoint import FORMAT_VERSION, load_checkpoint, save_checkpoint
-from scripts.benchmarks.faults.work import outcome
+from tests.training.tiny_runs import outcome
 
 Contents = Callable[[Path], dict[str, str]]
 CHECKPOINT: dict[str, Any] = {

@@ -190,7 +190,7 @@ def train_and_continue(folder: Path, arguments: list[str]) -> None:
 def test_several_processes_continue_bit_for_bit_or_refuse_another_number_of_them(
     tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Callable[..., str], devices: int
 ) -> None:
-    from scripts.benchmarks.faults.work import outcome  # processes run this file without `scripts`
+    from tests.training.tiny_runs import outcome  # processes run this file without `tests`
 
     data = f"--data.prepared_dir={prepared_dir}"
     command = ["train", tiny, "--no-progress", data, "--train.batch_size=6", "--train.max_steps=12"]

@@ -28,8 +28,8 @@ import data_prep.storage
 from lm.model.files import read_description
 from lm.training.batches import Batches
 from lm.training.state import TrainingState
-from scripts.benchmarks.faults.disk import Disk, Moments, Policy, replace_folder
-from scripts.benchmarks.faults.work import (
+from tests.training.disk import Disk, Moments, Policy, replace_folder
+from tests.training.tiny_runs import (
     LAST,
     Work,
     contents,

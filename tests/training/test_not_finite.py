@@ -20,7 +20,7 @@ from lm.training.checkpoint import load_checkpoint
 from lm.training.devices import build_fabric
 from lm.training.metrics import read_metrics
 from lm.training.state import TrainingState
-from scripts.benchmarks.faults.work import outcome
+from tests.training.tiny_runs import outcome
 
 SAVES = ["--train.checkpoint_every_steps=1", "--train.val_every_steps=4", "--log.every_steps=1"]
 

@@ -15,7 +15,7 @@ from lm.run import Run
 from lm.training.batches import Batches, SequenceBatches
 from lm.training.checkpoint import load_checkpoint, save_checkpoint
 from lm.training.signals import SIGNALS, StopSignals
-from scripts.benchmarks.faults.work import outcome
+from tests.training.tiny_runs import outcome
 
 Train = Callable[..., Path]
 

@@ -10,8 +10,9 @@ import yaml
 
 from lm.config import load_config
 from lm.figures import Evaluation
+from scripts.benchmarks.reporting import append_log
 from scripts.reproduction.__main__ import main
-from scripts.reproduction.runs import RESULTS, TOP, append_log, read_logs, read_tables
+from scripts.reproduction.runs import LOG, RESULTS, TOP, read_logs, read_tables
 
 TABLES = read_tables()
 
@@ -86,7 +87,7 @@ def test_a_check_trains_up_to_the_first_validation_and_compares_it_with_the_log(
     full, classes = toy.log("full softmax", 1), toy.log("classes", 1)
     expected, other = full["curve"][0][-1], classes["curve"][0][-1]
     classes["curve"][0][-1] = 40.0
-    append_log(toy.logs, classes)
+    append_log(toy.logs / LOG, classes)
     capsys.readouterr()
     toy.train("--seeds=1", "--check")
     same, changed = capsys.readouterr().out.splitlines()
@@ -96,8 +97,8 @@ def test_a_check_trains_up_to_the_first_validation_and_compares_it_with_the_log(
     )
     assert changed.endswith(f"{other:.2f} after 1 steps, 40.00 in the log ({other / 40 - 1:+.1%})")
     classes["curve"][0][0] = 7
-    append_log(toy.logs, classes)
-    append_log(toy.logs, full | {"command": "another"})
+    append_log(toy.logs / LOG, classes)
+    append_log(toy.logs / LOG, full | {"command": "another"})
     toy.train("--seeds=1", "--check")
     missing, later = capsys.readouterr().out.splitlines()
     assert missing == "full softmax, seed 1: no log"
@@ -111,7 +112,7 @@ def test_a_log_of_other_settings_counts_as_missing(
     one = ["--rows", "classes", "--seeds", "1"]
     toy.train(*one)
     log = toy.log("classes", 1)
-    append_log(toy.logs, log | {"command": log["command"].replace("random", "uniform")})
+    append_log(toy.logs / LOG, log | {"command": log["command"].replace("random", "uniform")})
     capsys.readouterr()
     toy.show("--show")
     assert "| classes |" not in capsys.readouterr().out

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from scripts.synthetic_corpus import WordModel, Zipf
+from scripts.corpora.synthetic import WordModel, Zipf
 from tests.scripts.conftest import Run
 
 Ranks = NDArray[np.int64]
@@ -18,7 +18,7 @@ def test_equal_arguments_give_equal_text_and_other_seeds_other_text(
     options = ("--types=300", "--tokens=1007", "--held-out-tokens=205", "--no-progress")
     for name, seed in (("a", 4), ("b", 4), ("c", 5)):
         chosen = f"--out={tmp_path / name}", f"--seed={seed}"
-        done = run_benchmark("scripts.synthetic_corpus", *options, *chosen)
+        done = run_benchmark("scripts.corpora.synthetic", *options, *chosen)
         assert (done.returncode, done.stderr) == (0, "")
     a, b, c = (
         [(tmp_path / name / f"{split}.txt").read_text() for split in ("train", "valid", "test")]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.demo_text import main
+from scripts.corpora.speeches import main
 
 
 def test_every_fifth_speech_is_validation_or_test_text(

@@ -12,7 +12,7 @@ import pytest
 
 from data_prep.corpus.events import event_lines
 from data_prep.settings import DataConfig, SplitFiles
-from scripts.repository_corpus import code_text, split_of
+from scripts.corpora.repository import code_text, split_of
 from tests.scripts.conftest import Run
 
 FILES = {
@@ -29,7 +29,7 @@ FILES = {
 @pytest.fixture
 def make(run_benchmark: Run) -> Run:
     """`make("code" or "git", *arguments)` runs the command."""
-    return partial(run_benchmark, "scripts.repository_corpus")
+    return partial(run_benchmark, "scripts.corpora.repository")
 
 
 @pytest.fixture

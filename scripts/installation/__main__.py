@@ -16,17 +16,17 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
-TOP = Path(__file__).parents[1]
+TOP = Path(__file__).parents[2]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 VERSIONS = {
     "constraints.txt": ("--constraint", "constraints.txt"),
     "newest versions": (),
     "lower bounds": ("--resolution", "lowest-direct"),
 }
-HASHED = TOP / "scripts" / "hashed_requirements.txt"
+HASHED = Path(__file__).with_name("hashed_requirements.txt")
 HEADER = """\
 # Every distribution of an installation under Python 3.12 on Linux (x86-64, glibc 2.28 or later):
-#   pip install --require-hashes --no-deps -r scripts/hashed_requirements.txt
+#   pip install --require-hashes --no-deps -r scripts/installation/hashed_requirements.txt
 #   pip install --no-deps --no-build-isolation .
 # Written by `python -m scripts.installation hashes`.
 """

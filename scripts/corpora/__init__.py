@@ -1,0 +1,1 @@
+"""Writers of corpora: synthetic, of repositories, and the text of the demonstration."""

@@ -1,0 +1,1 @@
+"""Examples of programs that use trained models."""

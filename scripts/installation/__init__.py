@@ -1,0 +1,1 @@
+"""The environment of the scripts, and what others would install."""

@@ -1,1 +1,0 @@
-"""The check of the fused kernels on a GPU, `scripts/gpu_check`."""
