@@ -5,7 +5,13 @@ from typing import Literal
 from torch import Tensor
 
 from lm.output.backends import BACKENDS, OPS, choose_backend
-from lm.output.backends.autograd import eager, eager_nll, refuse_transforms, row_wise_nll
+from lm.output.backends.autograd import (
+    eager,
+    eager_nll,
+    recorded_nll,
+    refuse_transforms,
+    row_wise_nll,
+)
 from lm.output.backends.base import Needs, Problem
 from lm.output.tree.class_tree import ClassTree
 
@@ -76,13 +82,13 @@ def hierarchical_cross_entropy(
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
     needs = Needs.of(hidden, weight, bias, row_wise=row_wise)
     name = choose_backend(backend, problem, hidden.device)
-    counted, num_words = reduction == "mean", None
+    num_words = None
     if needs.row_wise:
-        nll, num_words = row_wise_nll(BACKENDS[name], needs, counted, *problem[:-1])
+        nll, num_words = row_wise_nll(BACKENDS[name], needs, problem)
     elif eager(hidden, weight, target, bias):
-        nll, num_words = eager_nll(BACKENDS[name], needs, counted, *problem[:-1])
+        nll, num_words = eager_nll(BACKENDS[name], needs, problem)
     else:
-        nll = OPS[name](*problem[:-1], needs)[0]
+        nll = recorded_nll(OPS[name], needs, problem)
     return reduced(nll.view(target.shape), target, reduction, ignore_index, num_words)
 
 

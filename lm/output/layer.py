@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lm.output.backends import BACKENDS, check_backend, choose_backend
-from lm.output.backends.base import Problem, check_tensors, check_whole, row_size
+from lm.output.backends.base import Needs, Problem, check_tensors, check_whole, row_size
 from lm.output.backends.nodes import lse_by_level
 from lm.output.decoding import distribution
 from lm.output.decoding.draws import Sampling
@@ -178,7 +178,8 @@ class HierarchicalSoftmax(nn.Module):
         refuse_recording("nll_by_level")
         problem = self._problem(hidden, target)
         backend = BACKENDS[choose_backend(self.backend, problem, hidden.device)]
-        return backend.nll_by_level(problem).view(self.tree.depth, *target.shape)
+        softmaxes, _ = backend.softmaxes(problem, Needs(False, False, False))
+        return softmaxes.nll_by_level().view(self.tree.depth, *target.shape)
 
     def lse_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The log-sum-exp of each softmax on the targets' paths, log Σ exp(W_n h + b_n).

@@ -105,7 +105,7 @@ def launches(
 
     needs = Needs(hidden=True, weight=True, bias=problem.bias is not None)
     with instrumented(run=handle, capability=capability, tiles=tiles):
-        nll, saved = TritonBackend().forward(problem, needs)
+        nll, _, saved = TritonBackend().nll(problem, needs)
         for kind in row_wise:
             of = needs._replace(row_wise=kind)
             _, *rows = TritonBackend().backward(nll, problem, saved, of)

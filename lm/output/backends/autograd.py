@@ -2,8 +2,8 @@
 
 In eager mode it is a function of autograd, which takes the host less time than a registered custom
 op. Within `torch.compile`, `torch.jit.trace`, dispatch modes and for subclasses of tensors it is a
-custom op, which cannot return row-wise gradients. Both take the fields of a `Problem` but the last
-one as flat arguments.
+custom op, which takes a problem without shards as flat arguments and cannot return row-wise
+gradients.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,7 @@ _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor target, Tensor[] tree, Tensor? bias, SymInt depth,"
     " SymInt max_path_columns, SymInt ignore_index, int[] needs"
 )
+_FIELDS = (*(name for name in Problem._fields if name != "shard"), "needs")
 _NUM_ARRAYS = len(TreeArrays._fields)
 
 
@@ -60,7 +61,8 @@ def register_op(backend: Backend) -> Op:
     )
     def backward(d_nll: Tensor, saved: list[Tensor], *inputs: Any) -> tuple[Tensor, ...]:
         problem, needs = _unpack(inputs)
-        gradients = backend.backward(d_nll, problem, saved, needs)
+        kinds = {len(kind._fields): kind for kind in backend.saved_types}
+        gradients = backend.backward(d_nll, problem, kinds[len(saved)](*saved), needs)
         return tuple(d_nll.new_empty(0) if grad is None else grad for grad in gradients)
 
     @backward.register_fake
@@ -70,46 +72,49 @@ def register_op(backend: Backend) -> Op:
         needed = [x if need else None for x, need in of]
         return tuple(d_nll.new_empty(0) if x is None else x.new_empty(x.shape) for x in needed)
 
-    def refuse(ctx: Any, *upstream: Tensor) -> NoReturn:
-        raise RuntimeError(ONCE)
-
-    backward.register_autograd(refuse)
+    backward.register_autograd(_refuse)
 
     @torch.library.custom_op(
         name, mutates_args=(), schema=f"({_INPUTS}) -> (Tensor nll, Tensor[] saved)"
     )
     def forward(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
-        return backend.forward(*_unpack(inputs))
+        problem, needs = _unpack(inputs)
+        nll, _, saved = backend.nll(problem, needs)
+        return nll, [*saved] if needs.any else []
 
     @forward.register_fake
     def _(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
         problem, needs = _unpack(inputs)
         dtype = compute_dtype(problem.hidden.dtype)
         nll = problem.hidden.new_empty(problem.num_positions, dtype=dtype)
-        return nll, backend.new_saved(problem, needs)
+        return nll, [*backend.new_saved(problem, needs)] if needs.any else []
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        hidden, weight, target, tree, bias, *ctx.sizes, ctx.saved_for = inputs
-        ctx.mark_non_differentiable(*output[1])
+        (hidden, weight, target, tree, bias, *ctx.sizes, ctx.saved_for), (_, saved) = inputs, output
+        ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, target, bias, *tree, *output[1])
+        ctx.save_for_backward(hidden, weight, target, bias, *tree, *saved)
 
     def gradients(ctx: Any, d_nll: Tensor | None, _: Any) -> tuple[Any, ...]:
-        of_hidden, of_weight, _, tree, of_bias, *rest = ctx.needs_input_grad
-        needs = Needs(of_hidden, of_weight, of_bias)
-        d_hidden = d_weight = d_bias = None
+        asked = dict(zip(_FIELDS, ctx.needs_input_grad, strict=True))
+        needs = Needs(asked["hidden"], asked["weight"], asked["bias"])
+        found: dict[str, Any] = {"tree": [None] * _NUM_ARRAYS}
         if any(need > saved for need, saved in zip(needs, ctx.saved_for, strict=True)):
             raise RuntimeError("the loss was exported without gradients, under torch.no_grad()")
         if d_nll is not None:
             hidden, weight, target, bias, *others = ctx.saved_tensors
             arrays, saved = others[:_NUM_ARRAYS], others[_NUM_ARRAYS:]
-            found = backward(d_nll, saved, hidden, weight, target, arrays, bias, *ctx.sizes, needs)
-            found = (d if need else None for d, need in zip(found, needs, strict=False))
-            d_hidden, d_weight, d_bias = found
-        return d_hidden, d_weight, None, [None for _ in tree], d_bias, *(None for _ in rest)
+            names, inputs = ("hidden", "weight", "bias"), (hidden, weight, target, arrays, bias)
+            each = zip(names, backward(d_nll, saved, *inputs, *ctx.sizes, needs), strict=True)
+            found |= {name: gradient for name, gradient in each if asked[name]}
+        return tuple(map(found.get, _FIELDS))
 
     forward.register_autograd(gradients, setup_context=setup_context)
     return forward
+
+
+def _refuse(ctx: Any, *upstream: Tensor) -> NoReturn:
+    raise RuntimeError(ONCE)
 
 
 def _unpack(inputs: tuple[Any, ...]) -> tuple[Problem, Needs]:
@@ -121,18 +126,23 @@ def _unpack(inputs: tuple[Any, ...]) -> tuple[Problem, Needs]:
 class _EagerNll(torch.autograd.Function):
     """The nll [P] in eager mode, whose backward can give weight and bias a `RowGradient`.
 
-    If `counted`, also the number of targets that are not ignored, if the backend knows it.
+    Also the number of targets that are not ignored, if the backend has counted them.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, backend: Backend, needs: Needs, counted: bool, *inputs: Any
+        ctx: Any,
+        backend: Backend,
+        needs: Needs,
+        problem: Problem,
+        *inputs: Tensor | None,  # hidden, weight and bias of the problem, for autograd
     ) -> tuple[Tensor, Tensor | None]:
-        nll, saved = backend.forward(Problem(*inputs), needs)
-        ctx.backend, ctx.row_wise = backend, needs.row_wise
-        hidden, weight, target, ctx.tree, bias, *ctx.sizes = inputs
-        ctx.save_for_backward(hidden, weight, target, bias, *saved)
-        num_words = backend.num_words(saved) if counted else None
+        nll, num_words, saved = backend.nll(problem, needs)
+        ctx.set_materialize_grads(False)  # that of the number would be a launch
+        ctx.backend, ctx.row_wise, ctx.saved_type = backend, needs.row_wise, type(saved)
+        ctx.sizes = problem.sizes()
+        hidden, weight, bias = inputs
+        ctx.save_for_backward(hidden, weight, bias, problem.target, *saved)
         if num_words is not None:
             ctx.mark_non_differentiable(num_words)
         return nll, num_words
@@ -140,18 +150,30 @@ class _EagerNll(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, d_nll: Tensor, _: Any) -> tuple[Any, ...]:
-        hidden, weight, target, bias, *saved = ctx.saved_tensors
-        problem = Problem(hidden, weight, target, ctx.tree, bias, *ctx.sizes)
-        _, _, _, of_hidden, of_weight, _, _, of_bias, *rest = ctx.needs_input_grad
-        needs = Needs(of_hidden, of_weight, of_bias, ctx.row_wise)
-        d_hidden, d_weight, d_bias = ctx.backend.backward(d_nll, problem, saved, needs)
-        return None, None, None, d_hidden, d_weight, None, None, d_bias, *(None for _ in rest)
+        hidden, weight, bias, target, *saved = ctx.saved_tensors
+        problem = ctx.sizes._replace(hidden=hidden, weight=weight, bias=bias, target=target)
+        needs = Needs(*ctx.needs_input_grad[-3:])._replace(row_wise=ctx.row_wise)
+        saved = tuple.__new__(ctx.saved_type, saved)
+        return None, None, None, *ctx.backend.backward(d_nll, problem, saved, needs)
 
 
-eager_nll: Callable[..., tuple[Tensor, Tensor | None]] = _EagerNll.apply
-"""The nll [P] of a backend, needs and fields of a `Problem`."""
-row_wise_nll: Callable[..., tuple[Tensor, Tensor | None]] = not_compiled(_EagerNll.apply)
+def eager_nll(backend: Backend, needs: Needs, problem: Problem) -> tuple[Tensor, Tensor | None]:
+    """The nll [P], and how many targets are not ignored if the backend has counted them."""
+    inputs = problem.hidden, problem.weight, problem.bias
+    found: tuple[Tensor, Tensor | None] = _EagerNll.apply(backend, needs, problem, *inputs)  # type: ignore[no-untyped-call]
+    return found
+
+
+row_wise_nll = not_compiled(eager_nll)
 """`eager_nll`, kept out of `torch.compile`."""
+
+
+def recorded_nll(op: Op, needs: Needs, problem: Problem) -> Tensor:
+    """The nll [P] by the custom op of a backend."""
+    inputs = problem._asdict() | {"needs": needs}
+    nll: Tensor
+    nll, _ = op(*(inputs[name] for name in _FIELDS))
+    return nll
 
 
 def eager(*tensors: Tensor | None) -> bool:

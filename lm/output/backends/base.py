@@ -1,10 +1,11 @@
-"""What every backend takes and returns: the problem, the gradients asked for, and the protocol.
+"""What every backend takes and returns: the problem, the gradients asked for, and the base class.
 
-A backend computes the negative log-likelihood of every position and, backwards, the gradients. It
-does not check its inputs, which `Problem.of` does, reduce over positions or know about autograd.
+A backend computes the softmaxes on the targets' paths and, backwards, the gradients. It does not
+check its inputs, which `Problem.of` does, reduce over positions or know about autograd.
 """
 
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +71,11 @@ class Problem(NamedTuple):
         target = torch.empty(num_positions, dtype=torch.int64, device="meta")
         return cls.of(hidden, weight, target, tree, weight[:, 0])
 
+    def sizes(self) -> "Problem":
+        """The tree and the numbers, without the tensors that autograd saves."""
+        none = self.target.new_empty(0)
+        return self._replace(hidden=none, weight=none, target=none, bias=None)
+
     @property
     def num_positions(self) -> int:
         """P."""
@@ -127,64 +133,82 @@ class Gradients(NamedTuple):
     d_bias: Tensor | RowGradient | None  # [R]
 
 
-class Backend(Protocol):
-    """One way to compute the loss and its gradients.
+Tensors = tuple[Tensor, ...]
+"""What a forward saves for the backward: a NamedTuple of the backend's own."""
 
-    What the forward saves for the backward is a list of tensors that only the backend interprets.
+
+class Softmaxes(NamedTuple):
+    """The softmaxes on the targets' paths, over the rows that a problem has; [D, P] each."""
+
+    largest: Tensor  # of the logits z
+    log_total: Tensor  # log Σ exp(z - largest); -inf, or `largest` is, for no visit and no rows
+    logit: Tensor  # of the child on the path; 0 for no visit, or if its row is in another shard
+
+    @classmethod
+    def by_position(cls, position: Tensor, *values: Tensor) -> "Softmaxes":
+        """Given values of the sorted positions, see `Visits`."""
+        return cls(*(torch.empty_like(x).index_copy_(1, position, x) for x in values))
+
+    def nll_by_level(self) -> Tensor:
+        """The terms of the nll, 0 for no visit."""
+        nll = self.largest - self.logit + self.log_total
+        return nll.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=0)
+
+
+class Backend(ABC):
+    """One way to compute the softmaxes on the targets' paths, and gradients.
+
+    The loss, its terms by level and the softmaxes of a table in shards follow from these.
     """
 
     name: str  # as in the argument `backend` of the public functions
-    automatic_on: frozenset[str]  # types of devices where "auto" prefers it to the reference
+    automatic_on: frozenset[str] = frozenset()
+    """Types of devices where "auto" prefers it to the reference."""
+    saved_types: tuple[Any, ...] = ()
+    """What may be saved, for a registered op, which knows the type by the number of its fields."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""
+        return None
 
     def verified(self, problem: Problem, device: torch.device) -> bool:
         """Whether "auto" may rely on the results for such dtypes and strides on a device."""
+        return True
 
-    def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
-        """The nll [P] in `compute_dtype`, and what the backward needs if `needs.any`.
+    @abstractmethod
+    def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
+        """The softmaxes, and what the backward needs if `needs.any`.
 
         A target that is neither a word nor `ignore_index` raises an IndexError, or fails a
         device-side assertion where the backend does not wait for the device.
         """
 
+    def nll(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor | None, Tensors]:
+        """The nll [P] in `compute_dtype`, and what the backward needs.
+
+        Second, the number of targets that are not ignored, if it has been counted.
+        """
+        softmaxes, saved = self.softmaxes(problem, needs)
+        return softmaxes.nll_by_level().sum(0), None, saved
+
+    @abstractmethod
     def backward(
-        self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
+        self, d_nll: Tensor, problem: Problem, saved: Any, needs: Needs, lse: Tensor | None = None
     ) -> Gradients:
         """The gradients that are needed, given the gradient d_nll [P] of the nll.
 
         `problem` and `saved` are those of the forward; `needs` has the same `row_wise` and asks for
-        no more gradients.
+        no more gradients. For a shard, the log-sum-exps [D, P] over all shards are given, and
+        d_hidden is what its rows add.
         """
 
     def part_size(self, problem: Problem) -> int:
         """Most positions computed at once, so that what a backward requires fits in memory."""
+        return problem.num_positions
 
-    def nll_by_level(self, problem: Problem) -> Tensor:
-        """The nll of every position at each level of the tree, [D, P], without gradient."""
-
-    def partial(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """What the rows of a shard contribute to the softmaxes on the targets' paths.
-
-        The log-sum-exps [D, P] over the shard's children of each node, -inf where there are none;
-        the logits [D, P] of the children on the path, 0 where they are in another shard; and what
-        `partial_backward` needs.
-        """
-
-    def partial_backward(
-        self, d_nll: Tensor, lse: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
-    ) -> Gradients:
-        """As `backward` for the shard's rows, given the log-sum-exps [D, P] over all shards.
-
-        d_hidden is what the shard's rows add to it.
-        """
-
-    def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
-        """What the forward saves, in uninitialised memory; from sizes alone."""
-
-    def num_words(self, saved: list[Tensor]) -> Tensor | None:
-        """How many targets are not ignored, if the forward that saved this has counted them."""
+    @abstractmethod
+    def new_saved(self, problem: Problem, needs: Needs) -> Tensors:
+        """What a forward with a backward saves, in uninitialised memory; from sizes alone."""
 
 
 def check_tensors(**values: object) -> None:

@@ -17,83 +17,86 @@ gradient is complete when it is written, once.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
+from lm.output.backends.base import (
+    Backend,
+    Gradients,
+    Needs,
+    Problem,
+    Softmaxes,
+    Tensors,
+    compute_dtype,
+)
 from lm.output.backends.nodes import sorted_hidden, visited_nodes
 from lm.output.backends.visits import Visits, check_words, route
 from lm.output.rowwise.blocks import Product, Rows
 from lm.output.rowwise.row_gradient import RowGradient
 
 
-class ReferenceBackend:
-    """`Backend` for any device and dtype, which saves visits and log-sum-exps."""
+class Saved(NamedTuple):
+    """Visits and log-sum-exps of the sorted positions, see `Visits` and `Softmaxes`."""
+
+    position: Tensor
+    node: Tensor
+    child: Tensor
+    largest: Tensor
+    log_total: Tensor
+
+
+class ReferenceBackend(Backend):
+    """`Backend` for any device and dtype."""
 
     name = "reference"
-    automatic_on: frozenset[str] = frozenset()
+    saved_types: tuple[Any, ...] = (Saved,)
 
-    def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        """None: it solves every problem."""
-        return None
-
-    def verified(self, problem: Problem, device: torch.device) -> bool:
-        """Always: the reference is the definition."""
-        return True
-
-    def part_size(self, problem: Problem) -> int:
-        """All of them."""
-        return problem.num_positions
-
-    def num_words(self, saved: list[Tensor]) -> Tensor | None:
-        """See `Backend.num_words`."""
-        return None
-
-    def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
+    def new_saved(self, problem: Problem, needs: Needs) -> Tensors:
         """See `Backend.new_saved`."""
-        hidden, size = problem.hidden, (problem.depth, problem.num_positions)
-        lse_size = 2, problem.depth if needs.any else 0, problem.num_positions
-        visits = [problem.target.new_empty(each) for each in (size[1:], size, size)]
-        return [*visits, hidden.new_empty(lse_size, dtype=compute_dtype(hidden.dtype))]
+        target, size = problem.target, (problem.depth, problem.num_positions)
+        position, node, child = map(target.new_empty, (size[1:], size, size))
+        dtype = compute_dtype(problem.hidden.dtype)
+        lse = (problem.hidden.new_empty(size, dtype=dtype) for _ in range(2))
+        return Saved(position, node, child, *lse)
 
-    def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
-        """See `Backend.forward`."""
-        visits, lse, target_logit = _softmaxes(problem)
-        nll = _nll_by_level(visits, lse, target_logit).sum(0)
-        return nll, [*visits, lse if needs.any else nll.new_empty(2, 0, len(nll))]
-
-    def nll_by_level(self, problem: Problem) -> Tensor:
-        """See `Backend.nll_by_level`."""
-        return _nll_by_level(*_softmaxes(problem))
-
-    def partial(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """See `Backend.partial`. Nothing but the visits is saved."""
-        visits, lse, logit = _softmaxes(problem)
-        return _unsorted(visits, lse.sum(0)), _unsorted(visits, logit), [*visits]
-
-    def partial_backward(
-        self, d_nll: Tensor, lse: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
-    ) -> Gradients:
-        """See `Backend.partial_backward`."""
-        lse = lse.index_select(1, saved[0])
-        lse = torch.stack([lse, torch.zeros_like(lse)])
-        return ReferenceBackend.backward(self, d_nll, problem, [*saved, lse], needs)
+    def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
+        """See `Backend.softmaxes`."""
+        tree, ignore_index = problem.tree, problem.ignore_index
+        check_words("target", problem.target, problem.vocab_size, ignore_index)
+        visits = route(problem.target, tree, problem.depth, ignore_index, problem.shard)
+        hidden = sorted_hidden(problem.hidden, visits.position, problem.weight.shape[1])
+        largest = hidden.new_full(visits.node.shape, torch.finfo(hidden.dtype).min)
+        total, target_logit = torch.zeros_like(largest), torch.zeros_like(largest)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for block in _blocks(problem, hidden, visits):
+                at, logits = block.visits, block.logits
+                logit = logits.gather(1, block.child).where(block.is_inside, 0)
+                target_logit[at] += logit.squeeze(1)
+                before, after = largest[at], torch.maximum(largest[at], logits.amax(1))
+                total[at] *= (before - after).exp_()  # sums are rounded relative to 1, not to lse
+                total[at] += logits.sub_(after[:, None]).exp_().sum(1)
+                largest[at] = after
+        lse = largest, total.log_()
+        return Softmaxes.by_position(visits.position, *lse, target_logit), Saved(*visits, *lse)
 
     def backward(
-        self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
+        self, d_nll: Tensor, problem: Problem, saved: Any, needs: Needs, lse: Tensor | None = None
     ) -> Gradients:
         """See `Backend.backward`."""
-        visits, (largest, log_total) = Visits(*saved[:3]), saved[3]
+        visits = Visits(saved.position, saved.node, saved.child)
+        largest, log_total = saved.largest, saved.log_total
+        if lse is not None:
+            largest, log_total = lse.index_select(1, visits.position), torch.zeros_like(lse)
         hidden = sorted_hidden(problem.hidden, visits.position, problem.weight.shape[1])
         d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
         d_nll = d_nll.to(hidden.dtype).index_select(0, visits.position)[:, None]
         scaled, d_hidden = d_nll * hidden, torch.zeros_like(hidden)
         tables = problem.weight if needs.weight else None, problem.bias if needs.bias else None
         d_weight, d_bias = (
-            None if t is None else RowGradient(t, []) if needs.row_wise else t.new_zeros(t.shape)
+            None if t is None else RowGradient(t) if needs.row_wise else t.new_zeros(t.shape)
             for t in tables
         )
         with torch.autocast(hidden.device.type, enabled=False):
@@ -149,47 +152,16 @@ def _blocks(
             yield _Block(at, rows, block_weight, logits, child, is_inside, is_held)
 
 
-def _softmaxes(problem: Problem) -> tuple[Visits, Tensor, Tensor]:
-    """Visits, and by sorted position for each of them the lse of (2) and the target's logit.
-
-    The lse [2, D, P] are the largest logit and log Σ exp(z - largest), whose sum is -inf where
-    there is no visit; the logits [D, P] are 0 there and for targets in another shard.
-    """
-    tree, ignore_index = problem.tree, problem.ignore_index
-    check_words("target", problem.target, problem.vocab_size, ignore_index)
-    visits = route(problem.target, tree, problem.depth, ignore_index, problem.shard)
-    hidden = sorted_hidden(problem.hidden, visits.position, problem.weight.shape[1])
-    largest = hidden.new_full(visits.node.shape, torch.finfo(hidden.dtype).min)
-    total, target_logit = torch.zeros_like(largest), torch.zeros_like(largest)
-    with torch.autocast(hidden.device.type, enabled=False):
-        for block in _blocks(problem, hidden, visits):
-            at, logits = block.visits, block.logits
-            target_logit[at] += logits.gather(1, block.child).where(block.is_inside, 0).squeeze(1)
-            before, after = largest[at], torch.maximum(largest[at], logits.amax(1))
-            total[at] *= (before - after).exp_()  # sums are rounded relative to 1, not to the lse
-            total[at] += logits.sub_(after[:, None]).exp_().sum(1)
-            largest[at] = after
-    return visits, torch.stack([largest, total.log_()]), target_logit
-
-
-def _nll_by_level(visits: Visits, lse: Tensor, target_logit: Tensor) -> Tensor:
-    """Terms [D, P] of (3), 0 for no visit."""
-    nll = lse[0] - target_logit + lse[1]
-    return _unsorted(visits, nll.where(visits.node >= 0, 0))
-
-
-def _unsorted(visits: Visits, by_level: Tensor) -> Tensor:
-    """[D, P] of the sorted positions in the order of the positions."""
-    return torch.empty_like(by_level).index_copy_(1, visits.position, by_level)
-
-
 def _add_product(gradient: Tensor, block: _Block, error: Tensor, vectors: Tensor) -> None:
     """Add errorᵀ vectors to the rows of a block, which nothing else is added to."""
     rows = block.rows
     if not isinstance(gradient, RowGradient):
         gradient[rows] = (error.T @ vectors).view(gradient[rows].shape)  # rounded once
     elif block.is_held:
-        gradient.append(Product(rows.start, error, vectors))
+        dtype = compute_dtype(gradient.dtype)
+        product = Product(rows.start, error.to(dtype), vectors.to(dtype))
+        gradient.factors.products.append(product)
     else:
         index = torch.arange(rows.start, rows.stop, device=error.device)
-        gradient.append(Rows(index, error.T @ vectors))
+        values = (error.T @ vectors).to(compute_dtype(gradient.dtype))
+        gradient.factors.rows.append(Rows(index, values))

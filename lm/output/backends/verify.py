@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
 from lm.output.backends.reference import ReferenceBackend
-from lm.output.rowwise.blocks import Rule
+from lm.output.rowwise.blocks import RowFactors, Rule
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tracing import without_replaced_functions
 from lm.output.tree.class_tree import ClassTree
@@ -196,10 +196,10 @@ def _moved(
 def _results(backend: Backend, problem: Problem, d_nll: Tensor) -> list[Tensor]:
     """The nll, the dense gradients, and the rows after a step with row-wise ones."""
     needs = Needs(hidden=True, weight=True, bias=True)
-    nll, saved = backend.forward(problem, needs)
+    nll, _, saved = backend.nll(problem, needs)
     gradients = backend.backward(d_nll, problem, saved, needs)
     needs = Needs(hidden=False, weight=True, bias=False, row_wise=True)
-    _, saved = backend.forward(problem, needs)
+    _, _, saved = backend.nll(problem, needs)
     d_weight = backend.backward(d_nll, problem, saved, needs).d_weight
     assert isinstance(d_weight, RowGradient)
     table = _after_step(problem.weight.clone(), d_weight)
@@ -209,11 +209,10 @@ def _results(backend: Backend, problem: Problem, d_nll: Tensor) -> list[Tensor]:
 def _after_step(table: Tensor, gradient: RowGradient) -> Tensor:
     """The rows after a first step of `RowAdagrad`, whose class would import `torch.compile`."""
     lr, eps = 0.1, 1e-8
-    part = gradient.factored()
-    if part is not None and part.batch.can_update(table):
-        total = table.new_zeros(len(table), dtype=compute_dtype(table.dtype))
-        part.batch.square_norm()  # which the update then takes row by row, as after clipping
-        part.batch.update(table, Rule((lr, eps), {"total": total}), part.factor)
+    total = table.new_zeros(len(table), dtype=compute_dtype(table.dtype))
+    gradient.factors.square_norm()  # which the update then takes row by row, as after clipping
+    rule = Rule((lr, eps), {"total": total})
+    if type(gradient.factors) is not RowFactors and not gradient.factors.update(table, rule):
         return table
     values = gradient.to_dense().to(compute_dtype(table.dtype))
     root = values.square().mean(1, keepdim=True).sqrt()

@@ -1,18 +1,18 @@
-"""What a row-wise gradient consists of: parts, whose sum it is, and blocks, in which it is used.
+"""What a row-wise gradient consists of: factors, and blocks, in which they are used.
 
 The gradient of a visited node's rows is Σ_{v of n} e_v (d nll_p h_p)ᵀ: a product of [children,
 visits] and [visits, H]. The backward has the factors anyway; the product would be as large as the
 visited rows. So it is formed in portions that fit in a cache, when the gradient is used: for the
 norm of clipping, and in the optimizer's step. Rows that are read as input vectors have a gradient
 each. Compiled loops and fused kernels have factors of their own, for all nodes of a batch: what
-they cannot do, as adding up gradients of several batches, is done with these parts.
+they cannot do, as adding up gradients of several batches, is done with blocks.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,51 +55,76 @@ class Rule(NamedTuple):
     state: dict[str, Tensor]  # {}; "total"; "mean" and "square"
 
 
-class Unformed(Protocol):
-    """The gradient of a whole batch that a backend forms a few rows at a time, when it uses them.
+@dataclass(frozen=True, kw_only=True)
+class RowFactors:
+    """The gradient of a table as products, one for each visited node, and single rows.
 
-    It can do less than `Block` can: see `RowGradient.append` and `RowOptimizer`.
+    A backend that has the products of all nodes of a batch in another form is a subclass, which
+    forms a few rows at a time for the norm and for updates. Its single rows are added to them.
     """
 
-    def parts(self) -> "list[Part]":
-        """The gradient in a form that can do everything."""
+    products: list[Product] = field(default_factory=list)
+    rows: list[Rows] = field(default_factory=list)
 
-    def plus(self, rows: Rows) -> "Unformed | None":
-        """With the gradients of single rows added; None if the backend cannot."""
+    def general(self) -> "RowFactors":
+        """The gradient in this form, which can do everything."""
+        return self
 
-    def square_norm(self) -> Tensor:
-        """The sum of its squares, a scalar."""
+    def plus(self, other: "RowFactors") -> "RowFactors":
+        """The sum of two gradients."""
+        if self == RowFactors():
+            return other
+        if type(other) is RowFactors and not other.products:
+            return replace(self, rows=self.rows + other.rows)
+        one, more = self.general(), other.general()
+        return RowFactors(products=one.products + more.products, rows=one.rows + more.rows)
 
-    def can_update(self, table: Tensor) -> bool:
-        """Whether the backend can change the rows of a table."""
+    def times(self, number: float | Tensor) -> "RowFactors":
+        """The gradient times a number."""
+        products = [Product(row, e, vectors * number) for row, e, vectors in self.products]
+        rows = [Rows(row, values * number) for row, values in self.rows]
+        return RowFactors(products=products, rows=rows)
 
-    def update(self, table: Tensor, rule: Rule, factor: float | Tensor) -> None:
-        """Change the rows and the state of an optimizer by factor · gradient."""
+    def square_norm(self) -> Tensor | None:
+        """The sum of the squares, a scalar; None where blocks give it."""
+        return None
 
+    def update(self, table: Tensor, rule: Rule) -> "Iterable[Block]":
+        """Change rows of a table and the state of an optimizer; the blocks that remain to do."""
+        return self.blocks(table)
 
-class Factored(NamedTuple):
-    """A batch's gradient times a number."""
+    def blocks(self, table: Tensor) -> "Iterator[Block]":
+        """The rows of a table that have a gradient, each in one block, in at least fp32.
 
-    batch: Unformed
-    factor: float | Tensor
+        Blocks are portions that fit in a cache; of a vector, all rows.
+        """
+        blocks = self.general()._blocks(torch.promote_types(table.dtype, torch.float32))
+        yield from as_one_block(list(blocks)) if table.numel() == len(table) else blocks
 
-    def parts(self) -> "list[Part]":
-        """The gradient in a form that can do everything."""
-        return [scaled(part, self.factor) for part in self.batch.parts()]
-
-    def plus(self, rows: Rows) -> "Factored | None":
-        """With the gradients of single rows added; None if the backend cannot."""
-        is_one = not isinstance(self.factor, Tensor) and self.factor == 1
-        batch = self.batch.plus(rows) if is_one else None
-        return None if batch is None else Factored(batch, 1)
-
-
-Part = Product | Rows | Factored
-
-
-def scaled(part: Any, number: float | Tensor) -> Any:
-    """A part times a number; its last field is a factor of it."""
-    return part._make([*part[:-1], part[-1] * number])
+    def _blocks(self, dtype: torch.dtype) -> "Iterator[Block]":
+        by_row: defaultdict[int, list[Product]] = defaultdict(list)
+        for product in self.products:
+            by_row[product.first_row].append(product)
+        nodes = []
+        for first, each in sorted(by_row.items()):
+            coefficients, vectors = each[0].coefficients, each[0].vectors
+            if len(each) > 1:  # their sum as one product
+                coefficients = torch.cat([product.coefficients for product in each])
+                vectors = torch.cat([product.vectors for product in each])
+            nodes.append(Product(first, coefficients.to(dtype), vectors.to(dtype)))
+        single = [Rows(row, values.to(dtype)) for row, values in self.rows]
+        of_nodes = list[Rows | None]([None] * len(nodes))
+        num_elements = sum(part.values.numel() for part in single)
+        if 0 < num_elements <= ROWS_ELEMENTS and not nodes and not on_host(single[0].row):
+            yield summed_by_row(single)
+            return
+        if single:
+            of_nodes, rest = _split_by_node(single, nodes)
+        yield from chain.from_iterable(map(_portions, nodes, of_nodes))
+        if single:
+            step = max(1, ROWS_ELEMENTS // rest.values.shape[1])
+            for begin in range(0, rest.row.numel(), step):
+                yield Block(rest.row[begin : begin + step], rest.values[begin : begin + step])
 
 
 @dataclass(eq=False)
@@ -175,34 +200,6 @@ class Block:
             out[row] += values * (factor[row, None] if isinstance(factor, Tensor) else factor)
 
 
-def blocks_of(parts: Sequence[Part]) -> Iterator[Block]:
-    """The rows that have a gradient, each in one block, in portions that fit in a cache."""
-    products: defaultdict[int, list[Product]] = defaultdict(list)
-    for part in parts:
-        if isinstance(part, Product):
-            products[part.first_row].append(part)
-    nodes = []
-    for first, each in sorted(products.items()):
-        coefficients, vectors = each[0][1:]
-        if len(each) > 1:  # their sum as one product
-            coefficients = torch.cat([product.coefficients for product in each])
-            vectors = torch.cat([product.vectors for product in each])
-        nodes.append(Product(first, coefficients, vectors))
-    of_nodes: list[Rows | None] = [None] * len(nodes)
-    single = [part for part in parts if isinstance(part, Rows)]
-    num_elements = sum(part.values.numel() for part in single)
-    if 0 < num_elements <= ROWS_ELEMENTS and not nodes and not on_host(single[0].row):
-        yield _summed_by_row(single)
-        return
-    if single:
-        of_nodes, rest = _split_by_node(single, nodes)
-    yield from chain.from_iterable(map(_portions, nodes, of_nodes))
-    if single:
-        step = max(1, ROWS_ELEMENTS // rest.values.shape[1])
-        for begin in range(0, rest.row.numel(), step):
-            yield Block(rest.row[begin : begin + step], rest.values[begin : begin + step])
-
-
 def as_one_block(blocks: Sequence[Block]) -> Iterator[Block]:
     """The blocks of a vector as a single one, because each has few elements."""
     if len(blocks) == 1 and blocks[0].source is not None:
@@ -212,7 +209,7 @@ def as_one_block(blocks: Sequence[Block]) -> Iterator[Block]:
         yield Block(torch.cat([block.index(values.device) for block in blocks]), values)
 
 
-def _summed_by_row(single: Sequence[Rows]) -> Block:
+def summed_by_row(single: Sequence[Rows]) -> Block:
     """Sums of the gradients of each row, of as many places as there are gradients.
 
     Hence nothing waits for the number of different rows; the places beyond it repeat the first. The

@@ -70,20 +70,18 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         table = param.view(param.shape[0], -1)
         rule = self._rule(param, table, group)
-        if isinstance(grad, RowGradient) and table.is_contiguous():
-            part = grad.factored()
-            if part is not None and part.batch.can_update(table):
-                part.batch.update(table, rule, part.factor)
-                return
-        is_rounded, noise = table.dtype == torch.bfloat16, None
-        if is_rounded and on_host(table):
-            size, device = (NOISE_ELEMENTS,), table.device
-            noise = torch.randint(1 << 16, size, dtype=torch.int32, device=device)
-        if isinstance(grad, RowGradient):
-            blocks = grad.blocks()
+        blocks: Iterable[Block]
+        if not isinstance(grad, RowGradient):
+            blocks = [Block(slice(0, len(grad)), grad.view(table.shape).to(_wide(table)))]
+        elif table.is_contiguous():
+            blocks = grad.factors.update(table, rule)
         else:
-            blocks = iter([Block(slice(0, len(grad)), grad.view(table.shape).to(_wide(table)))])
+            blocks = grad.blocks()
+        is_rounded, noise = table.dtype == torch.bfloat16, None
         for block in blocks:
+            if is_rounded and on_host(table) and noise is None:
+                size, device = (NOISE_ELEMENTS,), table.device
+                noise = torch.randint(1 << 16, size, dtype=torch.int32, device=device)
             stored = table[block.rows]  # a view, if the rows are a slice
             rows = stored.to(_wide(table))
             self._change(rows, block, rule)

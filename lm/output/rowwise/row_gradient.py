@@ -12,17 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lm.output.rowwise.blocks import (
-    Block,
-    Factored,
-    Part,
-    Product,
-    Rows,
-    as_one_block,
-    blocks_of,
-    on_host,
-    scaled,
-)
+from lm.output.rowwise.blocks import Block, RowFactors, Rows, as_one_block, on_host
 from lm.output.tracing import differentiable_once, not_compiled
 
 
@@ -35,71 +25,34 @@ class RowGradient(Tensor):
 
     Args:
         like: the table; gives shape, dtype and device.
-        parts: their sum is the gradient, held in at least fp32; for a vector, H = 1.
+        factors: what the gradient is, in at least fp32; for a vector, H = 1. None for zeros.
     """
 
-    parts: list[Part]
+    factors: RowFactors
 
     @staticmethod
-    def __new__(cls, like: Tensor, parts: Sequence[Part]) -> "RowGradient":
+    def __new__(cls, like: Tensor, factors: RowFactors | None = None) -> "RowGradient":
         """Make the wrapper, a tensor without memory."""
         made: RowGradient = Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device
         )
-        made.parts = []
-        for part in parts:
-            made.append(part)
+        made.factors = factors or RowFactors()
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        rows = sum(part.row.numel() for part in self.parts if isinstance(part, Rows))
-        products = [part for part in self.parts if isinstance(part, Product)]
-        children = sum(product.coefficients.shape[1] for product in products)
-        factored = sum(isinstance(part, Factored) for part in self.parts)
+        rows = sum(len(each.row) for each in self.factors.rows)
+        children = sum(product.coefficients.shape[1] for product in self.factors.products)
         shown = f"{children} rows in products, {rows} single rows"
-        shown += f", {factored} batches in factors" * (factored > 0)
         return f"RowGradient({list(self.shape)}, {shown})"
 
-    def append(self, part: Part) -> None:
-        """Add a part; of a batch's factors, what the backend cannot add to them is in parts."""
-        first = self.parts[0] if self.parts else None
-        if isinstance(first, Factored):
-            joined = first.plus(part) if isinstance(part, Rows) else None
-            if joined is not None:
-                self.parts = [joined]
-                return
-            self.parts = []
-            for each in first.parts():
-                self.append(each)
-        if self.parts and isinstance(part, Factored):
-            for each in part.parts():
-                self.append(each)
-            return
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        if isinstance(part, Factored):
-            self.parts.append(part)
-        elif isinstance(part, Product):
-            first_row, coefficients, vectors = part
-            self.parts.append(Product(first_row, coefficients.to(dtype), vectors.to(dtype)))
-        else:
-            self.parts.append(Rows(part.row, part.values.to(dtype)))
-
     def blocks(self) -> Iterator[Block]:
-        """The rows that have a gradient, each in one block, in portions that fit in a cache."""
-        of_batch = self.factored()
-        parts = self.parts if of_batch is None else RowGradient(self, of_batch.parts()).parts
-        blocks = blocks_of(parts)
-        yield from blocks if self.dim() > 1 else as_one_block(list(blocks))
-
-    def factored(self) -> Factored | None:
-        """The only part, if it is the gradient of a whole batch that kernels form; else None."""
-        part = self.parts[0] if len(self.parts) == 1 else None
-        return part if isinstance(part, Factored) else None
+        """See `RowFactors.blocks`."""
+        return self.factors.blocks(self)
 
     def square_norm(self) -> Tensor:
         """The sum of the squares, a scalar."""
-        if (part := self.factored()) is not None:
-            return part.batch.square_norm() * part.factor**2
+        if (found := self.factors.square_norm()) is not None:
+            return found
         sums = [block.square_norm() for block in self.blocks()]
         dtype = torch.promote_types(self.dtype, torch.float32)
         none = torch.zeros((), dtype=dtype, device=self.device)
@@ -148,13 +101,13 @@ def _add(one: Tensor, other: Tensor, alpha: float = 1) -> Tensor:
     if not isinstance(one, RowGradient) or not isinstance(other, RowGradient):
         one, other = (t.to_dense() if isinstance(t, RowGradient) else t for t in (one, other))
         return one.add(other, alpha=alpha)
-    more = other if alpha == 1 else _mul(other, alpha)
-    return RowGradient(one, [*one.parts, *more.parts])
+    more = other.factors if alpha == 1 else other.factors.times(alpha)
+    return RowGradient(one, one.factors.plus(more))
 
 
 def _add_(one: Tensor, other: Tensor, alpha: float = 1) -> Any:
     if isinstance(one, RowGradient) and isinstance(other, RowGradient):
-        one.parts = _add(one, other, alpha).parts  # type: ignore[attr-defined]
+        one.factors = _add(one, other, alpha).factors  # type: ignore[attr-defined]
         return one
     if isinstance(one, RowGradient):
         return NotImplemented
@@ -165,14 +118,14 @@ def _mul(one: Any, number: Any) -> Any:
     one, number = (one, number) if isinstance(one, RowGradient) else (number, one)
     if isinstance(number, Tensor) and number.dim():
         return NotImplemented
-    return RowGradient(one, [scaled(part, number) for part in one.parts])
+    return RowGradient(one, one.factors.times(number))
 
 
 def _mul_(one: RowGradient, number: Tensor | float) -> Any:
     product = _mul(one, number)
     if product is NotImplemented:
         return NotImplemented
-    one.parts = product.parts
+    one.factors = product.factors
     return one
 
 
@@ -185,7 +138,7 @@ def _norm(one: RowGradient, ord: float = 2, dim: Any = None, *_: Any, **__: Any)
 def _new(one: RowGradient, size: Sequence[int], *_: Any, **options: Any) -> Tensor:
     """Memory for the copy that autograd makes of a gradient which a hook has kept."""
     if list(size) == list(one.shape):
-        return RowGradient(one, [])
+        return RowGradient(one)
     return torch.empty(size, **options)
 
 
@@ -196,11 +149,11 @@ def _copy_(one: Tensor, other: Tensor, *_: Any) -> Any:
 
 
 def _same(one: RowGradient, **_: Any) -> RowGradient:
-    return RowGradient(one, one.parts)
+    return RowGradient(one, one.factors)
 
 
 def _zero_(one: RowGradient) -> RowGradient:
-    one.parts = []
+    one.factors = RowFactors()
     return one
 
 
@@ -240,12 +193,13 @@ class _Lookup(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         table = ctx.table_like
         values, rows = d_rows[0].reshape(index.numel(), table[:1].numel()), index.flatten()
-        read = rows >= 0
+        values, read = values.to(torch.promote_types(table.dtype, torch.float32)), rows >= 0
         if on_host(rows) or not len(rows):
-            return RowGradient(table, [Rows(rows[read], values[read])]), None
-        # Without waiting for how many are read: the others add zeros to one that is, or to row 0.
-        values = values.where(read[:, None], 0)
-        return RowGradient(table, [Rows(rows.where(read, rows.max().clamp(min=0)), values)]), None
+            rows, values = rows[read], values[read]
+        else:  # without waiting for how many are read: the others add zeros to one that is, or to 0
+            rows = rows.where(read, rows.max().clamp(min=0))
+            values = values.where(read[:, None], 0)
+        return RowGradient(table, RowFactors(rows=[Rows(rows, values)])), None
 
 
 @not_compiled

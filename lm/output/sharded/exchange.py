@@ -11,20 +11,28 @@ The rows of gathered nodes, about √N, are sent to all before the forward, and 
 added up in the processes that hold them.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lm.output.backends import BACKENDS, choose_backend
-from lm.output.backends.base import Backend, Gradients, Needs, Problem
-from lm.output.rowwise.blocks import Rows
+from lm.output.backends.base import (
+    Backend,
+    Gradients,
+    Needs,
+    Problem,
+    Softmaxes,
+    Tensors,
+    compute_dtype,
+)
+from lm.output.rowwise.blocks import RowFactors, Rows
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.sharded.rows import interleaved, sum_of_shares
-from lm.output.tracing import differentiable_once, not_compiled
 from lm.output.tree.arrays import Shard, TreeArrays
 
 
@@ -69,9 +77,20 @@ class Gathered(NamedTuple):
     max_path_columns: int
     num_held: int  # of them, the first rows of this process
 
-    def whole(self, held: Tensor, group: Any) -> Tensor:
-        """The rows of all processes, [U, ...]."""
-        return interleaved(held[: self.num_held], len(self.tree.node_of_row), group)
+    def problem(self, held: Problem, group: Any) -> Problem:
+        """The problem with the rows of all processes, given one with those of this process."""
+        weight, bias = (
+            t if t is None else interleaved(t[: self.num_held], len(self.tree.node_of_row), group)
+            for t in (held.weight, held.bias)
+        )
+        assert weight is not None
+        return held._replace(
+            weight=weight,
+            bias=bias,
+            tree=self.tree,
+            shard=self.shard,
+            max_path_columns=self.max_path_columns,
+        )
 
     def summed(self, d_rows: Tensor, group: Any) -> Tensor:
         """The sum of all processes' gradients [U, ...] for the rows that this one holds."""
@@ -82,119 +101,98 @@ class Gathered(NamedTuple):
         return sum_of_shares(dealt, self.num_held, group).view(-1, *d_rows.shape[1:])
 
 
-class Forward(NamedTuple):
-    """What a forward leaves."""
+class Solved(NamedTuple):
+    """What is saved of softmaxes: positions received, or the process's own with gathered rows."""
 
-    nll: Tensor  # [P, D], the terms of each level
-    lse: Tensor  # [P, D] over all rows, 0 for no visit
-    route: Route
-    solved: list[tuple[Problem, Backend, list[Tensor]]]
-    """The positions received and the rows held, with what the backend saved; with gathered rows,
-    the process's positions and these."""
+    tensors: dict[str, Tensor | None]  # of the problem
+    saved: Tensors
 
 
-def forward(
-    name: str,
-    problem: Problem,
-    gathered: Gathered | None,
-    recipients: Tensor,
-    needs: Needs,
-    group: Any,
-) -> Forward:
-    """The terms of the nll of this process's positions; all processes call it together."""
-    route = Route.of(recipients, group)
-    sent = problem._replace(hidden=route.send(problem.hidden), target=route.send(problem.target))
-    problems = [(sent, needs)]
-    if gathered is not None:
-        own = problem._replace(
-            weight=gathered.whole(problem.weight, group),
-            bias=None if problem.bias is None else gathered.whole(problem.bias, group),
-            tree=gathered.tree,
-            shard=gathered.shard,
-            max_path_columns=gathered.max_path_columns,
-        )
-        problems.append((own, needs._replace(row_wise=False)))
-    solved, found = [], []
-    for each, asked in problems:
-        backend = BACKENDS[choose_backend(name, each, each.hidden.device)]
-        lse, logit, saved = backend.partial(each, asked)
-        solved.append((each, backend, saved))
-        found.append(torch.stack([lse.T, logit.T], 1))
-    if gathered is None:
-        total = found[0].new_zeros(problem.num_positions, 2, problem.depth)
-        total[:, 0] = -torch.inf
-    else:
-        total = found[1]
-    for position, part in route.returned(found[0]):
-        so_far = total[position]
-        lse = torch.logaddexp(so_far[:, 0], part[:, 0])
-        total[position] = torch.stack([lse, so_far[:, 1] + part[:, 1]], 1)
-    lse, logit = total.unbind(1)
-    lse = torch.where(lse > -torch.inf, lse, 0)
-    return Forward(lse - logit, lse, route, solved)
+class ShardedBackend(Backend):
+    """The softmaxes of a batch of this process's positions over the rows of all processes.
 
+    All processes call it, and its backward, together. d_weight and d_bias are those of the mean
+    over processes of their upstream losses, as DDP gives the gradients of other parameters.
 
-class _ShardedNll(torch.autograd.Function):
-    """The nll [P] of this process's positions; all processes call it, and its backward, together.
-
-    d_weight and d_bias are those of the mean over processes of their upstream losses, as DDP gives
-    the gradients of other parameters.
+    Args:
+        of_rows: name of the backend for the rows of this process.
+        gathered: the rows that all processes gather, if there are any.
+        recipients: [W, P] bool, which process gets which position.
+        group: the processes.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        name: str,  # of the backend
-        problem: Problem,  # of the process's positions and the rows that it holds
-        gathered: Gathered | None,
-        recipients: Tensor,  # [W, P] bool, which process gets which position
-        needs: Needs,
-        group: Any,
-        *inputs: Tensor | None,  # hidden, weight and bias of the problem, for autograd
-    ) -> Tensor:
-        done = forward(name, problem, gathered, recipients, needs, group)
-        ctx.row_wise, ctx.gathered, ctx.route = needs.row_wise, gathered, done.route
-        tensors: list[Tensor | None] = [done.lse]
-        ctx.solved = []
-        for solved, backend, saved in done.solved:
-            begin = len(tensors)
-            tensors += [solved.hidden, solved.target, solved.weight, solved.bias, *saved]
-            nothing = done.lse.new_empty(0)
-            sizes = solved._replace(hidden=nothing, target=nothing, weight=nothing, bias=None)
-            ctx.solved.append((sizes, backend, slice(begin, len(tensors))))
-        ctx.save_for_backward(*tensors)
-        return done.nll.sum(1)
+    name = "sharded"
 
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        tensors, route = ctx.saved_tensors, ctx.route
-        world_size, needed = dist.get_world_size(route.group), ctx.needs_input_grad
-        needs = Needs(needed[-3], needed[-2], needed[-1], ctx.row_wise)
-        own = torch.cat([upstream[0][:, None] / world_size, tensors[0]], 1)  # d_nll and lse
-        gradients: list[Gradients] = []
-        received = route.send(own)
-        for problem, backend, which in ctx.solved:
+    def __init__(
+        self, of_rows: str, gathered: Gathered | None, recipients: Tensor, group: Any
+    ) -> None:
+        self.of_rows, self.gathered, self.group = of_rows, gathered, group
+        self.route = Route.of(recipients, group)
+        self.sizes = list[tuple[Problem, Backend]]()  # of each part
+
+    def new_saved(self, problem: Problem, needs: Needs) -> NoReturn:
+        """Not known from sizes alone."""
+        raise NotImplementedError
+
+    def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
+        """See `Backend.softmaxes`; `problem` has the rows that this process holds."""
+        route, gathered = self.route, self.gathered
+        hidden, target = route.send(problem.hidden), route.send(problem.target)
+        found, solved = self._solved(problem._replace(hidden=hidden, target=target), needs)
+        parts = [solved]
+        if gathered is None:
+            total = found.new_zeros(problem.num_positions, 2, problem.depth)
+            total[:, 0] = -torch.inf
+        else:
+            own = gathered.problem(problem, self.group)
+            total, solved = self._solved(own, needs._replace(row_wise=False))
+            parts.append(solved)
+        for position, part in route.returned(found):
+            so_far = total[position]
+            lse = torch.logaddexp(so_far[:, 0], part[:, 0])
+            total[position] = torch.stack([lse, so_far[:, 1] + part[:, 1]], 1)
+        lse, logit = total.permute(1, 2, 0)
+        saved, self.structure = tree_flatten((lse, parts))
+        return Softmaxes(lse, torch.zeros_like(lse), logit), tuple(saved)
+
+    def _solved(self, problem: Problem, needs: Needs) -> tuple[Tensor, Solved]:
+        """Log-sum-exps and logits [P, 2, D], and what is saved."""
+        backend = BACKENDS[choose_backend(self.of_rows, problem, problem.hidden.device)]
+        (largest, log_total, logit), saved = backend.softmaxes(problem, needs)
+        self.sizes.append((problem.sizes(), backend))
+        tensors = {name: getattr(problem, name) for name in ("hidden", "target", "weight", "bias")}
+        return torch.stack([(largest + log_total).T, logit.T], 1), Solved(tensors, saved)
+
+    def backward(
+        self, d_nll: Tensor, problem: Problem, saved: Any, needs: Needs, lse: Tensor | None = None
+    ) -> Gradients:
+        """See `Backend.backward`."""
+        route, world_size = self.route, dist.get_world_size(self.group)
+        lse, parts = tree_unflatten(saved, self.structure)
+        own = torch.cat([d_nll[:, None] / world_size, lse.T], 1)
+        received, gradients = route.send(own), list[Gradients]()
+        for (sizes, backend), (tensors, saved_part) in zip(self.sizes, parts, strict=True):
             given = own if gradients else received
-            hidden, target, weight, bias, *saved = tensors[which]
-            problem = problem._replace(hidden=hidden, target=target, weight=weight, bias=bias)
-            d_nll, lse = given[:, 0].contiguous(), given[:, 1:].T.contiguous()
+            d_part, lse = given[:, 0].contiguous(), given[:, 1:].T.contiguous()
             asked = needs._replace(row_wise=needs.row_wise and not gradients)
-            gradients.append(backend.partial_backward(d_nll, lse, problem, saved, asked))
-        d_hidden, d_weight, d_bias = gradients[0]
+            solved = sizes._replace(**tensors)
+            gradients.append(backend.backward(d_part, solved, saved_part, asked, lse))
+        (d_hidden, d_weight, d_bias), *of_gathered = gradients
         if d_hidden is not None:
-            dtype = torch.promote_types(d_hidden.dtype, torch.float32)
-            total = d_hidden.new_zeros(len(own), d_hidden.shape[1], dtype=dtype)
-            for of_gathered in gradients[1:]:
-                assert of_gathered.d_hidden is not None
-                total += of_gathered.d_hidden
-            for position, part in route.returned(d_hidden):
-                total[position] += part
+            total = d_hidden.new_zeros(
+                len(own), d_hidden.shape[1], dtype=compute_dtype(d_hidden.dtype)
+            )
+            for each in of_gathered:
+                assert each.d_hidden is not None
+                total += each.d_hidden
+            for position, d_part in route.returned(d_hidden):
+                total[position] += d_part
             d_hidden = (total * world_size).to(d_hidden.dtype)
-        for of_gathered in gradients[1:]:
-            _add_first(d_weight, of_gathered.d_weight, ctx.gathered, route.group)
-            _add_first(d_bias, of_gathered.d_bias, ctx.gathered, route.group)
-        return *(None for _ in needed[:-3]), d_hidden, d_weight, d_bias
+        for each in of_gathered:
+            assert self.gathered is not None
+            _add_first(d_weight, each.d_weight, self.gathered, self.group)
+            _add_first(d_bias, each.d_bias, self.gathered, self.group)
+        return Gradients(d_hidden, d_weight, d_bias)
 
 
 def _add_first(
@@ -206,10 +204,8 @@ def _add_first(
     first = gathered.summed(d_rows, group)
     if isinstance(gradient, RowGradient):
         row = torch.arange(len(first), device=first.device)
-        gradient.append(Rows(row, first[:, None] if first.dim() == 1 else first))
+        values = first.to(compute_dtype(first.dtype))
+        values = values[:, None] if values.dim() == 1 else values
+        gradient.factors = gradient.factors.plus(RowFactors(rows=[Rows(row, values)]))
     else:
         gradient[: len(first)] = first
-
-
-sharded_nll: Callable[..., Tensor] = not_compiled(_ShardedNll.apply)
-"""See `_ShardedNll`; kept out of `torch.compile`."""

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lm.output.backends.autograd import row_wise_nll
 from lm.output.backends.base import Needs, Problem, autocast, check_positions
 from lm.output.backends.visits import check_words
 from lm.output.functional import BackendName, Reduction, reduced
 from lm.output.layer import HierarchicalSoftmax
-from lm.output.sharded.exchange import Gathered, forward, sharded_nll
+from lm.output.sharded.exchange import Gathered, ShardedBackend
 from lm.output.sharded.placement import Placement, PlacementName, Plan, place, recipients_of
 from lm.output.sharded.rows import interleaved
 from lm.output.tree.class_tree import ClassTree
@@ -99,9 +100,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
         """
         problem = self._problem(hidden, target)
         needs = Needs.of(hidden, self.weight, self.bias, row_wise=self.row_wise)
-        tensors = problem.hidden, problem.weight, problem.bias
-        exchanged = self._exchanged(problem)
-        nll = sharded_nll(self.backend, problem, *exchanged, needs, self.dealt.group, *tensors)
+        nll, _ = row_wise_nll(self._backend(problem), needs, problem)
         return reduced(nll.view(target.shape), target, reduction, self.ignore_index)
 
     @torch.no_grad()
@@ -113,9 +112,8 @@ class ShardedSoftmax(HierarchicalSoftmax):
         share = slice(self.dealt.rank, None, self.dealt.world_size)
         every = self._problem(hidden, target)
         problem = every._replace(hidden=every.hidden[share], target=every.target[share])
-        exchanged, group = self._exchanged(problem), self.dealt.group
-        nll = forward(self.backend, problem, *exchanged, Needs(False, False, False), group).nll
-        nll = interleaved(nll, every.num_positions, group)
+        softmaxes, _ = self._backend(problem).softmaxes(problem, Needs(False, False, False))
+        nll = interleaved(softmaxes.nll_by_level().T, every.num_positions, self.dealt.group)
         return nll.T.reshape(self.tree.depth, *target.shape)
 
     def _problem(self, hidden: Tensor, target: Tensor) -> Problem:
@@ -139,15 +137,16 @@ class ShardedSoftmax(HierarchicalSoftmax):
             self._placement = moved
         return self._placement
 
-    def _exchanged(self, problem: Problem) -> tuple[Gathered | None, Tensor]:
-        """What is gathered for a problem, and which process gets which position, [W, P]."""
+    def _backend(self, problem: Problem) -> ShardedBackend:
+        """The exchange of a batch between the processes, which begins it together."""
         target, sizes = problem.target, (self.dealt.world_size, self.ignore_index)
         check_words("target", target, self.vocab_size, self.ignore_index)
         placed = self._placed()
         recipients = recipients_of(target, self.tree, placed.owner, *sizes)
-        if placed.gathered is None:
-            return None, recipients
-        return Gathered(**placed.gathered.of(self.tree), num_held=placed.num_gathered), recipients
+        gathered = None
+        if placed.gathered is not None:
+            gathered = Gathered(**placed.gathered.of(self.tree), num_held=placed.num_gathered)
+        return ShardedBackend(self.backend, gathered, recipients, self.dealt.group)
 
     def lookup(self, row: Tensor, *, row_wise: bool) -> Tensor:
         """Rows of the whole weight, see `DealtRows.lookup`."""

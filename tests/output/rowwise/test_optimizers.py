@@ -15,6 +15,7 @@ from lm.output.rowwise import (
     Product,
     RowAdagrad,
     RowAdam,
+    RowFactors,
     RowGradient,
     RowOptimizer,
     RowSGD,
@@ -129,7 +130,7 @@ def test_updates_below_the_last_place_of_bf16_are_applied_on_average() -> None:
     optimizer = RowSGD([weight], lr=1.0)
     coefficients, vectors = torch.full((1, 4000), 1e-4), torch.ones(1, H)
     for _ in range(50):
-        weight.grad = RowGradient(weight, [Product(0, coefficients, vectors)])
+        weight.grad = RowGradient(weight, RowFactors(products=[Product(0, coefficients, vectors)]))
         optimizer.step()
     assert float(weight.detach().float().mean()) == pytest.approx(1 - 50e-4, abs=2e-4)
 

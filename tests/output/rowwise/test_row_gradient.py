@@ -12,7 +12,7 @@ from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends import nodes
 from lm.output.backends.compiled import factors
 from lm.output.functional import BackendName
-from lm.output.rowwise import Product, RowGradient, lookup
+from lm.output.rowwise import RowGradient, lookup
 
 from ..definition import nll
 from .tables import SHORTLIST, H, N, Table, W, accumulate, batch, in_blocks, table
@@ -78,7 +78,7 @@ def test_the_sparse_tensor_is_coalesced_and_the_same() -> None:
         index = made.indices()[0]
         assert index.tolist() == sorted(set(index.tolist()))
         assert torch.equal(made.to_dense(), param.grad.to_dense())
-    empty = RowGradient(rows[0], []).to_sparse()
+    empty = RowGradient(rows[0]).to_sparse()
     assert (empty._nnz(), empty.shape) == (0, rows[0].shape)
 
 
@@ -206,8 +206,7 @@ def test_gradients_of_nodes_with_few_visits_are_products(
     each = nll([hidden, weight, bias, target], TWO_LEVEL, row_wise=True, backend=backend)
     (d_weight,) = torch.autograd.grad(each.sum(), weight)
     assert isinstance(d_weight, RowGradient)
-    of_batch = d_weight.factored()
-    parts = d_weight.parts if of_batch is None else of_batch.parts()
+    factors_of = d_weight.factors.general()
     visited_classes = torch.unique(TWO_LEVEL.node_of_row[TWO_LEVEL.row_of_word[target]])
-    assert len(parts) == 1 + len(visited_classes)
-    assert all(isinstance(part, Product) for part in parts)
+    assert len(factors_of.products) == 1 + len(visited_classes)
+    assert not factors_of.rows

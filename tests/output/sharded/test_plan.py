@@ -6,12 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_unflatten
 
 from lm.output import ClassTree
 from lm.output.backends.base import Needs, row_size
 from lm.output.backends.visits import route
 from lm.output.sharded import ShardedSoftmax
-from lm.output.sharded.exchange import forward
 from lm.output.sharded.placement import GATHERED, PlacementName, Plan, recipients_of
 
 from .processes import columns_per_process, in_processes
@@ -94,11 +94,12 @@ def _check_plans(rank: int, world_size: int, tree: ClassTree, tokens: Tensor) ->
             sent = traffic.sent
             layer.zero_grad()
             problem = layer._problem(hidden.detach(), own)
-            exchanged, nothing = layer._exchanged(problem), Needs(False, False, False)
+            exchange, columns = layer._backend(problem), 0
             with torch.no_grad():
-                solved = forward(layer.backend, problem, *exchanged, nothing, None).solved
-            columns = 0
-            for each, _, _ in solved:
+                _, saved = exchange.softmaxes(problem, Needs(False, False, False))
+            _, parts = tree_unflatten(saved, exchange.structure)
+            for (each, _), (tensors, _) in zip(exchange.sizes, parts, strict=True):
+                each = each._replace(**tensors)
                 at = (each.depth, each.ignore_index, each.shard)
                 node = route(each.target, each.tree, *at).node
                 columns += int(each.tree.num_children[node[node >= 0]].sum())

@@ -12,25 +12,26 @@ This file says what the backend takes; `step` has the forward and the backward, 
 
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Gradients, Needs, Problem
+from lm.output.backends import reference
+from lm.output.backends.base import Gradients, Needs, Problem, Softmaxes, Tensors
 from lm.output.backends.compiled.memory import Saved, new_saved, saves_errors
-from lm.output.backends.reference import ReferenceBackend
 from lm.output.backends.verify import Failures, Kind, verified
 from lm.output.tracing import constant_when_compiled
 
 DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
-class CompiledBackend:
+class CompiledBackend(reference.ReferenceBackend):
     """`Backend` for CPUs with numba."""
 
     name = "compiled"
-    automatic_on: frozenset[str] = frozenset({"cpu"})
-    _reference = ReferenceBackend()
+    automatic_on = frozenset({"cpu"})
+    saved_types = (Saved, reference.Saved)
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""
@@ -57,61 +58,39 @@ class CompiledBackend:
     ) -> bool:
         return verified(self, device, Kind(*dtypes), failures)
 
-    def part_size(self, problem: Problem) -> int:
-        """All of them."""
-        return problem.num_positions
-
-    def num_words(self, saved: list[Tensor]) -> Tensor | None:
-        """See `Backend.num_words`."""
-        return None
-
-    def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
+    def new_saved(self, problem: Problem, needs: Needs) -> Tensors:
         """See `Backend.new_saved`."""
-        if not needs.any:
-            return []
+        saves = saves_errors(problem, needs)
+        return new_saved(problem, needs) if saves else super().new_saved(problem, needs)
+
+    def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
+        """See `Backend.softmaxes`; logits are less the log-sum-exps, which are 0 then."""
         if not saves_errors(problem, needs):
-            return self._reference.new_saved(problem, needs)
-        return list(new_saved(problem, needs))
-
-    def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
-        """See `Backend.forward`."""
-        if saves_errors(problem, needs):
-            from lm.output.backends.compiled import step
-
-            nll, saved = step.forward(problem, needs)
-        else:
-            nll, saved = self._reference.forward(problem, needs)
-        return nll, saved if needs.any else []
-
-    def backward(
-        self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
-    ) -> Gradients:
-        """See `Backend.backward`."""
-        if not saves_errors(problem, needs):
-            return self._reference.backward(d_nll, problem, saved, needs)
-        from lm.output.backends.compiled import step
-
-        return step.backward(d_nll, problem, Saved(*saved), needs)
-
-    def nll_by_level(self, problem: Problem) -> Tensor:
-        """See `Backend.nll_by_level`."""
-        needs = Needs(hidden=False, weight=False, bias=False)
-        if not saves_errors(problem, needs):
-            return self._reference.nll_by_level(problem)
+            return super().softmaxes(problem, needs)
         from lm.output.backends.compiled import step
 
         log_prob, saved = step.target_log_prob(problem, needs)
-        return torch.empty_like(log_prob).index_copy_(1, saved.position, 0 - log_prob)
+        zero = log_prob.new_zeros(1, 1)
+        log_prob = torch.empty_like(log_prob).index_copy_(1, saved.position, log_prob)
+        return Softmaxes(zero, zero, log_prob), saved
 
-    def partial(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """See `Backend.partial`; by the reference."""
-        return self._reference.partial(problem, needs)
+    def nll(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor | None, Tensors]:
+        """See `Backend.nll`; levels are added in their order."""
+        if not saves_errors(problem, needs):
+            return super().nll(problem, needs)
+        from lm.output.backends.compiled import step
 
-    def partial_backward(
-        self, d_nll: Tensor, lse: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
+        return step.nll(problem, needs)
+
+    def backward(
+        self, d_nll: Tensor, problem: Problem, saved: Any, needs: Needs, lse: Tensor | None = None
     ) -> Gradients:
-        """See `Backend.partial_backward`; by the reference."""
-        return self._reference.partial_backward(d_nll, lse, problem, saved, needs)
+        """See `Backend.backward`."""
+        if not isinstance(saved, Saved):
+            return super().backward(d_nll, problem, saved, needs, lse)
+        from lm.output.backends.compiled import step
+
+        return step.backward(d_nll, problem, saved, needs)
 
 
 def failures() -> Failures:

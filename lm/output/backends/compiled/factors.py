@@ -3,9 +3,9 @@
 The letters and equations are those of the reference backend.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import sqrt  # by name: torch.fx replaces those of `math` while it traces
 from typing import Any
 
@@ -24,7 +24,7 @@ from lm.output.backends.compiled.codegen.rows import (
 from lm.output.backends.compiled.codegen.tiles import TERMS, sums
 from lm.output.backends.compiled.division import bounds_of, divide
 from lm.output.backends.compiled.memory import Array, as_array, own
-from lm.output.rowwise.blocks import Part, Product, Rows, Rule
+from lm.output.rowwise.blocks import Block, Product, RowFactors, Rows, Rule
 
 FORMED_VISITS = 16
 """Visits from which on a node's rows are formed once, not at each use: at most `BLOCK`, from which
@@ -36,18 +36,15 @@ SGD, ADAGRAD, ADAM = range(3)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Factors:
-    """The gradient of the weight as errors and hidden vectors.
-
-    See `lm.output.rowwise.blocks.Unformed`. It is independent of the rows.
-    """
+class Factors(RowFactors):
+    """The gradient of the weight as errors and hidden vectors. It is independent of the rows."""
 
     nodes: Array  # see `update_rows`
     error: Tensor  # as `loops.forward` saves it; of rows that are not formed, [visits, n]
     hidden: Tensor  # [P, ≥ W] of the sorted positions, multiplied by their d nll
     formed: Tensor  # [F, W]
-    more: Rows  # ascending, each row once
     num_rows: int  # R
+    factor: float | Tensor = 1  # of the gradient
 
     @classmethod
     def of(
@@ -76,54 +73,66 @@ class Factors:
             error=error,
             hidden=hidden,
             formed=formed,
-            more=Rows(place[:0], hidden.new_empty(0, shape[1])),
             num_rows=shape[0],
         )
 
-    def parts(self) -> list[Part]:
-        """See `Unformed.parts`."""
+    def general(self) -> RowFactors:
+        """See `RowFactors.general`."""
         nodes, size = self.nodes, self.formed.shape[1]
         is_formed = nodes[:, 6] >= 0
         first, num = torch.from_numpy(nodes[is_formed][:, 2:4]).unbind(1)
         rows = (first - num.cumsum(0) + num).repeat_interleave(num)
         rows += torch.arange(len(self.formed), device=rows.device)
-        parts: list[Part] = [Rows(rows, self.formed), self.more]
+        products = []
         for start, end, first_row, n, offset, *_ in nodes[~is_formed].tolist():
             errors = self.error[offset : offset + (end - start) * n].view(-1, n)
-            parts.append(Product(first_row, errors, self.hidden[start:end, :size]))
-        return [part for part in parts if not isinstance(part, Rows) or len(part.row)]
+            products.append(Product(first_row, errors, self.hidden[start:end, :size]))
+        single = [each for each in (Rows(rows, self.formed), self.more) if len(each.row)]
+        return RowFactors(products=products, rows=single).times(self.factor)
 
-    def plus(self, rows: Rows) -> "Factors":
-        """See `Unformed.plus`."""
-        row, place = torch.unique(torch.cat([self.more.row, rows.row]), return_inverse=True)
-        values = torch.cat([self.more.values, rows.values.to(self.more.values.dtype)])
-        values = values.new_zeros(len(row), values.shape[1]).index_add_(0, place, values)
-        return replace(self, more=Rows(row, values))
+    @cached_property
+    def more(self) -> Rows:
+        """The single rows, ascending, each once."""
+        none = Rows(self.formed.new_empty(0, dtype=torch.int64), self.formed[:0])
+        if not self.rows:
+            return none
+        row, values = (torch.cat(each) for each in zip(none, *self.rows, strict=True))
+        row, place = torch.unique(row, return_inverse=True)
+        values = values.to(self.formed.dtype)
+        return Rows(row, values.new_zeros(len(row), values.shape[1]).index_add_(0, place, values))
+
+    def plus(self, other: RowFactors) -> RowFactors:
+        """See `RowFactors.plus`; the loops take single rows times the same factor."""
+        is_one = not isinstance(self.factor, Tensor) and self.factor == 1
+        return super().plus(other) if is_one else self.general().plus(other)
+
+    def times(self, number: float | Tensor) -> RowFactors:
+        """See `RowFactors.times`."""
+        return replace(self, factor=self.factor * number)
 
     def square_norm(self) -> Tensor:
-        """See `Unformed.square_norm`."""
+        """See `RowFactors.square_norm`."""
         squares = self.formed.new_empty(len(self.nodes) + len(self.more.row))
         self._divide(square_norms, own(squares))
-        return squares.sum().clamp(min=0)
+        return squares.sum().clamp(min=0) * self.factor**2
 
-    def can_update(self, table: Tensor) -> bool:
-        """See `Unformed.can_update`."""
-        return table.dtype == self.error.dtype
-
-    def update(self, table: Tensor, rule: Rule, factor: float | Tensor) -> None:
-        """See `Unformed.update`."""
+    def update(self, table: Tensor, rule: Rule) -> Iterable[Block]:
+        """See `RowFactors.update`."""
+        if table.dtype != self.error.dtype:
+            return super().update(table, rule)
         names = "total", "mean", "square"
         known = [name in rule.state for name in names]
         which = ADAM if known[1] else ADAGRAD if known[0] else SGD
         none, dtype = self.formed.new_empty(0, 0), own(self.formed).dtype.type
         state = {"total": none.view(-1), "mean": none, "square": none} | rule.state
-        numbers = (float(factor), *rule.numbers, *[0.0] * (6 - len(rule.numbers)))
+        numbers = (float(self.factor), *rule.numbers, *[0.0] * (6 - len(rule.numbers)))
         self._divide(
             partial(update_rows, which),
             as_array(table),
             tuple(as_array(state[name]) for name in names),
             tuple(map(dtype, numbers)),
         )
+        return ()
 
     def _divide(self, loop: Callable[..., None], *arguments: Any) -> None:
         bounds = bounds_of(self.nodes, self.num_rows, by_rows=True)

@@ -43,12 +43,13 @@ CACHE_BYTES = 1 << 22
 
 
 @compiled
-def route(target, ignore_index, arrays, position, node, child):
-    """Set position [P], node and child [D, P], see `Visits`, given the first seven `TreeArrays`.
+def route(target, ignore_index, tree, position, node, child):
+    """Set position [P], node and child [D, P], see `Visits`, given `TreeArrays`.
 
     Returns whether all targets [P] are words or ignored; nothing is set otherwise.
     """
-    num_children, first_row, row_of_node, node_of_row, row_of_word, level, preorder = arrays
+    row_of_node, node_of_row, row_of_word = tree.row_of_node, tree.node_of_row, tree.row_of_word
+    level, preorder = tree.level, tree.preorder
     rank = np.empty(len(target), np.int64)
     for p in range(len(target)):
         word = target[p]
@@ -66,9 +67,9 @@ def route(target, ignore_index, arrays, position, node, child):
         row = -1 if word == ignore_index else row_of_word[word]
         while row >= 0:
             n = node_of_row[row]
-            if num_children[n] > 1:
+            if tree.num_children[n] > 1:
                 node[level[n], i] = n
-                child[level[n], i] = row - first_row[n]
+                child[level[n], i] = row - tree.first_row[n]
             row = row_of_node[n]
     return True
 

@@ -81,6 +81,8 @@ class Saved(NamedTuple):
 
 def saves_errors(problem: Problem, needs: Needs) -> bool:
     """Whether the loops compute, which save the errors of all visits, and not PyTorch."""
+    if problem.shard is not None:
+        return False
     if problem.depth > 1:
         return needs.row_wise or problem.num_columns <= SAVED_ELEMENTS
     is_bf16 = multiplies_bf16(problem)

@@ -4,6 +4,7 @@ Row-wise gradients are formed when they are used, see `factors`.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,27 +24,27 @@ from lm.output.backends.compiled.memory import (
     zeros_except,
 )
 from lm.output.backends.visits import check_words
-from lm.output.rowwise.blocks import Factored
 from lm.output.rowwise.row_gradient import RowGradient
+from lm.output.tree.arrays import TreeArrays
 
 LEAST_ZEROS = 1 << 18
 """Numbers from which on threads divide the rows that are set to zero."""
 
 
-def forward(problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
-    """The nll [P], and the fields of `Saved`."""
+def nll(problem: Problem, needs: Needs) -> tuple[Tensor, None, Saved]:
+    """The nll [P], and what is saved."""
     log_prob, saved = target_log_prob(problem, needs)
     nll = log_prob.new_empty(problem.num_positions)
     loops.add_levels(own(saved.position), own(log_prob), own(nll))
-    return nll, list(saved)
+    return nll, None, saved
 
 
 def target_log_prob(problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
     """The log q [D, P] of every visit's target, by sorted position, 0 for none; what is saved."""
     saved, weight = new_saved(problem, needs), problem.weight
-    target, visits = problem.target.contiguous(), tuple(map(own, saved[:3]))
-    arrays = tuple(map(own, problem.tree[:7]))
-    if not loops.route(own(target), problem.ignore_index, arrays, *visits):
+    target, visits = problem.target.contiguous(), (saved.position, saved.node, saved.child)
+    tree: Any = TreeArrays(*map(own, problem.tree))  # type: ignore[arg-type]
+    if not loops.route(own(target), problem.ignore_index, tree, *map(own, visits)):
         check_words("target", target, problem.vocab_size, problem.ignore_index)
     log_prob = saved.error.new_zeros(saved.node.shape)
     is_bf16, ones = multiplies_bf16(problem), log_prob[0, :0]
@@ -110,8 +111,8 @@ def _row_gradients(
             of_table = (rows, none) if like.dim() > 1 else (none[:, None], rows.view(-1).zero_())
             _form(saved.error, hidden, d_nll, found, *of_table)
 
-        factors = Factors.of(nodes, saved.error, vectors, form, like.view(len(like), -1).shape)
-        return RowGradient(like, [Factored(factors, 1)])
+        shape = like.view(len(like), -1).shape
+        return RowGradient(like, Factors.of(nodes, saved.error, vectors, form, shape))
 
     if needs.weight:
         d_weight = factored(weight, scaled)

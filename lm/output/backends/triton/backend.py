@@ -6,20 +6,22 @@ Triton is imported at the first launch, so that the other backends work without 
 
 import os
 from subprocess import CalledProcessError
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Gradients, Needs, Problem
+from lm.output.backends.base import Backend, Gradients, Needs, Problem, Softmaxes, Tensors
 from lm.output.backends.triton.backward import gradients, summed
 from lm.output.backends.triton.launch import capability, launch
 from lm.output.backends.triton.plan import (
     Children,
+    InParts,
     Inputs,
     Memory,
     Paths,
     Plan,
-    Saved,
+    Results,
     alignment,
     path_slots,
     plan_for,
@@ -76,7 +78,7 @@ def failures() -> Failures:
     return TritonError, RuntimeError, OSError, CalledProcessError
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """`Backend` for CUDA devices from compute capability 8.0 on; in Triton's interpreter for CPUs.
 
     It never waits for the device, except for the number of visited rows where row-wise gradients
@@ -84,7 +86,8 @@ class TritonBackend:
     """
 
     name = "triton"
-    automatic_on: frozenset[str] = frozenset({"cuda"})
+    automatic_on = frozenset({"cuda"})
+    saved_types = (Memory, InParts)
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """See `Backend.obstacle`."""
@@ -128,70 +131,57 @@ class TritonBackend:
     ) -> bool:
         return verified(self, device, Kind(*dtypes, *align, tf32()), failures)
 
-    def forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, list[Tensor]]:
-        """See `Backend.forward`."""
+    def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
+        """See `Backend.softmaxes`."""
+        _, memory, saved = self._forward(problem, needs)
+        routing, lse, logit = _visits(problem, memory)
+        lse = torch.where(routing.node >= 0, lse, -torch.inf)
+        logit = torch.where((routing.node >= 0) & (routing.child >= 0), logit, 0)
+        zero = torch.zeros_like(lse)
+        return Softmaxes.by_position(routing.position.long(), lse, zero, logit), saved
+
+    def nll(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor | None, Tensors]:
+        """See `Backend.nll`: the kernel of the softmaxes forms it."""
+        nll, memory, saved = self._forward(problem, needs)
+        return nll, memory.routing[NUM_VALID], saved
+
+    def _forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, Memory, Memory | InParts]:
+        """The nll, what the kernels have written, and what is saved of it."""
         if problem.target.device.type == "cpu":
             check_words("target", problem.target, problem.vocab_size, problem.ignore_index)
-        if needs.any and self.part_size(problem) < problem.num_positions:
-            return self.forward(problem, Needs(False, False, False))[0], []
+        in_parts = needs.any and self.part_size(problem) < problem.num_positions
         problem, plan = _contiguous(problem), plan_for(problem)
-        memory = plan.new(problem, has_gradient=needs.any)
+        memory = plan.new(problem, has_gradient=needs.any and not in_parts)
         nll = memory.visit_lse.new_empty(plan.num_positions)
         _route(plan, problem, memory, nll)
         most, splits = plan.most, plan.num_splits
-        saved = Saved(*memory[3:]) if needs.any else Saved(None, None, memory.visit_lse)
+        results = memory.results
+        if in_parts or not needs.any:
+            results = Results(None, None, memory.visit_lse)
         launch(
             "_forward", (most.heavy_tiles + most.light_nodes) * splits, plan.tiles.forward,
             inputs=Inputs(memory.sorted_hidden, problem.weight, problem.bias),
             tree=Children.of(problem.tree),
-            saved=saved, nll=nll, routing=memory.routing, strides=plan.strides,
+            saved=results, nll=nll, routing=memory.routing, strides=plan.strides,
             P=plan.num_positions, max_heavy=most.heavy_tiles, num_splits=splits,
             ACC=plan.acc, META=plan.meta(plan.tiles.forward),
         )  # fmt: skip
         if nll.is_cuda and plan.num_positions:
             all_valid = memory.routing[ALL_VALID]
             torch._assert_async(all_valid, "a target is neither a word nor ignore_index")
-        return nll, [*memory]
+        return nll, memory, InParts() if in_parts else memory
 
     def backward(
-        self, d_nll: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
+        self, d_nll: Tensor, problem: Problem, saved: Any, needs: Needs, lse: Tensor | None = None
     ) -> Gradients:
         """See `Backend.backward`."""
-        return self._backward(d_nll, None, problem, saved, needs)
-
-    def partial(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """See `Backend.partial`."""
-        if self.part_size(problem) < problem.num_positions:
-            needs = Needs(False, False, False)
-        _, memory = self.forward(problem, needs)
-        routing, lse, logit = _visits(problem, Memory(*memory))
-        lse = torch.where(routing.node >= 0, lse, -torch.inf)
-        logit = torch.where((routing.node >= 0) & (routing.child >= 0), logit, 0)
-        lse, logit = (_unsorted(x, routing) for x in (lse, logit))
-        return lse, logit, memory if needs.any else []
-
-    def partial_backward(
-        self, d_nll: Tensor, lse: Tensor, problem: Problem, saved: list[Tensor], needs: Needs
-    ) -> Gradients:
-        """See `Backend.partial_backward`."""
-        return self._backward(d_nll, lse, problem, saved, needs)
-
-    def _backward(
-        self,
-        d_nll: Tensor,
-        lse: Tensor | None,
-        problem: Problem,
-        memory: list[Tensor],
-        needs: Needs,
-    ) -> Gradients:
-        """The gradients, by the log-sum-exps of the forward or by those of all shards."""
         problem = _contiguous(problem)
-        if not memory and problem.num_positions:
+        if not isinstance(saved, Memory):
             size = self.part_size(problem)
             parts = (slice(i, i + size) for i in range(0, problem.num_positions, size))
-            each = (self._of_part(d_nll, lse, problem, part, needs) for part in parts)
+            each = (self._of_part(d_nll, problem, part, needs, lse) for part in parts)
             return summed(each, problem)
-        plan, saved = plan_for(problem), Memory(*memory)
+        plan = plan_for(problem)
         if not plan.fits(saved):
             raise RuntimeError(
                 "the precision of fp32 products (torch.set_float32_matmul_precision) must be the"
@@ -204,19 +194,13 @@ class TritonBackend:
         return gradients(d_nll, plan, problem, saved, needs)
 
     def _of_part(
-        self, d_nll: Tensor, lse: Tensor | None, problem: Problem, part: slice, needs: Needs
+        self, d_nll: Tensor, problem: Problem, part: slice, needs: Needs, lse: Tensor | None
     ) -> Gradients:
         """The gradients of some positions, whose forward is made again."""
         some = problem._replace(hidden=problem.hidden[part], target=problem.target[part])
-        memory = self.forward(some, needs)[1]
+        _, memory, _ = self._forward(some, needs)
         lse = None if lse is None else lse[:, part]
-        return self._backward(d_nll[part], lse, some, memory, needs)
-
-    def nll_by_level(self, problem: Problem) -> Tensor:
-        """See `Backend.nll_by_level`."""
-        _, memory = self.forward(problem, Needs(hidden=False, weight=False, bias=False))
-        routing, lse, logit = _visits(problem, Memory(*memory))
-        return _unsorted(torch.where(routing.node >= 0, lse - logit, 0), routing)
+        return self.backward(d_nll[part], some, memory, needs, lse)
 
     def part_size(self, problem: Problem) -> int:
         """See `Backend.part_size`."""
@@ -225,15 +209,11 @@ class TritonBackend:
             return problem.num_positions
         return max(1, MAX_SAVED_BYTES // num_bytes)
 
-    def num_words(self, saved: list[Tensor]) -> Tensor | None:
-        """See `Backend.num_words`."""
-        return saved[0][NUM_VALID] if saved else None
-
-    def new_saved(self, problem: Problem, needs: Needs) -> list[Tensor]:
+    def new_saved(self, problem: Problem, needs: Needs) -> Tensors:
         """See `Backend.new_saved`."""
-        if needs.any and self.part_size(problem) < problem.num_positions:
-            return []
-        return [*plan_for(problem).new(problem, has_gradient=needs.any)]
+        if self.part_size(problem) < problem.num_positions:
+            return InParts()
+        return plan_for(problem).new(problem, has_gradient=True)
 
 
 def _visits(problem: Problem, memory: Memory) -> tuple[Routing, Tensor, Tensor]:
@@ -242,11 +222,6 @@ def _visits(problem: Problem, memory: Memory) -> tuple[Routing, Tensor, Tensor]:
     by_level = {name: getattr(routing, name).view(problem.depth, -1) for name in ("node", "child")}
     logit, lse = memory.visit_lse[: 2 * problem.depth].chunk(2)
     return routing._replace(**by_level), lse, logit
-
-
-def _unsorted(values: Tensor, routing: Routing) -> Tensor:
-    """Values [D, P] of sorted positions in the order of the batch."""
-    return torch.empty_like(values).index_copy_(1, routing.position.long(), values)
 
 
 def _contiguous(problem: Problem) -> Problem:
@@ -260,8 +235,8 @@ def _contiguous(problem: Problem) -> Problem:
 
 def _route(plan: Plan, problem: Problem, memory: Memory, nll: Tensor) -> None:
     """Launch the kernels that write the routing, and 0 for positions without visits."""
-    positions, target, tree, routing = plan.num_positions, problem.target, problem.tree, memory[0]
-    num_runs, run_size = plan.runs
+    positions, target, tree = plan.num_positions, problem.target, problem.tree
+    routing, (num_runs, run_size) = memory.routing, plan.runs
     is_sorted, tile = num_runs <= MOST_RUNS, plan.sort_tile
     node_of_row, local_row = problem.shard or (tree.node_of_row, None)
     keys = target.new_empty(num_runs * run_size)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
 from lm.output.backends.triton.launch import launch
-from lm.output.backends.triton.plan import Memory, Plan, Saved
+from lm.output.backends.triton.plan import Memory, Plan
 from lm.output.backends.triton.rows import (
     Errors,
     Factors,
@@ -17,7 +17,6 @@ from lm.output.backends.triton.rows import (
     Unwritten,
     write,
 )
-from lm.output.rowwise.blocks import Factored
 from lm.output.rowwise.row_gradient import RowGradient
 
 
@@ -39,8 +38,8 @@ def gradients(
         return Gradients(*outputs[:3])
     factors = factors.kept()
     weight, bias = (
-        None if table is None else RowGradient(table, [Factored(Unwritten(factors, of_bias), 1)])
-        for table, of_bias in ((problem.weight if needs.weight else None, False), (bias, True))
+        None if t is None else RowGradient(t, Unwritten(factors=factors, of_bias=of_bias))
+        for t, of_bias in ((problem.weight if needs.weight else None, False), (bias, True))
     )
     return Gradients(d_hidden, weight, bias)
 
@@ -97,7 +96,7 @@ def _factors(
     tile = plan.errors_tile
     launch(
         "_errors", -(-num_positions // tile.v), tile,
-        d_nll=d_nll, saved=Saved(*memory[3:]), d_nll_stride=d_nll.stride(0), TILE=tile,
+        d_nll=d_nll, saved=memory.results, d_nll_stride=d_nll.stride(0), TILE=tile,
         **factors.shared,
     )  # fmt: skip
     return factors

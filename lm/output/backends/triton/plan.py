@@ -49,6 +49,15 @@ class Memory(NamedTuple):
     block_max: Tensor  # [P, blocks], m
     visit_lse: Tensor  # [1 + splits, D · P]: z[y]; lse; what is left of the lse of other splits
 
+    @property
+    def results(self) -> "Results":
+        """What the kernels of the backward read."""
+        return Results(self.exp_logits, self.block_max, self.visit_lse)
+
+
+class InParts(NamedTuple):
+    """Nothing is saved: the backward takes the batch in parts, each with a forward of its own."""
+
 
 class Inputs(NamedTuple):
     """What the logits are products of."""
@@ -58,7 +67,7 @@ class Inputs(NamedTuple):
     bias: Tensor | None = None
 
 
-class Saved(NamedTuple):
+class Results(NamedTuple):
     """The last fields of a `Memory`; None if they are not written."""
 
     exp_logits: Tensor | None

@@ -1,5 +1,6 @@
 """Gradients of rows: the launch that writes them, and the factors that optimizers use instead."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -7,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Problem, compute_dtype
+from lm.output.backends.base import Problem, compute_dtype, followed_by_zeros
 from lm.output.backends.triton.launch import SLOT, launch
 from lm.output.backends.triton.plan import Children, Inputs, Memory, Plan
+from lm.output.backends.triton.routing import Routing
 from lm.output.backends.triton.tile_shapes import Tile
-from lm.output.rowwise.blocks import Part, Rows, Rule
+from lm.output.rowwise.blocks import Block, RowFactors, Rows, Rule, summed_by_row
 
 ROW_PROGRAMS = 2048
 """Most programs for tiles of heavy nodes' rows: they step through a list that may be short."""
@@ -19,6 +21,8 @@ _ZEROING_PROGRAMS = 512
 """Most programs that write zeros for rows of nodes without visits."""
 UPDATE_PROGRAMS, SHARED_BLOCKS = 32_768, 8
 """Most programs of an update, and the blocks of children of a light node that one of them takes."""
+PAIRS = 1 << 25
+"""Most pairs of a single row and a position whose errors are in memory at once."""
 ALIGNED = 32
 """Tensors that share memory begin at multiples of so many elements, as kernels expect."""
 
@@ -176,15 +180,16 @@ def write(factors: Factors, outputs: Outputs, *, with_chunks: bool = False) -> N
     )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Unwritten:
-    """The gradient of the weight or of the bias, see `lm.output.rowwise.blocks.Unformed`."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Unwritten(RowFactors):
+    """The gradient of the weight or of the bias."""
 
     factors: Factors
     of_bias: bool
+    factor: float | Tensor = 1  # of the gradient
 
-    def parts(self) -> list[Part]:
-        """See `Unformed.parts`: one, of rows. The host waits for their number."""
+    def general(self) -> RowFactors:
+        """See `RowFactors.general`: rows. The host waits for their number."""
         factors, tree = self.factors, self.factors.problem.tree
         visited = factors.memory.visited.bool()
         width = torch.where(visited, tree.num_children, 0)
@@ -193,24 +198,61 @@ class Unwritten:
         values = factors.memory.visit_lse.new_empty(index.numel(), columns)
         weight, bias = (None, values.view(-1)) if self.of_bias else (values, None)
         write(factors, Outputs(None, weight, bias, width.cumsum(0) - width))
-        return [Rows(index, values)]
+        formed = Rows(index, values * self.factor)
+        return RowFactors(rows=[formed, *self.rows])
 
-    def plus(self, rows: Rows) -> None:
-        """See `Unformed.plus`."""
+    def times(self, number: float | Tensor) -> RowFactors:
+        """See `RowFactors.times`."""
+        rows = [Rows(row, values * number) for row, values in self.rows]
+        return replace(self, factor=self.factor * number, rows=rows)
 
-    def can_update(self, table: Tensor) -> bool:
-        """See `Unformed.can_update`."""
-        return True
+    def _of_rows(self, row: Tensor) -> Tensor:
+        """The gradients of rows [K], [K, W], without single rows; the host waits for nothing."""
+        problem, memory = self.factors.problem, self.factors.memory
+        tree, (errors, scale) = problem.tree, self.factors.errors
+        visited = Routing.of(memory.routing, problem.num_positions, problem.depth).node
+        visited = visited.view(problem.depth, -1)
+        vectors = memory.sorted_hidden[: problem.num_positions].to(memory.visit_lse.dtype)
+        vectors = followed_by_zeros(vectors, problem.weight.shape[1])
+        if self.of_bias:
+            vectors = torch.ones_like(vectors[:, :1])
+        vectors = vectors if scale is None else vectors * scale
+        found = []
+        for some in torch.split(row, max(1, PAIRS // max(1, len(vectors)))):
+            node = tree.node_of_row[some]
+            level, child = tree.level[node], some - tree.first_row[node]
+            is_child = (child >= 0) & (child < tree.num_children[node])
+            slot = (tree.column[node] // SLOT + level) * SLOT + child.where(is_child, 0)
+            is_visit = (visited[level] == node[:, None]) & is_child[:, None]
+            found.append(errors.T[slot].where(is_visit, 0).to(vectors.dtype) @ vectors)
+        return torch.cat(found) * self.factor
+
+    def _single(self) -> tuple[Block, Tensor] | None:
+        """The sums of single rows, if there are any, and the products' gradients of these rows."""
+        if not any(len(each.row) for each in self.rows):
+            return None
+        block = summed_by_row(self.rows)
+        return block, self._of_rows(block.index(block.values().device))
 
     def square_norm(self) -> Tensor:
-        """See `Unformed.square_norm`."""
-        return self.factors.norms(of_bias=self.of_bias)[1]
+        """See `RowFactors.square_norm`."""
+        total = self.factors.norms(of_bias=self.of_bias)[1] * self.factor**2
+        if (single := self._single()) is not None:
+            block, others = single
+            more = ((2 * others + block.values()) * block.values()).sum(1)
+            total = (total + more.where(block.is_first(), 0).sum()).clamp(min=0)
+        return total
 
-    def update(self, table: Tensor, rule: Rule, factor: float | Tensor) -> None:
-        """See `Unformed.update`."""
+    def update(self, table: Tensor, rule: Rule) -> Iterable[Block]:
+        """See `RowFactors.update`: rows with single gradients remain."""
+        remaining, tables, before = list[Block](), [table, *rule.state.values()], list[Tensor]()
+        if (single := self._single()) is not None:
+            block, others = single
+            remaining = [replace(block, formed=block.values() + others)]
+            before = [some[block.rows] for some in tables]
         dtype, device = compute_dtype(table.dtype), table.device
         numbers = torch.ones(1 + len(rule.numbers), dtype=dtype, device=device)
-        each, values = numbers.unbind(), (factor, *rule.numbers)
+        each, values = numbers.unbind(), (self.factor, *rule.numbers)
         torch._foreach_mul_(each, [1.0 if isinstance(x, Tensor) else x for x in values])
         for number, value in zip(each, values, strict=True):
             if isinstance(value, Tensor):
@@ -224,3 +266,6 @@ class Unwritten:
         tiles = self.factors.plan.tiles
         tile = tiles.adam if "mean" in rule.state else tiles.update
         self.factors.launch(tile, of_table, of_bias=self.of_bias)
+        for some, old in zip(tables, before, strict=False):
+            some[block.rows] = old
+        return remaining

@@ -118,7 +118,7 @@ def emulated(
     tiles = tiles._replace(forward=tiles.forward._replace(flatten=case.switched))
     hooks: dict[str, Any] = {"run": run, "tiles": tiles}
     with emulator, instrumented(capability=case.capability, **hooks):
-        nll, saved = backend.forward(problem, needs)
+        nll, _, saved = backend.nll(problem, needs)
         d_hidden, *rows = backend.backward(upstream, problem, saved, needs)
         assert d_hidden is not None
         found = [nll, d_hidden, *use([each for each in rows if each is not None])]
@@ -279,7 +279,7 @@ def num_compilations(num_words: int, sizes: list[int]) -> int:
         problem = Problem.without_values(num_positions, 300, tree, torch.bfloat16)
         needs = Needs(hidden=True, weight=True, bias=True)
         with instrumented(run=compile_for, capability=90):
-            nll, saved = TritonBackend().forward(problem, needs)
+            nll, _, saved = TritonBackend().nll(problem, needs)
             TritonBackend().backward(nll, problem, saved, needs)
     return len(found)
 

@@ -9,8 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowOptimizer, RowSGD
-from lm.output.rowwise.blocks import Factored
+from lm.output.rowwise import RowAdagrad, RowAdam, RowFactors, RowGradient, RowOptimizer, RowSGD
 from scripts.kernels.emulator import Emulator
 
 from ...definition import assert_errors_are_small, gradients
@@ -47,7 +46,7 @@ def stepped(name: str, params: list[Tensor], gradients: list[Any]) -> list[Tenso
 def check_step(case: Case, name: str) -> None:
     """A step of an optimizer from the factors is right."""
     (hidden, *params), target, tree, upstream = given = inputs(case)
-    with mock.patch.object(Factored, "parts", side_effect=AssertionError("formed in memory")):
+    with mock.patch.object(RowFactors, "blocks", side_effect=AssertionError("formed in memory")):
         found = in_all_orders(case, given, lambda rows: stepped(name, params, rows))
     results = [found[2:]]
     for kind, wide in ((DTYPES[case.dtype], torch.float32), (torch.float64, torch.float64)):

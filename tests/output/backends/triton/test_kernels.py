@@ -109,13 +109,13 @@ def test_a_batch_that_would_save_too_much_is_computed_in_parts(
     needs = Needs(True, True, True, row_wise)
     hidden, weight, bias = inputs
     whole, one = Problem.of(hidden, weight, target, tree, bias), BACKENDS["triton"]
-    expected, _ = one.forward(whole, needs)
+    expected, *_ = one.nll(whole, needs)
     monkeypatch.setattr(triton_backend, "MAX_SAVED_BYTES", 20 * 8 * path_slots(whole))
     assert one.part_size(whole) == 20
-    assert one.new_saved(whole, needs) == []
-    lse, logit, saved = one.partial(whole, needs)
-    assert saved == []
-    torch.testing.assert_close(torch.where(lse.isfinite(), lse - logit, 0).sum(0), expected)
+    assert one.new_saved(whole, needs) == ()
+    softmaxes, saved = one.softmaxes(whole, needs)
+    assert saved == ()
+    torch.testing.assert_close(softmaxes.nll_by_level().sum(0), expected)
     results = []
     for name in ("triton", "reference"):
         options = {"reduction": reduction, "row_wise": row_wise, "backend": name}
@@ -201,7 +201,7 @@ def run(launch):
 
 
 with instrumented(run=run):
-    nll, saved = BACKENDS["triton"].forward(problem, needs)
+    nll, _, saved = BACKENDS["triton"].nll(problem, needs)
     d_hidden, d_weight, _ = BACKENDS["triton"].backward(torch.ones(2), problem, saved, needs)
 last_rows = weight[rows].double().requires_grad_()
 log_q = (hidden.double() @ last_rows.T).log_softmax(1)
@@ -246,14 +246,14 @@ def test_visits_are_those_of_the_reference_in_lists_that_have_room(
             execute(launch)
 
     with instrumented(run=run, tiles=SMALL):
-        _, saved = TritonBackend().forward(given, Needs(True, True, False))
+        _, _, saved = TritonBackend().nll(given, Needs(True, True, False))
         most = sizes(given, SMALL)
-    found = Routing.of(saved[0], num_positions, tree.depth)
+    found = Routing.of(saved.routing, num_positions, tree.depth)
     truth = route(given.target, given.tree, tree.depth, -100)
     assert torch.equal(found.position.long(), truth.position)
     for ours, true in ((found.node, truth.node), (found.child, truth.child)):
         assert torch.equal(ours.view(tree.depth, -1).long(), true)
-    visited: Tensor = saved[1]
+    visited = saved.visited
     assert torch.equal(visited.nonzero().flatten(), torch.unique(truth.node[truth.node >= 0]))
     used = found.num_entries[: len(most)].tolist()
     assert all(a <= b for a, b in zip(used, most, strict=True)), (used, most)

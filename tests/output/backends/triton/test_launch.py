@@ -87,7 +87,7 @@ def test_seven_launches_of_which_the_host_reads_nothing_back() -> None:
     meta = Problem.without_values(2000, 48, tree, torch.float32)._replace(bias=None)
     needs = Needs(hidden=True, weight=True, bias=False)
     with instrumented(run=launches.append):
-        nll, saved = BACKENDS["triton"].forward(meta, needs)
+        nll, _, saved = BACKENDS["triton"].nll(meta, needs)
         d_hidden, d_weight, d_bias = BACKENDS["triton"].backward(nll, meta, saved, needs)
     found = [None if grad is None else grad.shape for grad in (d_hidden, d_weight, d_bias)]
     assert found == [meta.hidden.shape, meta.weight.shape, None]
