@@ -99,6 +99,7 @@ DENSE = 50
 and 14), which `SPARSE_ITEMS` ranks better, and MovieLens 1M (270), where both are equal."""
 HIDDEN_SIZES: dict[str, dict[float, tuple[int, ...]]] = {
     "lstm": {FEW_TOKENS: (64,), 200_000: (200, 128, 64), math.inf: (300, 200, 128, 64)},
+    "items": {FEW_TOKENS: (64,), math.inf: (200, 128, 64)},
     "sparse items": {math.inf: (128, 64)},
     "transformer": {FEW_TOKENS: (64,), MANY_TOKENS: (256, 128, 64), math.inf: (320, 256, 128, 64)},
 }
@@ -353,7 +354,8 @@ def fit(
     tree = ClassTree.balanced(num_words, math.isqrt(num_words) + 1)  # of about the same size
     names = {split: json.dumps(str(file), ensure_ascii=False) for split, file in files.items()}
     others = {key: json.dumps(value, ensure_ascii=False) for key, value in (events or {}).items()}
-    sparse = events is not None and backbone == "lstm" and is_sparse(num_tokens, num_words)
+    of_items = events is not None and backbone == "lstm"
+    sparse = of_items and is_sparse(num_tokens, num_words)
     template, layers, threads = SPARSE_ITEMS if sparse else LSTM, 1, min(8, torch.get_num_threads())
     epochs = 12 if is_small else 2 if num_tokens < 20_000_000 else 1
     dropout, batch, length = 0.1, 64, 64
@@ -387,7 +389,7 @@ def fit(
         "threads": threads,
     }
     recipe = RECIPE.replace("$data", TEXT if events is None else EVENTS)
-    by_tokens = HIDDEN_SIZES["sparse items" if sparse else backbone]
+    by_tokens = HIDDEN_SIZES["sparse items" if sparse else "items" if of_items else backbone]
     for hidden in by_tokens[next(below for below in by_tokens if num_tokens < below)]:
         content = Template(recipe + template).substitute(values, hidden=hidden)
         config = validate(yaml.safe_load(content), str(path))
