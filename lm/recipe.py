@@ -95,10 +95,10 @@ train: {max_epochs: $epochs, batch_size: $batch, seq_len: $length, threads: $thr
 FEW_TOKENS, MANY_TOKENS = 20_000, 5_000_000
 """Sizes of texts from which there are other settings."""
 DENSE = 50
-"""Events per item from which a table has the settings of texts: between Amazon Beauty and Toys (16
-and 14), which `SPARSE_ITEMS` ranks better, and MovieLens 1M (270), where both are equal."""
+"""Events per item from which `SPARSE_ITEMS` is no better: Beauty has 16, MovieLens 1M 270."""
 HIDDEN_SIZES: dict[str, dict[float, tuple[int, ...]]] = {
     "lstm": {FEW_TOKENS: (64,), 200_000: (200, 128, 64), math.inf: (300, 200, 128, 64)},
+    "items": {FEW_TOKENS: (64,), math.inf: (200, 128, 64)},
     "sparse items": {math.inf: (128, 64)},
     "transformer": {FEW_TOKENS: (64,), MANY_TOKENS: (256, 128, 64), math.inf: (320, 256, 128, 64)},
 }
@@ -353,7 +353,7 @@ def fit(
     tree = ClassTree.balanced(num_words, math.isqrt(num_words) + 1)  # of about the same size
     names = {split: json.dumps(str(file), ensure_ascii=False) for split, file in files.items()}
     others = {key: json.dumps(value, ensure_ascii=False) for key, value in (events or {}).items()}
-    sparse = events is not None and backbone == "lstm" and is_sparse(num_tokens, num_words)
+    sparse = backbone == "lstm" and events is not None and is_sparse(num_tokens, num_words)
     template, layers, threads = SPARSE_ITEMS if sparse else LSTM, 1, min(8, torch.get_num_threads())
     epochs = 12 if is_small else 2 if num_tokens < 20_000_000 else 1
     dropout, batch, length = 0.1, 64, 64
@@ -368,7 +368,6 @@ def fit(
         template = FIRST_TRY if backbone == "lstm" else TRANSFORMER
         batch = min(8, max(1, num_tokens // 200))
     has_pieces = "kind: words" in tokenizer and tokenizer != ITEMS
-    num_pieces = min(INPUT_PIECES, max(8, num_words // 4))
     values = {
         "name": json.dumps(path.stem, ensure_ascii=False),
         "files": ", ".join(map(": ".join, names.items())),
@@ -376,7 +375,7 @@ def fit(
         "tokenizer": tokenizer,
         "shortlist": 0 if sparse else min(1000, num_words // 33),
         "clustered": f", clustered_words: {ALL_CLUSTERED}" if num_words > ALL_CLUSTERED else "",
-        "pieces": f", input_pieces: {num_pieces}" if has_pieces else "",
+        "pieces": f", input_pieces: {max(8, min(INPUT_PIECES, num_words // 4))}" * has_pieces,
         "batch": batch,
         "epochs": epochs,
         "dropout": dropout,
@@ -387,7 +386,8 @@ def fit(
         "threads": threads,
     }
     recipe = RECIPE.replace("$data", TEXT if events is None else EVENTS)
-    by_tokens = HIDDEN_SIZES["sparse items" if sparse else backbone]
+    size = "sparse items" if sparse else "items" if events and backbone == "lstm" else backbone
+    by_tokens = HIDDEN_SIZES[size]
     for hidden in by_tokens[next(below for below in by_tokens if num_tokens < below)]:
         content = Template(recipe + template).substitute(values, hidden=hidden)
         config = validate(yaml.safe_load(content), str(path))

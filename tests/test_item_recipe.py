@@ -117,8 +117,8 @@ def test_more_events_have_the_settings_of_the_recipe_for_items() -> None:
         (198_502, 12_103, (128, "adamw", 256, 24, 0.45, True, 0)),  # Amazon Beauty
         (198_502, 3_970, (200, "sgd", 64, 24, 0.45, False, 120)),  # 50 events per item
         (15_000, 1_000, (64, "adamw", 8, None, 0.0, False, 30)),  # too few
-        (1_000_209, 3_708, (300, "sgd", 64, 12, 0.25, False, 112)),  # MovieLens 1M
-        (2_000_000, 60_001, (300, "sgd", 64, 12, 0.2, False, 1_000)),  # steps of AdamW: too long
+        (1_000_209, 3_708, (200, "sgd", 64, 12, 0.25, False, 112)),  # MovieLens 1M
+        (2_000_000, 60_001, (200, "sgd", 64, 12, 0.2, False, 1_000)),  # steps of AdamW: too long
     ],
 )
 def test_tables_with_few_events_per_item_have_settings_of_their_own(
