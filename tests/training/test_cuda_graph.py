@@ -53,10 +53,10 @@ RECIPES = {
     "row-wise sgd": [*ROW_WISE, "--word_table.optimizer=sgd", "--optim.schedule=cosine"],
     "row-wise adagrad": [*ROW_WISE, "--word_table.optimizer=adagrad", *WORD_DROPOUT],
     "row-wise adam": [*ROW_WISE, "--word_table.optimizer=adam", "--optim.warmup_steps=50"],
+    "one table for both": [*ROW_WISE, "--word_table.optimizer=adam", "--word_table.tied=true"],
 }
 WAITING = {
     "adaptive": ["--output.tree=adaptive"],
-    "one table for both": [*ROW_WISE, "--word_table.optimizer=adam", "--word_table.tied=true"],
     "row-wise, accumulate": [*ROW_WISE, "--word_table.optimizer=sgd", "--train.accumulate=2"],
 }
 BF16 = ["--train.precision=bf16-mixed"]

@@ -149,7 +149,9 @@ class _EagerNll(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, d_nll: Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_nll: Tensor | None, _: Any) -> tuple[Any, ...]:
+        if d_nll is None:  # as for a result that is not used
+            return (None,) * len(ctx.needs_input_grad)
         hidden, weight, bias, target, *saved = ctx.saved_tensors
         problem = ctx.sizes._replace(hidden=hidden, weight=weight, bias=bias, target=target)
         needs = Needs(*ctx.needs_input_grad[-3:])._replace(row_wise=ctx.row_wise)

@@ -13,7 +13,7 @@ from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton import backend as triton_backend
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, execute, instrumented
-from lm.output.backends.triton.plan import path_slots
+from lm.output.backends.triton.plan import Memory, path_slots
 from lm.output.backends.triton.routing import Routing, sizes
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 from lm.output.backends.visits import route
@@ -248,6 +248,7 @@ def test_visits_are_those_of_the_reference_in_lists_that_have_room(
     with instrumented(run=run, tiles=SMALL):
         _, _, saved = TritonBackend().nll(given, Needs(True, True, False))
         most = sizes(given, SMALL)
+    assert isinstance(saved, Memory)
     found = Routing.of(saved.routing, num_positions, tree.depth)
     truth = route(given.target, given.tree, tree.depth, -100)
     assert torch.equal(found.position.long(), truth.position)
