@@ -92,7 +92,7 @@ BAD_INPUTS = """\
 4 | evaluate {run} --checkpoint=absent.ckpt | absent.ckpt: cannot read the checkpoint: No such
 4 | score {run} {text} --checkpoint={text} | text.txt is damaged, or not a checkpoint of sqrtlm
 2 | evaluate {run} --ranking | --ranking requires data.sequences: independent
-2 | evaluate {run} --ranking --by-frequency | --ranking is of a split, and excludes other figures
+2 | evaluate {run} --ranking --by-frequency | --ranking excludes --text, --arpa, --compare
 2 | evaluate {run} --mixture=0.5 | --mixture requires --arpa
 2 | evaluate {run} --mixture=1.5 --arpa={absent} | --mixture must be within 0 … 1
 2 | evaluate {run} --arpa=x --open-vocabulary | --arpa excludes --open-vocabulary

@@ -178,7 +178,7 @@ def test_an_extended_run_is_a_run(
         {"user": str(user)} | json.loads(line) for user, line in enumerate(by_line)
     ]
     report = printed("evaluate", "runs/next", "--ranking", "--no-progress")
-    assert "among all 11 items" in report
+    assert "among all 11 items of the training split" in report
     assert "0 not in the catalogue" in report
     Path("history").write_text('["new 1", "old 3"]\n')
     found = printed("recommend", "runs/next", "--history=history", "--k=11")

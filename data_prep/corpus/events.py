@@ -252,8 +252,10 @@ def _problems(events: _Events, data: DataConfig) -> Iterator[tuple[int, str]]:
         order = tied[np.lexsort((item[tied], time[tied], user[tied]))]
         if doubled := int(_equal(user[order], item[order], time[order]).sum()):
             yield doubled, "repeat another: the same user, item and time"
-        what = "the order of the rows decides" if data.ties == "rows" else "a hash decides"
-        yield len(tied), f"share user and time with another: {what} theirs (data.ties: {data.ties})"
+        what = {"rows": "the order of the rows decides", "random": "a hash decides"}[data.ties]
+        other = "; random makes figures independent of it" * (data.ties == "rows")
+        text = f"share user and time with another: {what} theirs (data.ties: {data.ties}{other})"
+        yield len(tied), text
 
 
 def _table(path: Path, data: DataConfig) -> Any:
@@ -314,7 +316,7 @@ def _check_columns(path: Path, fields: list[str], found: Any) -> None:
     for field in fields:
         if field not in found:
             columns = ", ".join(map(repr, found))
-            keys = "data.user_field, data.item_field and data.time_field name the columns"
+            keys = "name them by data.user_field, item_field and time_field (lm new: --items)"
             raise UserError(f"{path} has no column {field!r}, only {columns}: {keys}")
 
 

@@ -173,7 +173,9 @@ def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
         keep=partial(write_ranks, ranks, run, split) if ranks else None,
     )
     source, weights = _weights(options, run)
-    values = as_json(report) | weights
+    config = run.config
+    values = {"split": split, "seed": config.seed, "kept_by": config.criterion}
+    values |= as_json(report) | weights
     print(json.dumps(values) if options.json else report.table(f"{split}, {source}"))
     drawn = f"-{report.users}-users" if report.users < report.all_users else ""
     _write(run, f"{split}-ranking-{report.excluded}{drawn}", values)
@@ -198,7 +200,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--ranks {ranks}: expected FILE.parquet in a folder that exists")
     others = (options.text, options.open_vocabulary, options.arpa, options.by_frequency)
     if options.ranking and (any(others) or options.compare):
-        raise UserError("--ranking is of a split, and excludes other figures")
+        raise UserError("--ranking excludes --text, --arpa, --compare and other figures of texts")
     if options.mixture is not None and options.arpa is None:
         raise UserError("--mixture requires --arpa")
     if options.arpa and options.open_vocabulary:

@@ -87,7 +87,7 @@ class RankingReport:
         missed += f", {self.excluded_targets:,} left out" if self.excluded == "seen" else ""
         lines = [
             f"{title}: {self.predictions:,} items to predict of {self.users:,} users{drawn}, among"
-            f" all {self.items:,} items",
+            f" all {self.items:,} items of the training split",
             exclusion_rule(self.excluded, self.repeated_share),
             f"missed from the outset: {missed}",
             f"{'':12}{'model':>8}  {'95 % interval':<17}{'popularity':>10}",

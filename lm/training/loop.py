@@ -34,7 +34,7 @@ from lm.training.run_folder import LOCK, check_folder, report_new_length, write_
 from lm.training.shards import clip_gradients
 from lm.training.signals import Interrupted, StopSignals
 from lm.training.state import TrainingState
-from lm.training.validation import K, Validation
+from lm.training.validation import RANKED_USERS, K, Validation
 
 _log = logging.getLogger(__name__)
 _BF16 = (
@@ -126,7 +126,7 @@ def _report_result(run: Run, num_steps: int) -> None:
         is_independent = run.prepared.is_independent
         rule = perplexity_rule(ITEM if is_independent else token_unit(run.config.tokenizer))
         perplexity = f"perplexity {description.valid_perplexity:,.2f}"
-        ndcg = f"NDCG@{K} {description.valid_ndcg or 0:.4f}"
+        ndcg = f"NDCG@{K} of up to {RANKED_USERS:,} users {description.valid_ndcg or 0:.4f}"
         figure = f"validation {perplexity}, {rule}"
         if description.valid_ndcg is not None:
             figure = f"validation {perplexity} ({ndcg}), {rule}"

@@ -79,8 +79,8 @@ def test_users_are_drawn_and_the_time_is_announced(
     total = draws[0]["all_users"]
     assert table.startswith(
         f"test, the model of step 30 of 30: 9 items to predict of 9 users drawn from {total},"
-        " among all 20 items\nitems that a user has had are left out (0.0 % of training events"
-        " repeat one; --exclude nothing ranks them too)\n"
+        " among all 20 items of the training split\nitems that a user has had are left out (0.0 %"
+        " of training events repeat one; --exclude nothing ranks them too)\n"
     )
     assert caplog.text.count("ranking test: about 0:00:0") == 3
     everyone = evaluated(items_run, printed, "--users=999")
