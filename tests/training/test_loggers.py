@@ -196,10 +196,11 @@ def test_wandb_knows_how_a_run_has_ended_and_counts_its_own_steps(
     wandb, id_file = MagicMock(Error=RuntimeError), tmp_path / "wandb-id"
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     config, fabric = replace(logs_to_wandb("offline"), run_dir=str(tmp_path)), MagicMock()
-    state: Any = SimpleNamespace(config=config, fabric=fabric, step=0)
+    clock = SimpleNamespace(num_steps=9, limit=None, share=0, seconds_left=lambda step: None)
+    state: Any = SimpleNamespace(config=config, fabric=fabric, step=0, clock=clock)
     id_file.write_text(" my-run\n")
     run = wandb.init.return_value
-    with suppress(Exception, SystemExit), open_loggers(state, progress=False) as (_, logger):
+    with suppress(Exception, SystemExit), open_loggers(state, progress=False) as (_, _, logger):
         for run.resumed in (True, False):
             logger.log(figures(7, None))
         if end is not None:
