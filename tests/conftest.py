@@ -116,6 +116,8 @@ def _same_random_numbers(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
+    torch.autocast_increment_nesting()
+    assert torch.autocast_decrement_nesting() == 0, "a test has not left a block of autocast"
 
 
 def toy_sentences(seed: int, count: int) -> list[str]:

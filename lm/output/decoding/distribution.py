@@ -4,6 +4,7 @@ The methods of `HierarchicalSoftmax` with the same names document arguments, res
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from operator import index
 from typing import SupportsIndex
 
@@ -76,7 +77,11 @@ def candidate_log_prob(
         check_words("candidate", word, tree.vocab_size)
         is_small = words.numel() * flat.shape[1] <= _LOSS_ELEMENTS
         by_loss = is_small and hidden.device.type in _LOSS_DEVICES
-    with torch.autocast(hidden.device.type, enabled=False):
+    # An error within a compiled graph does not leave the block; PyTorch's copies of weights in the
+    # dtype of autocast would then never be renewed.
+    device = hidden.device.type
+    is_cast = torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if is_cast else nullcontext():
         if not by_loss:
             return _by_node(flat, weight, words, tree, bias).view(word.shape)
         repeated, none = flat[:, None].expand(-1, words.shape[1], -1), torch.iinfo(words.dtype).min
