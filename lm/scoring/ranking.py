@@ -122,6 +122,7 @@ def evaluate_ranking(
         items=num_items,
         excluded=exclude,
         repeated_share=run.prepared.repeated_share,
+        ties=run.config.data.ties if run.config.data.time_field else None,
         unknown_targets=int(sequences.num_left_out.sum()),
         excluded_targets=int(np.isinf(found[0].rank).sum()),
         model=model,
