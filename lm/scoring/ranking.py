@@ -161,22 +161,25 @@ def predict(
     progress: bool = False,
 ) -> list[Predictions]:
     """Rank every target in several ways; the log has the time that is left after some seconds."""
-    is_recommended = np.zeros((len(ways), len(ks), model.vocab_size), bool)
-    found: list[list[tuple[NDArray[Any], ...]]] = [[] for _ in ways]
     total, began = int(sequences.num_predicted.sum()), time.monotonic()
+    # Arrays of all predictions: small ones of each block would divide the memory that it frees.
+    found = [Predictions.empty(total, len(ks), model.vocab_size) for _ in ways]
     done = first = 0
     is_announced, disable = False, None if progress else True
     with tqdm(total=total, desc=name, unit="item", disable=disable) as bar:
         for block, sequence, place in _blocks(model, sequences, eos_id, exclude):
             target = block.target.cpu().numpy()
-            for way, ranked in enumerate(ways):
-                rank, probability, expected, best = ranked(block, ks)
+            part = slice(done, done + len(target))
+            for predictions, ranked in zip(found, ways, strict=True):
+                *ranks, best = ranked(block, ks)
+                values = sequence, place, target, *ranks
                 for number, k in enumerate(ks):
                     items = best[:, :k]
-                    is_recommended[way, number, items[items >= 0]] = True
-                found[way].append((sequence, place, target, rank, probability, expected))
+                    predictions.is_recommended[number, items[items >= 0]] = True
+                for whole, new in zip(predictions, values, strict=False):
+                    whole[part] = new
             bar.update(len(target))
-            done, seconds = done + len(target), time.monotonic() - began
+            done, seconds = part.stop, time.monotonic() - began
             if not first:  # takes longer
                 first, began = done, time.monotonic()
             elif not is_announced and seconds > ANNOUNCED_AFTER_SECONDS and done < total:
@@ -184,10 +187,7 @@ def predict(
                 bar.clear()
                 left = timedelta(seconds=round(pace * (total - done)))
                 _log.info("%s: about %s left, %.2g s an item", name, left, pace)
-    return [
-        Predictions(*map(np.concatenate, zip(*each, strict=True)), some)  # type: ignore[call-arg]
-        for each, some in zip(found, is_recommended, strict=True)
-    ]
+    return found
 
 
 def _blocks(

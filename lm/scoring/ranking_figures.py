@@ -143,6 +143,15 @@ class Predictions(NamedTuple):
     expected: NDArray[np.float64]  # [M, number of k]
     is_recommended: NDArray[np.bool_]  # [number of k, N]
 
+    @classmethod
+    def empty(cls, num_targets: int, num_ks: int, vocab_size: int) -> "Predictions":
+        """Predictions that are to be written, of which none recommends an item yet."""
+        sequence, place, target = np.empty((3, num_targets), np.int64)
+        rank, probability = np.empty((2, num_targets))
+        expected = np.empty((num_targets, num_ks))
+        recommended = np.zeros((num_ks, vocab_size), bool)
+        return cls(sequence, place, target, rank, probability, expected, recommended)
+
 
 def popularity_groups(counts: Ints, special: Sequence[int]) -> Ints:
     """The number in `GROUPS` of each item [N]; -1 of `special` ones."""
