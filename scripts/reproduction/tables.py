@@ -48,10 +48,11 @@ COMPARISONS = {
 VOCABULARIES = {
     "N": "{words:,}",
     "text": "{text}",
-    "full softmax, tokens/s": "{full_tokens_per_second:,.0f}",
+    "full, tokens/s": "{full_tokens_per_second:,.0f}",
     "classes, tokens/s": "{tokens_per_second_median:,.0f}",
-    "speed-up": "{ratio:.1f}",
-    "full softmax, perplexity": "{full_perplexity:.1f}",
+    "÷ full softmax": "{ratio:.1f}",
+    "÷ adaptive softmax": "{ratio_to_adaptive:.2g}",
+    "full, perplexity": "{full_perplexity:.1f}",
     "classes, perplexity": "{perplexity:.1f}",
 }
 """Title of a column → template of its cells."""
@@ -146,7 +147,7 @@ def _titles(titles: Mapping[str, str] | None, found: Sequence[str]) -> dict[str,
 
 
 def table_of_runs(table: RunTable, runs: Sequence[Run]) -> str:
-    """The rows that have logs: means over seeds, and the first figure for each seed."""
+    """The rows that have logs: means over seeds, and the first figure for each of several seeds."""
     titles = [name.replace("_", " ").replace("oov", "OOV") for name in table.figures]
     rows = []
     for row in table.rows:
@@ -157,10 +158,12 @@ def table_of_runs(table: RunTable, runs: Sequence[Run]) -> str:
         ]
         figures = [[_figure(log, name) for log in logs] for name in table.figures]
         if logs:
-            first = zip((log["seed"] for log in logs), map(short, figures[0]), strict=True)
-            by_seed = ", ".join(f"{seed}: {figure}" for seed, figure in first)
-            rows.append([row, *(short(statistics.fmean(each)) for each in figures), by_seed])
-    return markdown.table(["model", *titles, f"{titles[0]} by seed"], rows)
+            rows.append([row, *(short(statistics.fmean(each)) for each in figures)])
+            if len(table.seeds) > 1:
+                first = zip((log["seed"] for log in logs), map(short, figures[0]), strict=True)
+                rows[-1].append(", ".join(f"{seed}: {figure}" for seed, figure in first))
+    titles += [f"{titles[0]} by seed"] * (len(table.seeds) > 1)
+    return markdown.table(["model", *titles], rows)
 
 
 def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
@@ -200,7 +203,7 @@ def gpu_layer(results: Path) -> str:
 
 
 def vocabularies(results: Path) -> list[Row]:
-    """Speeds of the full softmax and of classes for each size of the vocabulary.
+    """Speeds of classes, the full and the adaptive softmax for each size of the vocabulary.
 
     Perplexities are means over the final runs of the declared comparison on the corpus.
     """
@@ -210,7 +213,11 @@ def vocabularies(results: Path) -> list[Row]:
             names = [chosen[name] for name in ("ours", "full") if name in chosen]
             ours, *_ = compare(table, names, results)
             ours["text"], ours["words"] = table.title.split(",")[0], chosen["words"]
-            ours["full_tokens_per_second"] = ours["tokens_per_second_median"] / ours["ratio"]
+            speed = ours["tokens_per_second_median"]
+            ours["full_tokens_per_second"] = speed / ours["ratio"]
+            where = {name: ours[name] for name in ("config", "precision")}
+            adaptive = last_row(results, "training_speed", where | {"tree": chosen["adaptive"]})
+            ours["ratio_to_adaptive"] = speed / adaptive["tokens_per_second_median"]
             finals = final_perplexities(chosen["search"], results)
             ours["perplexity"] = _mean(finals[chosen["method"]])
             ours["full_perplexity"] = _mean(finals["full"]) if "full" in finals else None
@@ -296,11 +303,9 @@ def short(value: float) -> str:
 
 
 def _figure(log: Row, name: str) -> float:
-    """A figure of the test split; minutes of training; or by the logged speed; nan without one."""
+    """A figure of the test split, minutes of training or the logged speed; nan without one."""
     if name == "minutes":
         return float(log["seconds"] / 60)
-    if name == "training_seconds":
-        return float(log["tokens"] / log.get("tokens_per_second", math.nan))
     if name == "step_milliseconds":
         return float(log.get(name, math.nan))
     value = log["test"][name]
