@@ -88,8 +88,7 @@ class Prepared:
     @cached_property
     def repeated_share(self) -> float:
         """Share of the items of the training split that their sequence has had before."""
-        sequences = self.sequences("train")
-        return sequences.num_repeated / max(1, int(sequences.num_predicted.sum()))
+        return self.sequences("train").repeated_share
 
     @property
     def proposed_exclusion(self) -> Exclude:

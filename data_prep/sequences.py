@@ -9,7 +9,7 @@ Ints = NDArray[np.int64]
 Exclude = Literal["nothing", "seen"]
 """Items that are left out of a ranking: none, or those that the user has had."""
 RARE_REPEATS = 0.01
-"""Where fewer events of training repeat an item of their user, `seen` is proposed."""
+"""`seen` is proposed where a smaller share of a user's events in training repeat an item."""
 
 
 class Sequences(NamedTuple):
@@ -27,20 +27,24 @@ class Sequences(NamedTuple):
         return self.end - self.begin - self.num_known
 
     @property
-    def num_repeated(self) -> int:
-        """Number of items to predict that are also earlier in their sequence.
+    def repeated_share(self) -> float:
+        """Share of the items to predict that are also earlier in their sequence.
 
-        >>> find_sequences(np.array([4, 3, 4, 4, 0, 4, 0]), eos_id=0, unk_id=1).num_repeated
-        2
+        It is the mean over sequences, so that none with many repeated items decides.
+
+        >>> find_sequences(np.array([4, 3, 4, 4, 0, 4, 0]), eos_id=0, unk_id=1).repeated_share
+        0.25
         """
         sequence = np.repeat(np.arange(len(self.begin)), self.end - self.begin)
         items = self.tokens[_ranges(self.begin, self.end)]
         order = np.lexsort((items, sequence))  # stable: in the order of a sequence where equal
         items, sequence = items[order], sequence[order]
-        is_repeated = np.zeros(len(items), bool)
+        is_repeated = np.zeros(len(items) + 1, bool)
         is_repeated[order[1:]] = (items[1:] == items[:-1]) & (sequence[1:] == sequence[:-1])
-        first = np.cumsum(self.end - self.begin) - self.num_predicted
-        return int(is_repeated[_ranges(first, first + self.num_predicted)].sum())
+        end, size = np.cumsum(self.end - self.begin), self.num_predicted
+        before = np.append(0, np.cumsum(is_repeated))
+        shares = (before[end] - before[end - size])[size > 0] / size[size > 0]
+        return float(shares.mean()) if len(shares) else 0.0
 
     def lines(self) -> list[NDArray[Any]]:
         """The tokens of each sequence."""

@@ -118,7 +118,7 @@ def read_description(folder: Path) -> Description:
         raise CheckpointError(f"{folder} is a file, not the folder of a run")
     if not path.exists():
         hint = "`lm train CONFIG` trains one" if folder.exists() else "there is no such folder"
-        if (folder / "config.yaml").exists():
+        if any((folder / "checkpoints").glob("*.ckpt")):
             hint = f"`lm train {folder} --resume auto` continues the training"
         raise CheckpointError(f"{folder}: no trained model here ({DESCRIPTION} is missing); {hint}")
     try:

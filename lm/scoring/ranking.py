@@ -122,6 +122,7 @@ def evaluate_ranking(
         items=num_items,
         excluded=exclude,
         repeated_share=run.prepared.repeated_share,
+        ties=run.config.data.ties if run.config.data.time_field else None,
         unknown_targets=int(sequences.num_left_out.sum()),
         excluded_targets=int(np.isinf(found[0].rank).sum()),
         model=model,
@@ -160,22 +161,25 @@ def predict(
     progress: bool = False,
 ) -> list[Predictions]:
     """Rank every target in several ways; the log has the time that is left after some seconds."""
-    is_recommended = np.zeros((len(ways), len(ks), model.vocab_size), bool)
-    found: list[list[tuple[NDArray[Any], ...]]] = [[] for _ in ways]
     total, began = int(sequences.num_predicted.sum()), time.monotonic()
+    # Arrays of all predictions: small ones of each block would divide the memory that it frees.
+    found = [Predictions.empty(total, len(ks), model.vocab_size) for _ in ways]
     done = first = 0
     is_announced, disable = False, None if progress else True
     with tqdm(total=total, desc=name, unit="item", disable=disable) as bar:
         for block, sequence, place in _blocks(model, sequences, eos_id, exclude):
             target = block.target.cpu().numpy()
-            for way, ranked in enumerate(ways):
-                rank, probability, expected, best = ranked(block, ks)
+            part = slice(done, done + len(target))
+            for predictions, ranked in zip(found, ways, strict=True):
+                *ranks, best = ranked(block, ks)
+                values = sequence, place, target, *ranks
                 for number, k in enumerate(ks):
                     items = best[:, :k]
-                    is_recommended[way, number, items[items >= 0]] = True
-                found[way].append((sequence, place, target, rank, probability, expected))
+                    predictions.is_recommended[number, items[items >= 0]] = True
+                for whole, new in zip(predictions, values, strict=False):
+                    whole[part] = new
             bar.update(len(target))
-            done, seconds = done + len(target), time.monotonic() - began
+            done, seconds = part.stop, time.monotonic() - began
             if not first:  # takes longer
                 first, began = done, time.monotonic()
             elif not is_announced and seconds > ANNOUNCED_AFTER_SECONDS and done < total:
@@ -183,10 +187,7 @@ def predict(
                 bar.clear()
                 left = timedelta(seconds=round(pace * (total - done)))
                 _log.info("%s: about %s left, %.2g s an item", name, left, pace)
-    return [
-        Predictions(*map(np.concatenate, zip(*each, strict=True)), some)  # type: ignore[call-arg]
-        for each, some in zip(found, is_recommended, strict=True)
-    ]
+    return found
 
 
 def _blocks(
@@ -219,9 +220,11 @@ def by_model(model: LanguageModel, special: Sequence[int], name: str = "") -> Wa
         row = np.repeat(np.arange(len(target)), list(map(len, block.excluded)))
         log_prob[:, special] = -torch.inf
         log_prob[row, np.concatenate(block.excluded)] = -torch.inf
-        number = torch.arange(log_prob.shape[1], device=log_prob.device)
-        is_before = (log_prob > own) | ((log_prob == own) & (number < target))
-        rank = (1 + is_before.sum(1)).double()
+        sign = torch.empty(log_prob.shape, dtype=torch.float32, device=log_prob.device)
+        # Sums of floats, exact up to 2^24 items, take less time than those of bools.
+        rank = 1 + torch.gt(log_prob, own, out=sign).sum(1).double()
+        for row in (torch.eq(log_prob, own, out=sign).sum(1) > 1).nonzero().flatten().tolist():
+            rank[row] += sign[row, : int(target[row])].sum()
         own = log_prob.gather(1, target).squeeze(1)
         rank[own == -torch.inf] = torch.inf
         best, lse = log_prob.topk(ks[-1], dim=1), log_prob.logsumexp(1)

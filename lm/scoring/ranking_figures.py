@@ -74,7 +74,8 @@ class RankingReport:
     predictions: int
     items: int  # of the catalogue
     excluded: Exclude  # what is never recommended to a user
-    repeated_share: float  # of the events of training: items that the user has had
+    repeated_share: float  # of a user's events of training, on average: items had before
+    ties: str | None  # data.ties: what orders events of equal time; None without times
     unknown_targets: int  # not in the catalogue: missed
     excluded_targets: int  # missed
     model: Ranked
@@ -89,12 +90,15 @@ class RankingReport:
             f"{title}: {self.predictions:,} items to predict of {self.users:,} users{drawn}, among"
             f" all {self.items:,} items of the training split",
             exclusion_rule(self.excluded, self.repeated_share),
+            *([f"data.ties: {self.ties} orders a user's events of equal time"] * bool(self.ties)),
             f"missed from the outset: {missed}",
             f"{'':12}{'model':>8}  {'95 % interval':<17}{'popularity':>10}",
         ]
 
         def add(name: str, value: float, interval: Interval | None, other: float) -> None:
-            limits = "" if interval is None else f"{interval[0]:.4f} … {interval[1]:.4f}"
+            limits = ""
+            if interval is not None and not math.isnan(interval[0]):
+                limits = f"{interval[0]:.4f} … {interval[1]:.4f}"
             lines.append(f"{name:12}{value:8.4f}  {limits:<17}{other:10.4f}")
 
         for mine, theirs in zip(self.model.at, self.popularity.at, strict=True):
@@ -124,7 +128,7 @@ def exclusion_rule(excluded: Exclude, repeated_share: float) -> str:
         "nothing": ("may come again", "seen leaves them out"),
     }
     what, other = others[excluded]
-    share = f"{100 * repeated_share:.1f} % of training events repeat one"
+    share = f"{100 * repeated_share:.1f} % of a user's training events repeat one"
     return f"items that a user has had {what} ({share}; --exclude {other})"
 
 
@@ -138,6 +142,15 @@ class Predictions(NamedTuple):
     probability: NDArray[np.float64]  # [M], of the target, given that no excluded item comes
     expected: NDArray[np.float64]  # [M, number of k]
     is_recommended: NDArray[np.bool_]  # [number of k, N]
+
+    @classmethod
+    def empty(cls, num_targets: int, num_ks: int, vocab_size: int) -> "Predictions":
+        """Predictions that are to be written, of which none recommends an item yet."""
+        sequence, place, target = np.empty((3, num_targets), np.int64)
+        rank, probability = np.empty((2, num_targets))
+        expected = np.empty((num_targets, num_ks))
+        recommended = np.zeros((num_ks, vocab_size), bool)
+        return cls(sequence, place, target, rank, probability, expected, recommended)
 
 
 def popularity_groups(counts: Ints, special: Sequence[int]) -> Ints:
@@ -209,7 +222,9 @@ def _mean(values: NDArray[Any]) -> float:
 
 
 def _interval(sums: NDArray[Any], sizes: Ints) -> Interval:
-    """The 95 % interval of Σ sums / Σ sizes over users [U] drawn with replacement."""
+    """The 95 % interval of Σ sums / Σ sizes over users [U] drawn with replacement; NaN of one."""
     sums, sizes = sums[sizes > 0], sizes[sizes > 0]
+    if len(sums) < 2:
+        return math.nan, math.nan
     low, high = np.quantile(resampled_rates(sums, sizes, NUM_SAMPLES), [0.025, 0.975])
     return float(low), float(high)

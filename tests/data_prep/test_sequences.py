@@ -33,8 +33,10 @@ def test_unknown_items_are_left_out_and_counted_where_they_are_to_be_predicted(
         assert found.num_left_out[i] == (line[known:] == UNK).sum()
         assert found.num_predicted[i] == (line[known:] != UNK).sum() + predict_eos
     pairs = zip(found.lines(), found.num_known, strict=True)
-    repeated = [sum(x in line[:at] for at, x in enumerate(line) if at >= n) for line, n in pairs]
-    assert found.num_repeated == sum(repeated) > 0
+    repeated = [[x in line[:at] for at, x in enumerate(line) if at >= n] for line, n in pairs]
+    assert found.repeated_share == pytest.approx(
+        np.mean([np.mean(each) for each in repeated if each])
+    )
 
 
 def prepared(folder: Path, **lines: str) -> Prepared:

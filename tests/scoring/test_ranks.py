@@ -80,11 +80,14 @@ def test_users_are_drawn_and_the_time_is_announced(
     assert table.startswith(
         f"test, the model of step 30 of 30: 9 items to predict of 9 users drawn from {total},"
         " among all 20 items of the training split\nitems that a user has had are left out (0.0 %"
-        " of training events repeat one; --exclude nothing ranks them too)\n"
+        " of a user's training events repeat one; --exclude nothing ranks them too)\n"
     )
     assert caplog.text.count("ranking test: about 0:00:0") == 3
     everyone = evaluated(items_run, printed, "--users=999")
     assert everyone["users"] == total
+    limits = evaluated(items_run, printed, "--users=1")["model"]["at"][0]["hit_rate_interval"]
+    assert limits == [None, None]  # no interval of one user
+    assert "… " not in printed("evaluate", items_run, "--ranking", "--users=1").splitlines()[4]
 
 
 def test_repeats_in_training_decide_what_is_left_out(
@@ -95,7 +98,7 @@ def test_repeats_in_training_decide_what_is_left_out(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(Prepared, "repeated_share", 0.6)
-    rule = "items that a user has had may come again (60.0 % of training events repeat one;"
+    rule = "items that a user has had may come again (60.0 % of a user's training events repeat"
     assert rule in printed("evaluate", items_run, "--ranking")
     (tmp_path / "users.txt").write_text('["item 3"]\n')
     printed("recommend", items_run, f"--history={tmp_path / 'users.txt'}")
