@@ -25,14 +25,6 @@ SUMMARY = {
     "test perplexity": "{perplexity:.2f}",
     "relative tokens/s": "{ratio:.2f}",
 }
-OVERVIEW = {
-    "output layer": "{title}",
-    "seeds": "{seeds}",
-    "test perplexity": "{perplexity:.1f}",
-    "difference": "{difference:+.1f}",
-    "95 % bound": "{bound:+.1f}",
-    "relative tokens/s": "{ratio:.2f}",
-}
 COMPARISONS = {
     "text, model": "{title}",
     "training tokens": "{tokens:.1f/1e6}M",
@@ -81,7 +73,6 @@ def generate_tables(results: Path) -> dict[str, str]:
         generated[name] = table_of_log(results, **{"log": name, **layout})
     summary = [row for each in tables.values() for row in compare(each, each.summary, results)]
     generated["summary"] = markdown.table_of_rows(SUMMARY, summary)
-    generated["overview"] = markdown.table_of_rows(OVERVIEW, overview(results))
     generated["comparisons"] = markdown.table_of_rows(COMPARISONS, comparisons(results))
     generated["gpu_layer"] = gpu_layer(results)
     generated["vocabularies"] = markdown.table_of_rows(VOCABULARIES, vocabularies(results))
@@ -257,35 +248,6 @@ def comparisons(results: Path) -> list[Row]:
 
 def _mean(of_seeds: Mapping[int, float]) -> float:
     return statistics.fmean(of_seeds.values())
-
-
-def overview(results: Path) -> list[Row]:
-    """The methods of the comparison on Penn Treebank that were tested."""
-    declared, finals = declaration(SEARCHES[0]), final_perplexities(SEARCHES[0], results)
-    baseline, found = finals[declared["baseline"]], list[Row]()
-    for name, method in declared["methods"].items():
-        row: Row = {"title": method["title"], "seeds": len(finals[name])}
-        row["perplexity"] = _mean(finals[name])
-        if name != declared["baseline"]:
-            each = [value - baseline[seed] for seed, value in finals[name].items()]
-            row |= {"difference": statistics.fmean(each), "bound": upper_bound(each)}
-        where = {"config": Path(declared["config"]).name, "precision": "bf16-mixed"}
-        speed = last_row(results, "training_speed", where | {"tree": method.get("speed")})
-        found.append(speed | row)
-    return found
-
-
-def upper_bound(differences: Sequence[float]) -> float:
-    """The one-sided 95 % bound of the mean by Student's t.
-
-    Example:
-        >>> round(upper_bound([-1.0, 0.0, 1.0]), 3)
-        1.686
-    """
-    from scipy.stats import t  # takes a second
-
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    return statistics.fmean(differences) + float(t.ppf(0.95, len(differences) - 1)) * error
 
 
 def short(value: float) -> str:
