@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lm.states import State, Step
 
 __all__ = ["LineScore", "LoadedModel", "State", "Step", "load"]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 SPIN_COUNT = 1_000
 """Iterations for which idle OpenMP threads spin."""
 

@@ -36,6 +36,13 @@ def blocks(language: str, page: str = README) -> list[str]:
     return [text for name, text in found if name == language]
 
 
+def tabled(title: str) -> list[list[str]]:
+    """The commands of the table with the title, but for those of the examples."""
+    (table,) = re.findall(rf"^\| {title} \| purpose \|\n((?:\|.*\n)+)", README, re.MULTILINE)
+    found = [command.split() for command in re.findall(r"^\| `lm ([^`]+)`", table, re.MULTILINE)]
+    return [command for command in found if command[0] not in ("new", "train")]
+
+
 def commands(block: str) -> list[str]:
     return [line.split("#")[0].strip() for line in block.splitlines() if line.strip()]
 
@@ -58,7 +65,7 @@ def test_the_example_of_training_on_your_own_text_and_all_commands_run(
     found = (block for block in blocks("sh") if "lm train" in block)
     example, items = ([shlex.split(each)[1:] for each in commands(block)] for block in found)
     assert [verb for verb, *_ in example] == ["new", "train", "generate"]
-    assert [verb for verb, *_ in items] == ["new", "train", "evaluate"]
+    assert [verb for verb, *_ in items] == ["new", "train"]
     events = [{"user": n % 9, "item": n % 12, "time": n} for n in range(120)]
     write_table(Path("events.parquet"), events)
     new_item = [
@@ -66,16 +73,15 @@ def test_the_example_of_training_on_your_own_text_and_all_commands_run(
     ]
     write_table(Path("newer.parquet"), events + new_item)
     Path("list.nbest").write_text("a-1 the cat\na-2 a cat\n")
-    table = re.findall(r"^\| `lm ([^`]+)`", README, re.MULTILINE)
-    others = [command.split() for command in table if command.split()[0] not in ("new", "train")]
-    assert len(others) >= 5
-    for verb, *arguments in example + items + others:
+    of_text, of_items = tabled("text"), tabled("items")
+    assert len(of_text) >= 5
+    assert len(of_items) >= 3
+    of_items = [[verb, run.replace("RUN", "runs/shop"), *rest] for verb, run, *rest in of_items]
+    for verb, *arguments in example + items + of_text + of_items:
         values = [
             VALUES.get(argument, argument.replace("TABLE", "newer.parquet"))
             for argument in arguments
         ]
-        if verb in ("recommend", "extend"):
-            values[0] = "runs/shop"
         assert main([verb, *values, *SMALL.get(verb, [])]) == 0, verb
     assert "tokens predicted" in capsys.readouterr().out
     names: dict[str, object] = {}
@@ -116,5 +122,15 @@ def test_the_examples_of_the_layer_run(block: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(TOP)))
 def test_the_links_of_pages_exist(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    links = re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8"))
+    for link, anchor in links:
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            kept = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert anchor in kept, f"{link}#{anchor}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) <= 900

@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from PIL import Image
 
 from data_prep.errors import UserError
@@ -19,13 +20,7 @@ from scripts.reproduction import markdown
 from scripts.reproduction.runs import RESULTS, TOP
 from scripts.reproduction.tables import Row, generate_tables, last_rows, read_log
 
-PAGES = (
-    "README.md",
-    "*/README.md",
-    "lm/output/*.md",
-    "lm/output/sharded/README.md",
-    "scripts/*/*.md",
-)
+PAGES = ("README.md", "*/README.md", "lm/output/sharded/README.md", "scripts/results/*.md")
 VOCABULARIES = RESULTS / "vocabularies.png"
 RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")
 """Labels in the header comment of every recipe."""
@@ -110,9 +105,9 @@ def write_pages() -> None:
 def draw_vocabularies(results: Path, path: Path) -> None:
     """Draw seconds and memory of one step of the output layer against the vocabulary size.
 
-    Lines are forward and backward, from the log `output_layer`, with the memory of weights,
-    gradients and temporaries. The dashed line is a step of our layer with row-wise gradients and
-    the optimizer's update, from the log `scale`, with the memory of the whole process.
+    Solid lines are forward and backward, from the log `output_layer`, with layer memory. The
+    dashed line is a step of our layer with row-wise gradients and the optimizer's update, from the
+    log `scale`, with process memory.
     """
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -127,7 +122,7 @@ def draw_vocabularies(results: Path, path: Path) -> None:
         _line(right, rows, "vocab_size", "memory", 1e9, color=color, label=label)
     steps = read_log(results, "scale", {"method": "layer", "outcome": "done", "dtype": "fp32"})
     dashed: dict[str, Any] = {"fmt": "o--", "color": "C0", "mfc": "white"}
-    dashed["label"] = "ours, with update"
+    dashed["label"] = "ours, with row-wise update"
     _line(left, steps, "vocab_size", "cpu_seconds", **dashed)
     _line(right, steps, "vocab_size", "peak_bytes", 1e9, **dashed)
     for axes, title in ((left, "seconds per step"), (right, "memory, GB")):
@@ -135,6 +130,9 @@ def draw_vocabularies(results: Path, path: Path) -> None:
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(True, alpha=0.3)
+    kinds = [Line2D([], [], color="gray", label="layer memory")]
+    kinds += [Line2D([], [], color="gray", label="process memory", linestyle="--")]
+    right.legend(handles=kinds, loc="lower right")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=120)
 

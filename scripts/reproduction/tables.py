@@ -25,14 +25,6 @@ SUMMARY = {
     "test perplexity": "{perplexity:.2f}",
     "relative tokens/s": "{ratio:.2f}",
 }
-OVERVIEW = {
-    "output layer": "{title}",
-    "seeds": "{seeds}",
-    "test perplexity": "{perplexity:.1f}",
-    "difference": "{difference:+.1f}",
-    "95 % bound": "{bound:+.1f}",
-    "relative tokens/s": "{ratio:.2f}",
-}
 COMPARISONS = {
     "text, model": "{title}",
     "training tokens": "{tokens:.1f/1e6}M",
@@ -48,10 +40,11 @@ COMPARISONS = {
 VOCABULARIES = {
     "N": "{words:,}",
     "text": "{text}",
-    "full softmax, tokens/s": "{full_tokens_per_second:,.0f}",
+    "full, tokens/s": "{full_tokens_per_second:,.0f}",
     "classes, tokens/s": "{tokens_per_second_median:,.0f}",
-    "speed-up": "{ratio:.1f}",
-    "full softmax, perplexity": "{full_perplexity:.1f}",
+    "÷ full softmax": "{ratio:.1f}",
+    "÷ adaptive softmax": "{ratio_to_adaptive:.2g}",
+    "full, perplexity": "{full_perplexity:.1f}",
     "classes, perplexity": "{perplexity:.1f}",
 }
 """Title of a column → template of its cells."""
@@ -80,7 +73,6 @@ def generate_tables(results: Path) -> dict[str, str]:
         generated[name] = table_of_log(results, **{"log": name, **layout})
     summary = [row for each in tables.values() for row in compare(each, each.summary, results)]
     generated["summary"] = markdown.table_of_rows(SUMMARY, summary)
-    generated["overview"] = markdown.table_of_rows(OVERVIEW, overview(results))
     generated["comparisons"] = markdown.table_of_rows(COMPARISONS, comparisons(results))
     generated["gpu_layer"] = gpu_layer(results)
     generated["vocabularies"] = markdown.table_of_rows(VOCABULARIES, vocabularies(results))
@@ -146,7 +138,7 @@ def _titles(titles: Mapping[str, str] | None, found: Sequence[str]) -> dict[str,
 
 
 def table_of_runs(table: RunTable, runs: Sequence[Run]) -> str:
-    """The rows that have logs: means over seeds, and the first figure for each seed."""
+    """The rows that have logs: means over seeds, and the first figure for each of several seeds."""
     titles = [name.replace("_", " ").replace("oov", "OOV") for name in table.figures]
     rows = []
     for row in table.rows:
@@ -157,10 +149,12 @@ def table_of_runs(table: RunTable, runs: Sequence[Run]) -> str:
         ]
         figures = [[_figure(log, name) for log in logs] for name in table.figures]
         if logs:
-            first = zip((log["seed"] for log in logs), map(short, figures[0]), strict=True)
-            by_seed = ", ".join(f"{seed}: {figure}" for seed, figure in first)
-            rows.append([row, *(short(statistics.fmean(each)) for each in figures), by_seed])
-    return markdown.table(["model", *titles, f"{titles[0]} by seed"], rows)
+            rows.append([row, *(short(statistics.fmean(each)) for each in figures)])
+            if len(table.seeds) > 1:
+                first = zip((log["seed"] for log in logs), map(short, figures[0]), strict=True)
+                rows[-1].append(", ".join(f"{seed}: {figure}" for seed, figure in first))
+    titles += [f"{titles[0]} by seed"] * (len(table.seeds) > 1)
+    return markdown.table(["model", *titles], rows)
 
 
 def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
@@ -200,7 +194,7 @@ def gpu_layer(results: Path) -> str:
 
 
 def vocabularies(results: Path) -> list[Row]:
-    """Speeds of the full softmax and of classes for each size of the vocabulary.
+    """Speeds of classes, the full and the adaptive softmax for each size of the vocabulary.
 
     Perplexities are means over the final runs of the declared comparison on the corpus.
     """
@@ -210,7 +204,11 @@ def vocabularies(results: Path) -> list[Row]:
             names = [chosen[name] for name in ("ours", "full") if name in chosen]
             ours, *_ = compare(table, names, results)
             ours["text"], ours["words"] = table.title.split(",")[0], chosen["words"]
-            ours["full_tokens_per_second"] = ours["tokens_per_second_median"] / ours["ratio"]
+            speed = ours["tokens_per_second_median"]
+            ours["full_tokens_per_second"] = speed / ours["ratio"]
+            where = {name: ours[name] for name in ("config", "precision")}
+            adaptive = last_row(results, "training_speed", where | {"tree": chosen["adaptive"]})
+            ours["ratio_to_adaptive"] = speed / adaptive["tokens_per_second_median"]
             finals = final_perplexities(chosen["search"], results)
             ours["perplexity"] = _mean(finals[chosen["method"]])
             ours["full_perplexity"] = _mean(finals["full"]) if "full" in finals else None
@@ -252,35 +250,6 @@ def _mean(of_seeds: Mapping[int, float]) -> float:
     return statistics.fmean(of_seeds.values())
 
 
-def overview(results: Path) -> list[Row]:
-    """The methods of the comparison on Penn Treebank that were tested."""
-    declared, finals = declaration(SEARCHES[0]), final_perplexities(SEARCHES[0], results)
-    baseline, found = finals[declared["baseline"]], list[Row]()
-    for name, method in declared["methods"].items():
-        row: Row = {"title": method["title"], "seeds": len(finals[name])}
-        row["perplexity"] = _mean(finals[name])
-        if name != declared["baseline"]:
-            each = [value - baseline[seed] for seed, value in finals[name].items()]
-            row |= {"difference": statistics.fmean(each), "bound": upper_bound(each)}
-        where = {"config": Path(declared["config"]).name, "precision": "bf16-mixed"}
-        speed = last_row(results, "training_speed", where | {"tree": method.get("speed")})
-        found.append(speed | row)
-    return found
-
-
-def upper_bound(differences: Sequence[float]) -> float:
-    """The one-sided 95 % bound of the mean by Student's t.
-
-    Example:
-        >>> round(upper_bound([-1.0, 0.0, 1.0]), 3)
-        1.686
-    """
-    from scipy.stats import t  # takes a second
-
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    return statistics.fmean(differences) + float(t.ppf(0.95, len(differences) - 1)) * error
-
-
 def short(value: float) -> str:
     """A number with about four digits, and a dash for nan.
 
@@ -296,11 +265,9 @@ def short(value: float) -> str:
 
 
 def _figure(log: Row, name: str) -> float:
-    """A figure of the test split; minutes of training; or by the logged speed; nan without one."""
+    """A figure of the test split, minutes of training or the logged speed; nan without one."""
     if name == "minutes":
         return float(log["seconds"] / 60)
-    if name == "training_seconds":
-        return float(log["tokens"] / log.get("tokens_per_second", math.nan))
     if name == "step_milliseconds":
         return float(log.get(name, math.nan))
     value = log["test"][name]

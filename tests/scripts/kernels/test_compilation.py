@@ -24,7 +24,8 @@ HUGE = """
 import torch
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 from scripts.kernels.compilation import compile_all, launches, make_problem
-found = launches(make_problem(1000, 64, 90), 80, Tiles(*[Tile(32, 32, 32, 1, 1, 32, registers=32)] * 4))
+tiles = Tiles(*[Tile(32, 32, 32, 1, 1, 32, registers=32)] * 4)
+found = launches(make_problem(1000, 64, 90), 80, tiles)
 print(*compile_all([(each, 80) for each in found if each.kernel.__name__ == "_forward"]))
 """
 

@@ -130,7 +130,7 @@ def chunk_size(problem: Problem, tiles: Tiles) -> int:
 
     A program that added up all visits of the root would be the last to finish, by far. Its chunks
     fill the device, with as few programs as that takes: the best choice, or level with it, of those
-    timed on an H100 for 33k to 10M words (scripts/results/gpu.jsonl). A program of an update walks
+    timed on an H100 for 33k to 10M words. A program of an update walks
     all columns, so that there are at least a few chunks.
     """
     tile = tiles.heavy
