@@ -25,7 +25,7 @@ from lm.device import available_bytes
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_prefix
 from lm.output import Sampling
-from lm.output.decoding.uniforms import derive_seeds
+from lm.output.decoding.draws import derive_seeds
 
 STATE_BYTES = 1 << 28
 """Memory of the states of the sequences in a batch."""

@@ -9,16 +9,16 @@ from typing import Any
 import numba
 import pytest
 
-from lm.output.backends import compiled as package
-from lm.output.backends.compiled.codegen import compilation
+from lm.output.codegen import compilation
 
-LOOPS = ("columns", "factors", "rows", "sorting", "tiles")
-"""Modules with compiled loops, besides those that are named so."""
+LOOPS = ("_loops", "compiled.loops", "compiled.factors", "codegen.columns", "codegen.rows")
+LOOPS += ("codegen.sorting", "codegen.tiles")
+"""Ends of the names of modules with compiled loops."""
 
 
 @cache
 def as_python(*names: str) -> dict[str, ModuleType]:
-    """Modules of the package once more, with those that they import, but not compiled.
+    """Modules of `lm.output` once more, with those that they import, but not compiled.
 
     Functions whose code is emitted for LLVM are still compiled, each for itself.
     """
@@ -28,14 +28,15 @@ def as_python(*names: str) -> dict[str, ModuleType]:
         return jit(lambda *arguments: function(*arguments))
 
     jit, compiled_emitted = numba.njit, compilation.emitted
-    found = {name: import_module(f"{package.__name__}.{name}") for name in names}
+    found = {name: import_module(f"lm.output.{name}") for name in names}
     with pytest.MonkeyPatch.context() as patch:
-        for name in [each for each in sys.modules if each.startswith(f"{package.__name__}.")]:
+        for name in [each for each in sys.modules if each.startswith("lm.output.")]:
             parent, _, child = name.rpartition(".")
-            if child.endswith("loops") or child in LOOPS:
+            if name.endswith(LOOPS):
                 patch.setattr(sys.modules[parent], child, sys.modules[name])  # and back
                 patch.delitem(sys.modules, name)
         patch.setattr(numba, "njit", lambda **_: lambda function: function)
         patch.setattr(compilation, "compiled", lambda function: function)
         patch.setattr(compilation, "emitted", emitted)
-        return {name: import_module(module.__name__) for name, module in found.items()}
+        again = (import_module(module.__name__) for module in found.values())
+        return {module.__name__.rpartition(".")[2]: module for module in again}

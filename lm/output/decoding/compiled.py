@@ -23,7 +23,7 @@ from lm.output.decoding.search import TopK
 from lm.output.tree.class_tree import ClassTree
 
 if TYPE_CHECKING:
-    from lm.output.backends.compiled.expansion_loops import Layer
+    from lm.output.decoding.loops.expansion_loops import Layer
 
 FEW = 4
 """Positions up to which each one reads the table for itself, however much of it."""
@@ -95,7 +95,7 @@ def _sets(
     Yields positions [A], their words in order, padded with log_prob -∞, and positions that are left
     to an evaluation of all words.
     """
-    from lm.output.backends.compiled import search_loops
+    from lm.output.decoding.loops import search_loops
 
     tree, num_positions = positions.tree, len(positions.hidden)
     many = k > 0 and num_positions > FEW
@@ -134,7 +134,7 @@ def draw_words(
 
     With `top_p`, it is the first word that is in the nucleus, or -1 if none of `num_draws` is.
     """
-    from lm.output.backends.compiled import draw_loops
+    from lm.output.decoding.loops import draw_loops
 
     word = torch.empty_like(seeds)
     is_plain = power == 1 and positions.penalty is None
@@ -151,7 +151,7 @@ def draw_words(
 
 def _layer(positions: Positions, start: int, num: int) -> "Layer":
     """The arrays of some positions."""
-    from lm.output.backends.compiled.expansion_loops import Layer
+    from lm.output.decoding.loops.expansion_loops import Layer
 
     tree, bias, penalty = positions.tree, positions.bias, positions.penalty
     hidden = positions.hidden.detach()

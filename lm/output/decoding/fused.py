@@ -13,9 +13,9 @@ from lm.output.backends.triton.launch import launch
 from lm.output.backends.triton.tile_shapes import Tile, triton_version
 from lm.output.backends.verify import result_of
 from lm.output.decoding import draws
+from lm.output.decoding.draws import derive_seeds
 from lm.output.decoding.positions import Positions
 from lm.output.decoding.search import BLOCK_ELEMENTS
-from lm.output.decoding.uniforms import derive_seeds
 from lm.output.tree.class_tree import ClassTree
 
 DEVICES = {"cuda"}

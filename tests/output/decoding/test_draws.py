@@ -10,8 +10,8 @@ import torch
 from lm.output import ClassTree, Sampling
 from lm.output.decoding import draws
 from lm.output.decoding.distribution import finder, log_prob
+from lm.output.decoding.draws import derive_seeds
 from lm.output.decoding.positions import Penalty, Positions
-from lm.output.decoding.uniforms import derive_seeds
 
 from .truth import (
     OPTIONS,

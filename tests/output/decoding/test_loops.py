@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lm.output.backends import compiled as package
 from lm.output.decoding import compiled, draws
+from lm.output.decoding import loops as package
 from lm.output.decoding.distribution import topk
 
 from ..as_python import as_python
@@ -59,7 +59,9 @@ def test_loops_have_the_results_of_python(
     weight[1], bias[1] = weight[0], bias[0]  # equal probabilities
     layer = hidden, weight, tree, bias if node_cost == 1 else None
     expected = list(results(*layer))
-    for name, module in as_python("search_loops", "draw_loops").items():
+    for name, module in as_python(
+        "decoding.loops.search_loops", "decoding.loops.draw_loops"
+    ).items():
         monkeypatch.setattr(package, name, module)
     with np.errstate(all="ignore"):
         assert list(results(*layer)) == expected

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lm.output import ClassTree, Sampling
 from lm.output.decoding import distribution, draws
-from lm.output.decoding.uniforms import Uniforms
+from lm.output.decoding.draws import Uniforms
 
 N, H, P = 23, 5, 6
 
@@ -168,7 +168,7 @@ def assert_distributed(words: Tensor, probs: Tensor) -> None:
 
 
 def trials(layer: Layer, seed: int, power: float, excluded: Tensor, num_trials: int) -> int:
-    """The word of one position, by the trials that `compiled.draw_loops` defines, or -1."""
+    """The word of one position, by the trials that `loops.draw_loops` defines, or -1."""
     hidden, weight, tree, bias = layer
     uniforms, items = Uniforms(torch.tensor([seed])), tree.item_of_row.tolist()
 

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.output.backends.compiled.codegen.compilation import compiled
-from lm.output.backends.compiled.codegen.rows import (
+from lm.output.backends.compiled.division import bounds_of, divide
+from lm.output.backends.compiled.memory import Array, as_array, own
+from lm.output.codegen.compilation import compiled
+from lm.output.codegen.rows import (
     adam_row,
     add_scaled_row,
     row_address,
     row_product,
     scaled_row,
 )
-from lm.output.backends.compiled.codegen.tiles import TERMS, sums
-from lm.output.backends.compiled.division import bounds_of, divide
-from lm.output.backends.compiled.memory import Array, as_array, own
+from lm.output.codegen.tiles import TERMS, sums
 from lm.output.rowwise.factors import Block, RowFactors, Rule, each_once
 
 FORMED_VISITS = 16

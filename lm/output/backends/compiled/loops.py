@@ -7,7 +7,7 @@ the numbers' bits, see `codegen.vectors`.
 
 import numpy as np
 
-from lm.output.backends.compiled.codegen.columns import (
+from lm.output.codegen.columns import (
     BLOCK,
     add_blocks_to_bias,
     forward_blocks,
@@ -15,16 +15,16 @@ from lm.output.backends.compiled.codegen.columns import (
     new_space,
     pair_blocks,
 )
-from lm.output.backends.compiled.codegen.compilation import compiled
-from lm.output.backends.compiled.codegen.rows import (
+from lm.output.codegen.compilation import compiled
+from lm.output.codegen.rows import (
     add_scaled_row,
     paired_rows,
     row_address,
     scaled_row,
     softmaxes,
 )
-from lm.output.backends.compiled.codegen.sorting import sort_by_rank
-from lm.output.backends.compiled.codegen.tiles import (
+from lm.output.codegen.sorting import sort_by_rank
+from lm.output.codegen.tiles import (
     LINE_BYTES,
     STREAMED_BYTES,
     TERMS,

@@ -121,7 +121,7 @@ def multiplies_bf16(problem: Problem) -> bool:
     """
     if problem.hidden.dtype != torch.bfloat16:
         return False
-    from lm.output.backends.compiled.codegen import vectors
+    from lm.output.codegen import vectors
 
     return vectors.HAS_BF16 and problem.weight.dtype in (torch.bfloat16, torch.float32)
 

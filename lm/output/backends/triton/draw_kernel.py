@@ -1,6 +1,6 @@
 """The Triton kernel that draws words: the class, then the word, in one launch for all positions.
 
-A program draws the word of one position by the trials that `compiled.draw_loops` explains, with
+A program draws the word of one position by the trials that `loops.draw_loops` explains, with
 equations (1) and (2) there, but forgets what rejected trials have opened: it keeps the weights of
 the root's children alone. After `num_trials` of them a position is left to the caller. At
 temperature 1 without excluded words, the first trial succeeds.
@@ -24,7 +24,7 @@ def _shifted(bits, count: tl.constexpr):
 
 @triton.jit
 def _uniform(seed, index):
-    """Number `index` of a seed, fp64 in [0, 1), see `lm.output.decoding.uniforms`."""
+    """Number `index` of a seed, fp64 in [0, 1), see `lm.output.decoding.draws`."""
     bits = seed + (index + 1).to(tl.uint64) * tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     bits = _shifted(bits, 30) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
     bits = _shifted(bits, 27) * tl.full((), 0x94D049BB133111EB, tl.uint64)

@@ -14,9 +14,9 @@ from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS, choose_backend, verify
 from lm.output.backends.base import Backend, Gradients, Needs, Problem
 from lm.output.backends.compiled import backend, loops
-from lm.output.backends.compiled.codegen import vectors
 from lm.output.backends.compiled.step import target_log_prob
 from lm.output.backends.visits import route
+from lm.output.codegen import vectors
 
 from ...definition import TREES, problem, two_level
 from ...laws import Case, Way, equals_the_definition, problem_of
@@ -165,9 +165,7 @@ def without(name: str, code: str) -> str:
 
 
 def test_vectors_are_as_wide_as_the_instructions_that_numba_compiles_for() -> None:
-    code = (
-        "from lm.output.backends.compiled.codegen.vectors import *; print(VECTOR_BYTES, HAS_BF16)"
-    )
+    code = "from lm.output.codegen.vectors import *; print(VECTOR_BYTES, HAS_BF16)"
     assert without("avx512", code) == "32 False"
     assert without("avx512bf16", code).endswith("False")
 
@@ -188,13 +186,11 @@ def test_loops_without_instructions_agree_with_the_reference(name: str) -> None:
 def test_compiled_code_is_kept_until_a_file_with_loops_or_their_code_changes(
     tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "compiled"
-    shutil.copytree(Path(loops.__file__).parent, folder)
+    top = Path(loops.__file__).parents[4]
+    for package in ("lm", "data_prep"):
+        shutil.copytree(top / package, tmp_path / package)
     code = (
-        "import lm.output.backends.compiled as package\n"
-        f"package.__path__[:] = [{str(folder)!r}]\n"
-        "import numpy as np\n"
-        "from lm.output.backends.compiled.expansion_loops import item_log_weight as found\n"
+        "from lm.output.decoding.loops.expansion_loops import item_log_weight as found\n"
         "found(1.0, 2.0, 3)\n"
         "print(sum(found.stats.cache_hits.values()))"
     )
@@ -202,13 +198,17 @@ def test_compiled_code_is_kept_until_a_file_with_loops_or_their_code_changes(
 
     def num_hits() -> int:
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env=environment | {"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
         )
         assert not done.returncode, done.stderr
         return int(done.stdout)
 
     assert [num_hits(), num_hits()] == [0, 1]
-    with (folder / "codegen/vectors.py").open("a") as file:
+    with (tmp_path / "lm/output/codegen/vectors.py").open("a") as file:
         file.write("# another line\n")
     assert num_hits() == 0
     for data in (tmp_path / "cache").rglob("*.nbc"):

@@ -59,7 +59,7 @@ def test_loops_have_the_results_of_python(
     monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 12)
     monkeypatch.setattr(memory, "_free", [])
     *inputs, target = problem(tree, 70, size=33, dtype=dtype)
-    modules = as_python("loops", "factors")
+    modules = as_python("backends.compiled.loops", "backends.compiled.factors")
     for module in (factors, modules["factors"]):
         monkeypatch.setattr(module, "FORMED_VISITS", 20)
         monkeypatch.setattr(module, "NARROW", 2)

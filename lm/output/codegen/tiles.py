@@ -16,8 +16,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from lm.output.backends.compiled.codegen.compilation import emitted
-from lm.output.backends.compiled.codegen.vectors import (
+from lm.output.codegen.compilation import emitted
+from lm.output.codegen.vectors import (
     AHEAD_BYTES,
     HAS_AVX512,
     INT,

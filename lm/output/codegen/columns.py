@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from lm.output.backends.compiled.codegen.compilation import emitted
-from lm.output.backends.compiled.codegen.rows import add_scaled_row
-from lm.output.backends.compiled.codegen.tiles import ROWS, TERMS, dot_rows, visit_sums
-from lm.output.backends.compiled.codegen.vectors import INT, Vectors, addresses
+from lm.output.codegen.compilation import emitted
+from lm.output.codegen.rows import add_scaled_row
+from lm.output.codegen.tiles import ROWS, TERMS, dot_rows, visit_sums
+from lm.output.codegen.vectors import INT, Vectors, addresses
 
 BLOCK = 32
 """Visits of a block, those of two vectors."""

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm.output.backends.compiled.codegen.compilation import compiled
-from lm.output.backends.compiled.codegen.sorting import push, replace_first, sort_by_rank
-from lm.output.backends.compiled.expansion_loops import (
+from lm.output.codegen.compilation import compiled
+from lm.output.codegen.sorting import push, replace_first, sort_by_rank
+from lm.output.decoding.loops.expansion_loops import (
     OPENED,
     QUEUED,
     begin,

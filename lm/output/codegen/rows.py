@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from lm.output.backends.compiled.codegen.compilation import emitted
-from lm.output.backends.compiled.codegen.tiles import TILE
-from lm.output.backends.compiled.codegen.vectors import AHEAD_BYTES, INT, Vectors, addresses
+from lm.output.codegen.compilation import emitted
+from lm.output.codegen.tiles import TILE
+from lm.output.codegen.vectors import AHEAD_BYTES, INT, Vectors, addresses
 
 
 @njit(nogil=True)

@@ -33,9 +33,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm.output.backends.compiled.codegen.compilation import compiled
-from lm.output.backends.compiled.codegen.rows import exp_row
-from lm.output.backends.compiled.expansion_loops import (
+from lm.output.codegen.compilation import compiled
+from lm.output.codegen.rows import exp_row
+from lm.output.decoding.loops.expansion_loops import (
     OPENED,
     QUEUED,
     begin,
@@ -49,7 +49,7 @@ from lm.output.backends.compiled.expansion_loops import (
 
 @compiled
 def _uniform(seed, index):
-    """Number `index` of a seed, see `lm.output.decoding.uniforms`."""
+    """Number `index` of a seed, see `lm.output.decoding.draws`."""
     bits = np.uint64(seed) + np.uint64(index + 1) * np.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 STAMP = hashlib.sha256(
     b"".join(
         file.read_bytes()
-        for file in sorted([*FOLDER.glob("*.py"), *FOLDER.parent.glob("*loops.py")])
+        for file in sorted([*FOLDER.glob("*.py"), *FOLDER.parent.rglob("*loops.py")])
     )
 ).hexdigest()
 """Hash of the files whose code is compiled into functions of other files."""

@@ -1,0 +1,1 @@
+"""Search and draws as loops over nodes, compiled by numba: best-first expansion of nodes."""
