@@ -71,23 +71,27 @@ class RowFactors:
 
     def in_memory(self) -> "RowFactors":
         """The gradient with factor 1, and with all that has been formed among the single rows."""
-        formed = [(each.formed_rows(), each.formed) for each in self.visited]
-        rows = [*(each for each in formed if len(each[0])), *self.rows]
-        visited = self.visited
-        if isinstance(self.factor, Tensor) or self.factor != 1:
-            rows = [(row, values * self.factor) for row, values in rows]
-            visited = tuple(each._replace(hidden=each.hidden * self.factor) for each in visited)
-        visited = tuple(
-            each._replace(nodes=each.nodes[each.nodes[:, 5] < 0], formed=each.formed[:0])
-            for each in visited
+        formed = [(each.formed_rows(), each.formed) for each in self.visited if len(each.formed)]
+        held = [each._replace(nodes=each.nodes[each.nodes[:, 5] < 0]) for each in self.visited]
+        return RowFactors(
+            visited=tuple(
+                each._replace(hidden=self._times(each.hidden), formed=each.formed[:0])
+                for each in held
+            ),
+            rows=tuple((row, self._times(values)) for row, values in (*formed, *self.rows)),
         )
-        return RowFactors(visited=visited, rows=tuple(rows))
+
+    def _is_plain(self) -> bool:
+        return not isinstance(self.factor, Tensor) and self.factor == 1
+
+    def _times(self, tensor: Tensor) -> Tensor:
+        return tensor if self._is_plain() else tensor * self.factor
 
     def plus(self, other: "RowFactors") -> "RowFactors":
         """The sum of two gradients."""
-        are_plain = all(not isinstance(f, Tensor) and f == 1 for f in (self.factor, other.factor))
+        are_plain = self._is_plain() and other._is_plain()
         for one, more in ((self, other), (other, self)):
-            if type(more) is RowFactors and not more.visited and are_plain:
+            if type(more) is RowFactors and not more.visited and (are_plain or not more.rows):
                 return replace(one, rows=self.rows + other.rows)
         one, more = self.in_memory(), other.in_memory()
         return RowFactors(visited=one.visited + more.visited, rows=one.rows + more.rows)
