@@ -124,13 +124,15 @@ class Block:
     """Some rows of the gradient, disjoint from those of all other blocks.
 
     The values [K, H] are given, or formed as coefficientsᵀ vectors ([visits, K] and [visits, H])
-    when they are first used. With `source` [K], a row may be in several places, with equal values:
-    those of the place that `source` is.
+    when they are first used, with `more` added to a few of them: their places and values. With
+    `source` [K], a row may be in several places, with equal values: those of the place that
+    `source` is.
     """
 
     rows: slice | Tensor  # neighbouring rows, or an index [K]
     formed: Tensor | None = None
     factors: tuple[Tensor, Tensor] | None = None
+    more: tuple[Tensor, Tensor] | None = None
     source: Tensor | None = None
 
     def values(self) -> Tensor:
@@ -139,6 +141,8 @@ class Block:
             assert self.factors is not None
             coefficients, vectors = self.factors
             self.formed = coefficients.T @ vectors
+            if self.more is not None:
+                self.formed[self.more[0]] += self.more[1]
         return self.formed
 
     def index(self, device: torch.device) -> Tensor:
@@ -152,7 +156,11 @@ class Block:
         if self.formed is not None or self.factors is None or len(self.factors[0]) > 1:
             return self.values().square().sum(1)
         coefficients, vector = self.factors
-        return coefficients[0].square() * vector.square().sum()
+        squares = coefficients[0].square() * vector.square().sum()
+        if self.more is not None:
+            place, values = self.more
+            squares[place] = (coefficients[0, place, None] * vector + values).square().sum(1)
+        return squares
 
     def is_first(self) -> Tensor:
         """Which of the places of a block with `source` are the first of their row, [K]."""
@@ -179,6 +187,9 @@ class Block:
             out.addmm_((coefficients * factor).T, vectors)
         else:
             out.addmm_(coefficients.T, vectors, alpha=factor)
+        if self.more is not None:
+            place, values = self.more
+            out[place] += values * (factor[place, None] if isinstance(factor, Tensor) else factor)
 
 
 def wide(table: Tensor) -> torch.dtype:
@@ -233,10 +244,8 @@ def _blocks(gradient: RowFactors, dtype: torch.dtype) -> Iterator[Block]:
     bounds = [end for rows, _ in portions for end in (rows.start, rows.stop)]
     cuts = [0, *torch.searchsorted(row, row.new_tensor(bounds)).tolist(), len(row)]
     for (rows, factors), begin, end in zip(portions, cuts[1::2], cuts[2::2], strict=False):
-        block = Block(rows, factors=factors)
-        if begin < end:
-            block.values()[row[begin:end] - rows.start] += values[begin:end]
-        yield block
+        more = row[begin:end] - rows.start, values[begin:end]
+        yield Block(rows, factors=factors, more=more if begin < end else None)
     others = [slice(*ends) for ends in zip(cuts[::2], cuts[1::2], strict=True)]
     row, values = (torch.cat([each[some] for some in others]) for each in (row, values))
     step = max(1, ROWS_ELEMENTS // values.shape[1])
