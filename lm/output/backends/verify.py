@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
 from lm.output.backends.reference import ReferenceBackend
-from lm.output.rowwise.factors import RowFactors, Rule
+from lm.output.rowwise.factors import Rule
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tracing import without_replaced_functions
 from lm.output.tree.class_tree import ClassTree
@@ -211,9 +211,7 @@ def _after_step(table: Tensor, gradient: RowGradient) -> Tensor:
     lr, eps = 0.1, 1e-8
     total = table.new_zeros(len(table), dtype=compute_dtype(table.dtype))
     gradient.square_norm()  # which the update then takes row by row, as after clipping
-    rule = Rule((lr, eps), {"total": total})
-    if type(gradient.factors) is not RowFactors and not gradient.factors.update(table, rule):
-        return table
-    values = gradient.to_dense().to(compute_dtype(table.dtype))
-    root = values.square().mean(1, keepdim=True).sqrt()
-    return table.sub_(lr * values / (root + eps))
+    for block in gradient.factors.update(table, Rule((lr, eps), {"total": total})):
+        root = (block.square_norms() / table.shape[1]).sqrt()
+        table[block.rows] -= lr * block.values() / (root + eps)[:, None]
+    return table

@@ -71,23 +71,27 @@ class RowFactors:
 
     def in_memory(self) -> "RowFactors":
         """The gradient with factor 1, and with all that has been formed among the single rows."""
-        formed = [(each.formed_rows(), each.formed) for each in self.visited]
-        rows = [*(each for each in formed if len(each[0])), *self.rows]
-        visited = self.visited
-        if isinstance(self.factor, Tensor) or self.factor != 1:
-            rows = [(row, values * self.factor) for row, values in rows]
-            visited = tuple(each._replace(hidden=each.hidden * self.factor) for each in visited)
-        visited = tuple(
-            each._replace(nodes=each.nodes[each.nodes[:, 5] < 0], formed=each.formed[:0])
-            for each in visited
+        formed = [(each.formed_rows(), each.formed) for each in self.visited if len(each.formed)]
+        held = [each._replace(nodes=each.nodes[each.nodes[:, 5] < 0]) for each in self.visited]
+        return RowFactors(
+            visited=tuple(
+                each._replace(hidden=self._times(each.hidden), formed=each.formed[:0])
+                for each in held
+            ),
+            rows=tuple((row, self._times(values)) for row, values in (*formed, *self.rows)),
         )
-        return RowFactors(visited=visited, rows=tuple(rows))
+
+    def _is_plain(self) -> bool:
+        return not isinstance(self.factor, Tensor) and self.factor == 1
+
+    def _times(self, tensor: Tensor) -> Tensor:
+        return tensor if self._is_plain() else tensor * self.factor
 
     def plus(self, other: "RowFactors") -> "RowFactors":
         """The sum of two gradients."""
-        are_plain = all(not isinstance(f, Tensor) and f == 1 for f in (self.factor, other.factor))
+        are_plain = self._is_plain() and other._is_plain()
         for one, more in ((self, other), (other, self)):
-            if type(more) is RowFactors and not more.visited and are_plain:
+            if type(more) is RowFactors and not more.visited and (are_plain or not more.rows):
                 return replace(one, rows=self.rows + other.rows)
         one, more = self.in_memory(), other.in_memory()
         return RowFactors(visited=one.visited + more.visited, rows=one.rows + more.rows)
@@ -120,13 +124,15 @@ class Block:
     """Some rows of the gradient, disjoint from those of all other blocks.
 
     The values [K, H] are given, or formed as coefficientsᵀ vectors ([visits, K] and [visits, H])
-    when they are first used. With `source` [K], a row may be in several places, with equal values:
-    those of the place that `source` is.
+    when they are first used, with `more` added to a few of them: their places and values. With
+    `source` [K], a row may be in several places, with equal values: those of the place that
+    `source` is.
     """
 
     rows: slice | Tensor  # neighbouring rows, or an index [K]
     formed: Tensor | None = None
     factors: tuple[Tensor, Tensor] | None = None
+    more: tuple[Tensor, Tensor] | None = None
     source: Tensor | None = None
 
     def values(self) -> Tensor:
@@ -135,6 +141,8 @@ class Block:
             assert self.factors is not None
             coefficients, vectors = self.factors
             self.formed = coefficients.T @ vectors
+            if self.more is not None:
+                self.formed[self.more[0]] += self.more[1]
         return self.formed
 
     def index(self, device: torch.device) -> Tensor:
@@ -148,7 +156,11 @@ class Block:
         if self.formed is not None or self.factors is None or len(self.factors[0]) > 1:
             return self.values().square().sum(1)
         coefficients, vector = self.factors
-        return coefficients[0].square() * vector.square().sum()
+        squares = coefficients[0].square() * vector.square().sum()
+        if self.more is not None:
+            place, values = self.more
+            squares[place] = (coefficients[0, place, None] * vector + values).square().sum(1)
+        return squares
 
     def is_first(self) -> Tensor:
         """Which of the places of a block with `source` are the first of their row, [K]."""
@@ -175,6 +187,9 @@ class Block:
             out.addmm_((coefficients * factor).T, vectors)
         else:
             out.addmm_(coefficients.T, vectors, alpha=factor)
+        if self.more is not None:
+            place, values = self.more
+            out[place] += values * (factor[place, None] if isinstance(factor, Tensor) else factor)
 
 
 def wide(table: Tensor) -> torch.dtype:
@@ -229,10 +244,8 @@ def _blocks(gradient: RowFactors, dtype: torch.dtype) -> Iterator[Block]:
     bounds = [end for rows, _ in portions for end in (rows.start, rows.stop)]
     cuts = [0, *torch.searchsorted(row, row.new_tensor(bounds)).tolist(), len(row)]
     for (rows, factors), begin, end in zip(portions, cuts[1::2], cuts[2::2], strict=False):
-        block = Block(rows, factors=factors)
-        if begin < end:
-            block.values()[row[begin:end] - rows.start] += values[begin:end]
-        yield block
+        more = row[begin:end] - rows.start, values[begin:end]
+        yield Block(rows, factors=factors, more=more if begin < end else None)
     others = [slice(*ends) for ends in zip(cuts[::2], cuts[1::2], strict=True)]
     row, values = (torch.cat([each[some] for some in others]) for each in (row, values))
     step = max(1, ROWS_ELEMENTS // values.shape[1])

@@ -89,8 +89,9 @@ def accumulate(
     torch.manual_seed(number)
     weight, bias = params
     dtype, is_dense = torch.promote_types(weight.dtype, torch.float32), backend == "dense"
-    hidden = torch.randn(positions, H, dtype=dtype, requires_grad=True)
-    target, upstream = zipf_targets(tree, positions), torch.randn(positions, dtype=dtype)
+    hidden, upstream = torch.randn(2, positions, H, dtype=torch.float64).to(dtype)
+    hidden.requires_grad_()
+    target = zipf_targets(tree, positions)
     target = target.fill_(-100) if ignored else target
     index = torch.randint(-1, tree.num_rows // 2, (positions,))  # rows repeat; -1 is none
     if order:
@@ -103,7 +104,7 @@ def accumulate(
     with instrumented(tiles=SMALL_TILES):
         name: Any = "reference" if is_dense else backend
         each = nll([inputs, weight, bias, target], tree, backend=name, row_wise=not is_dense)
-        torch.autograd.backward(each, upstream)
+        torch.autograd.backward(each, upstream[:, 0])
     assert hidden.grad is not None
     return hidden.grad
 

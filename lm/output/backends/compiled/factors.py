@@ -76,9 +76,7 @@ class Factors(RowFactors):
         formed = self.visited[0].formed
         if table.dtype != formed.dtype:
             return super().update(table, rule)
-        names = "total", "mean", "square"
-        known = [name in rule.state for name in names]
-        which = ADAM if known[1] else ADAGRAD if known[0] else SGD
+        which = ADAM if "mean" in rule.state else ADAGRAD if rule.state else SGD
         none, dtype = formed.new_empty(0, 0), own(formed).dtype.type
         state = {"total": none.view(-1), "mean": none, "square": none} | rule.state
         numbers = (float(self.factor), *rule.numbers, *[0.0] * (6 - len(rule.numbers)))
@@ -86,7 +84,7 @@ class Factors(RowFactors):
             len(table),
             partial(update_rows, which),
             as_array(table),
-            tuple(as_array(state[name]) for name in names),
+            tuple(map(as_array, state.values())),
             tuple(map(dtype, numbers)),
         )
         return ()
