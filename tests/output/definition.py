@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +10,6 @@ from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from lm.output.backends.base import compute_dtype
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
-Test = Callable[..., None]
 Method = Callable[[HierarchicalSoftmax, Tensor, Tensor], Any]
 N, H = 23, 6
 SMALL_TILE = Tile(v=16, c=16, h=16, warps=4, stages=1, step=16)
@@ -46,19 +44,6 @@ METHODS: dict[str, Method] = {
     "sample": lambda layer, hidden, word: layer.sample(hidden),
 }
 """Calls of all methods of a layer."""
-
-
-def on(*backends: str) -> Callable[[Test], Test]:
-    """Decorator of tests that run on the given values of the fixture `backend`."""
-
-    def decorate(test: Test) -> Test:
-        chosen = pytest.mark.parametrize("backend", backends, indirect=True)
-        return pytest.mark.usefixtures("backend")(chosen(test))
-
-    return decorate
-
-
-both_backends = on("reference", "compiled", "triton")
 
 
 def two_level(num_words: int, num_classes: int) -> ClassTree:

@@ -56,10 +56,15 @@ def _check(
     own = hidden[mine].clone().requires_grad_()
     nll = layer.loss(own, target[mine], "none")
     torch.autograd.backward(nll, upstream[mine])
-    exact = [each.double() for each in (hidden, *tables)]
-    truth, d_hidden, *d_tables = by_definition(case, [*exact, target], upstream, torch.float64)
+    given = [hidden, *tables, target]
+    truth, d_hidden, *d_tables = by_definition(case, given, upstream, torch.float64)
+    h, weight, bias = (each.double() for each in (hidden, *tables))
     found: list[Any] = [nll, own.grad, layer.nll_by_level(hidden, target)]
-    expected = [truth[mine], d_hidden[mine], definition_by_level(*exact, target, case.tree)]
+    expected = [
+        truth[mine],
+        d_hidden[mine],
+        definition_by_level(h, weight, bias, target, case.tree),
+    ]
     for parameter, gradient in zip(layer.parameters(), d_tables, strict=True):
         assert isinstance(parameter.grad, RowGradient) == row_wise
         found.append(parameter.grad.to_dense() if parameter.grad is not None else None)

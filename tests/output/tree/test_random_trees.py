@@ -68,7 +68,8 @@ def test_loss_and_gradients_are_those_of_the_definition(
     backend: str, form: str, examples: int
 ) -> None:
     def law(tree: ClassTree) -> None:
-        equals_the_definition(Way(backend, form), case := Case(tree, 5), *problem_of(case))
+        case = Case(tree, 5)
+        equals_the_definition(Way(backend, form), case, *problem_of(case))
 
     holds(law, examples)
 

@@ -115,7 +115,7 @@ ROUTING = ("_sort", "_merge", "_plan")
     ],
 )
 @pytest.mark.parametrize(
-    "tree", [two_level(200, 14), ClassTree.balanced(200, 3), ClassTree.huffman(torch.arange(40))]
+    "tree", [two_level(200, 14), ClassTree.balanced(200, 3), ClassTree.huffman(torch.arange(20))]
 )
 def test_visits_are_those_of_the_reference_in_lists_that_have_room(
     tree: ClassTree, num_positions: int, most_runs: int, monkeypatch: pytest.MonkeyPatch

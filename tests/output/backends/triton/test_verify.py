@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS, choose_backend, verify
-from lm.output.backends.base import Problem
+from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton import backend
 from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.verify import Kind
@@ -22,6 +22,7 @@ from triton.compiler.errors import CompilationError
 CPU = torch.device("cpu")
 TREE = ClassTree.two_level(torch.arange(40) // 7)
 KIND = Kind(torch.float16, torch.float16, torch.float16, 16, 16, False)
+TINY_PROBLEM = verify.tiny_problem
 HALF = Problem.without_values(30, 16, TREE, torch.float16)
 
 
@@ -34,7 +35,7 @@ def few_positions(kind: Kind) -> tuple[Problem, Tensor]:
 
 @pytest.fixture(autouse=True)
 def _verified_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.function is not test_correct_kernels_are_taken_after_one_comparison:
+    if request.function is not test_the_kernels_pass_the_comparison:
         monkeypatch.setattr(verify, "tiny_problem", few_positions)
     monkeypatch.setattr(backend, "VERIFIED", frozenset({"cpu", "cuda"}))
     monkeypatch.setattr(verify, "_differences", {})
@@ -43,23 +44,31 @@ def _verified_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 
 def test_correct_kernels_are_taken_after_one_comparison() -> None:
-    """The problem has all that programs work on."""
     names: list[str] = []
-    num_entries = torch.zeros(8)
 
     def run(launch: Launch) -> None:
-        nonlocal num_entries
         names.append(launch.kernel.__name__)
         execute(launch)
-        num_entries = launch.arguments["routing"][:8]
 
     with instrumented(run=run), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         assert choose_backend("auto", HALF, CPU) == "triton"
         count = len(names)
         assert choose_backend("auto", HALF, CPU) == "triton"
     assert len(names) == count > 0
-    assert num_entries[:7].all()
     assert names[-2:] == ["_update", "_update"]  # norms, and a step that reads them
+
+
+def test_the_problem_of_the_comparison_has_all_that_programs_work_on() -> None:
+    whole, _ = TINY_PROBLEM(KIND)
+    routing = ("_sort", "_merge", "_plan")
+    with instrumented(run=lambda of: execute(of) if of.kernel.__name__ in routing else None):
+        _, _, saved = BACKENDS["triton"].nll(whole, Needs(True, True, True))
+    assert saved[0][:7].all()
+
+
+@pytest.mark.long
+def test_the_kernels_pass_the_comparison() -> None:
+    assert verify.difference(BACKENDS["triton"], CPU, KIND) is None
 
 
 def test_the_comparison_leaves_random_numbers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
