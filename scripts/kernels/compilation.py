@@ -6,15 +6,20 @@ architecture, so that
 
   python -m scripts.kernels.compilation --rows 33278:650 --sm 90
 
-fills the cache in parallel for a process that would otherwise compile one kernel after another.
+fills the cache in parallel for a process that would otherwise compile one kernel after another. The
+exit code is 1 if a kernel does not compile, spills registers, or multiplies without tensor cores.
 """
 
 import os
+import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,10 +37,8 @@ from lm.output.tree.arrays import TreeArrays
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import benchmark_parser, problem_size
-from scripts.kernels.emulator.execution import compiled
 
-CONSTANTS = frozenset({"ACC", "EXACT", "META", "SORTED", "TILE", "W"})
-"""Arguments that a kernel is compiled for and the host does not pass to it."""
+TENSOR_CORES = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)")
 
 _jobs: list[tuple[Launch, int]] = []  # of the worker processes, which inherit it
 
@@ -140,38 +143,64 @@ def _use(table: Tensor, gradient: RowGradient) -> None:
         gradient.to_sparse()
 
 
-def values(launch: Launch) -> dict[str, Any]:
-    """The arguments that are no constants, those of a group by the names of its fields."""
-    found: dict[str, Any] = {}
-    for name, value in launch.arguments.items():
-        if name not in CONSTANTS:
-            found |= value._asdict() if isinstance(value, tuple) else {name: value}  # type: ignore[attr-defined]
-    return found
+def compiled(launch: Launch, capability: int) -> Any:
+    """The compiled kernel of a launch, without a GPU; this process can launch none afterwards."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import MockTensor
+
+    def mocked(value: Any) -> Any:
+        if isinstance(value, tuple) and any(isinstance(each, Tensor) for each in value):
+            return type(value)(*map(mocked, value))
+        return MockTensor(value.dtype) if isinstance(value, Tensor) else value
+
+    device = SimpleNamespace(  # the part of a driver of Triton that compiling needs
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: capability,  # a number by which kernels are kept
+        get_current_stream=lambda device: 0,
+    )
+    driver.set_active(device)
+    arguments = {name: mocked(value) for name, value in launch.arguments.items()}
+    return launch.kernel.warmup(grid=(1,), **arguments, **launch.options)
 
 
-def compiled_launch(launch: Launch, capability: int) -> Any:
-    """The compiled kernel of a launch, as `scripts.kernels.emulator.execution.compiled`."""
-    return compiled(launch.kernel, capability, **launch.arguments, **launch.options)
-
-
-def compile_all(jobs: Sequence[tuple[Launch, int]]) -> None:
+def compile_all(jobs: Sequence[tuple[Launch, int]]) -> list[str]:
     """Compile launches for their architectures in parallel, for Triton's cache on disk.
 
-    Errors of the compiler are ignored: the process that needs such a kernel meets them again.
+    Errors of the compiler are not raised: a process that needs such a kernel meets them again.
+
+    Returns:
+        What is wrong with a launch, "" if nothing.
     """
     from triton.errors import TritonError
 
     global _jobs
     _jobs = list(jobs)
+    found = []
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
         for future in [pool.submit(_compile, i) for i in range(len(_jobs))]:
             error = future.exception()
             if error is not None and not isinstance(error, (TritonError, RuntimeError)):
                 raise error
+            found.append(future.result() if error is None else str(error))
+    return found
 
 
-def _compile(i: int) -> None:
-    compiled_launch(*_jobs[i])
+def _compile(i: int) -> str:
+    """Compile a launch; returns what is wrong with its code, "" if nothing."""
+    from triton import knobs
+
+    binary = compiled(*_jobs[i])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    if stack := int(re.findall(r"STACK:(\d+)", printed)[-1]):
+        return f"spills {stack} bytes"
+    exact = "inputPrecision = ieee" in binary.asm["ttir"]
+    multiplies = "tt.dot" in binary.asm["ttir"] and not exact
+    return "no tensor cores" * (multiplies and not TENSOR_CORES.search(binary.asm["ptx"]))
 
 
 def main() -> None:
@@ -180,19 +209,31 @@ def main() -> None:
     add = parser.add_argument
     add("--rows", type=problem_size, nargs="+", required=True, metavar="N:H")
     add("--positions", type=int, default=16_384)
-    add("--dtype", choices=DTYPES, default="bf16")
+    add("--dtype", choices=[*DTYPES, "tf32"], default="bf16")
     add("--sm", type=int, default=90, help="compute capability x 10")
+    add("--all", action="store_true", help="also row-wise gradients, their use, and draws of words")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("compilation: TRITON_INTERPRET must not be 1")
-    begin, jobs = time.monotonic(), []
+    dtype = DTYPES.get(options.dtype, torch.float32)
+    torch.set_float32_matmul_precision("high" if options.dtype == "tf32" else "highest")
+    begin, found = time.monotonic(), list[Launch]()
     for n, h in options.rows:
-        problem = make_problem(n, h, options.positions, DTYPES[options.dtype], bias=True)
-        found = launches(moved(problem, "meta"), options.sm)
-        jobs += [(launch, options.sm) for launch in found]
-    compile_all(jobs)
+        problem = make_problem(n, h, options.positions, dtype, bias=True)
+        if options.all:
+            found += launches(problem, options.sm, row_wise=(False, True)) + draws(dtype, h)
+        else:
+            found += launches(moved(problem, "meta"), options.sm)
+    wrong = compile_all([(launch, options.sm) for launch in found])
+    names = [launch.kernel.__name__ for launch in found]
+    for name, each in zip(names, wrong, strict=True):
+        if each:
+            print(f"{name}: {each}", file=sys.stderr)
     seconds = time.monotonic() - begin
-    print(f"{len(jobs)} launches for sm_{options.sm} compiled in {seconds:.1f} s")
+    print(
+        f"{len(found)} launches for sm_{options.sm} compiled in {seconds:.1f} s:", *sorted({*names})
+    )
+    sys.exit(any(wrong))
 
 
 if __name__ == "__main__":

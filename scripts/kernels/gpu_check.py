@@ -131,7 +131,7 @@ def check(out: Path, chosen: list[list[str]], *, dry: bool) -> int:
         os.environ |= {"WORK": work, "CAPABILITY": str(report["capability"])}
         for _, name, limit, line in chosen:
             tiny = " ".join(TINY[module] for module in TINY if dry and f".{module} " in line)
-            found = run(f"{line} {tiny}", logs / f"{name}.log", int(limit) * 9**dry)
+            found = run(f"{line} {tiny}", logs / f"{name}.log", float(limit) * 9**dry)
             report["commands"][name] = found
             (out / "writing.tmp").write_text(json.dumps(report, indent=1) + "\n")
             (out / "writing.tmp").replace(out / "gpu_check.json")

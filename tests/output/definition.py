@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
+from lm.output.backends.base import compute_dtype
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
 Test = Callable[..., None]
@@ -96,9 +96,11 @@ def nll(inputs: list[Tensor], tree: ClassTree, **options: Any) -> Tensor:
     return hierarchical_cross_entropy(hidden, weight, target, tree, *bias, **options)
 
 
-def layer_of(weight: Tensor, tree: ClassTree, bias: Tensor | None = None) -> HierarchicalSoftmax:
+def layer_of(
+    weight: Tensor, tree: ClassTree, bias: Tensor | None = None, **options: Any
+) -> HierarchicalSoftmax:
     """A layer of these parameters, for hidden vectors of size H."""
-    layer = HierarchicalSoftmax(H, tree, bias=bias is not None)
+    layer = HierarchicalSoftmax(H, tree, bias=bias is not None, **options)
     layer.weight = nn.Parameter(weight.detach())
     layer.bias = None if bias is None else nn.Parameter(bias.detach())
     return layer
@@ -135,16 +137,26 @@ def definition_by_level(
     bias: Tensor | None,
     target: Tensor,
     tree: ClassTree,
-    term: Callable[[Tensor, int], Tensor] = lambda logits, child: -F.log_softmax(logits, 0)[child],
+    term: Callable[[Tensor, Tensor], Tensor] = lambda logits, row: (
+        -logits.log_softmax(1).gather(1, row)
+    ),
 ) -> Tensor:
-    """Each term of the definition, [D, ...], one position and node at a time."""
-    columns = []
-    for h, word in zip(hidden.flatten(0, -2), target.reshape(-1).tolist(), strict=True):
-        nlls = [h.new_zeros(())] * tree.depth
-        for level, (node, row) in enumerate(tree.path(word) if word != -100 else []):
-            first = int(tree.first_row[node])
-            rows = slice(first, first + int(tree.num_children[node]))
-            logits = weight[rows] @ h + (0 if bias is None else bias[rows])
-            nlls[level] = term(logits, row - first)
-        columns.append(torch.stack(nlls))
-    return torch.stack(columns, 1).view(tree.depth, *target.shape)
+    """Each term of the definition, [D, ...], of all logits in the dtype of hidden and weight.
+
+    A term is a function of logits [P, R], -∞ except for the children of a node, and a row [P, 1].
+    """
+    logits = hidden.flatten(0, -2) @ weight[:, : hidden.shape[-1]].T
+    logits = (logits if bias is None else logits + bias).to(compute_dtype(logits.dtype))
+    flat = target.flatten()
+    valid, place = flat != -100, torch.arange(flat.numel(), device=flat.device)
+    row = tree.row_of_word[torch.where(valid, flat, 0)]
+    found = logits.new_zeros(tree.depth, flat.numel())
+    for _ in range(tree.depth):
+        node = tree.node_of_row[row]
+        others = tree.node_of_row[None, :] != node[:, None]
+        values = term(logits.masked_fill(others, -torch.inf), row[:, None])[:, 0]
+        at = tree.level[node], place
+        found = found.index_put(at, torch.where(valid, values, 0), accumulate=True)
+        row = tree.row_of_node[node]
+        valid, row = valid & (row >= 0), row.clamp(min=0)
+    return found.view(tree.depth, *target.shape)

@@ -11,7 +11,7 @@ from lm.output.decoding import distribution
 from lm.output.decoding.draws import Sampling
 from lm.output.rowwise import RowAdagrad, RowAdam, RowSGD
 
-from .definition import METHODS, TREES, H, N, definition, layer_of, nll, problem
+from .definition import METHODS, TREES, H, N, layer_of, problem
 
 W = 11
 TREE = TREES["shortlist"]
@@ -22,27 +22,6 @@ def with_long_rows(inputs: list[Tensor]) -> list[Tensor]:
     hidden, weight, *others = inputs
     weight = torch.cat([weight, torch.randn(len(weight), W - H, dtype=weight.dtype)], 1)
     return [hidden, weight.detach().requires_grad_(), *others]
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("row_wise", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_further_columns_change_nothing_and_have_no_gradient(
-    dtype: torch.dtype, row_wise: bool
-) -> None:
-    inputs = problem(TREE, 5, 8, dtype=dtype)
-    *long, target = with_long_rows(inputs)
-    hidden, weight, bias, _ = inputs
-    truth = definition(hidden, weight, bias, target, TREE)
-    each = nll([*long, target], TREE, row_wise=row_wise)
-    upstream = torch.randn_like(truth)
-    true_grads = torch.autograd.grad(truth, inputs[:-1], upstream)
-    d_hidden, d_weight, d_bias = torch.autograd.grad(each, long, upstream)
-    d_weight, d_bias = (d.to_dense() if row_wise else d for d in (d_weight, d_bias))
-    assert torch.equal(d_weight[:, H:], torch.zeros(TREE.num_rows, W - H, dtype=dtype))
-    found = [each, d_hidden, d_weight[:, :H], d_bias]
-    near = 100 * torch.finfo(dtype).eps
-    torch.testing.assert_close(found, [truth, *true_grads], rtol=near, atol=near)
 
 
 def test_decoding_of_long_rows_is_that_of_their_first_numbers() -> None:

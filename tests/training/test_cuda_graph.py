@@ -191,7 +191,7 @@ def test_a_step_of_the_fused_kernels_reads_nothing_from_the_device(
     recipe: str, tmp_path: Path, records: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels are not launched. What depends on the device is set as on a GPU."""
-    for module in ("blocks", "row_gradient", "optimizers"):
+    for module in ("factors", "row_gradient", "optimizers"):
         monkeypatch.setattr(f"lm.output.rowwise.{module}.on_host", lambda _: False)
     monkeypatch.setattr("lm.output.backends.triton.backend.check_words", lambda *_: None)
     monkeypatch.setattr("lm.output.functional.eager", lambda *_: True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
+from lm.output.backends.base import Backend, Needs, Problem, Solver, compute_dtype
 from lm.output.tracing import ONCE, differentiable_once, not_compiled
 from lm.output.tree.arrays import TreeArrays
 
@@ -57,16 +57,15 @@ def register_op(backend: Backend) -> Op:
     @torch.library.custom_op(
         f"{name}_backward",
         mutates_args=(),
-        schema=f"(Tensor d_nll, Tensor[] saved, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+        schema=f"(Tensor d_nll, Tensor[] saved, int kind, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
     )
-    def backward(d_nll: Tensor, saved: list[Tensor], *inputs: Any) -> tuple[Tensor, ...]:
+    def backward(d_nll: Tensor, saved: list[Tensor], kind: int, *inputs: Any) -> tuple[Tensor, ...]:
         problem, needs = _unpack(inputs)
-        saved_type = {len(each._fields): each for each in backend.saved_types}[len(saved)]
-        gradients = backend.backward(d_nll, problem, saved_type(*saved), needs)
+        gradients = backend.backward(d_nll, problem, backend.saved_types[kind](*saved), needs)
         return tuple(d_nll.new_empty(0) if grad is None else grad for grad in gradients)
 
     @backward.register_fake
-    def _(d_nll: Tensor, saved: list[Tensor], *inputs: Any) -> tuple[Tensor, ...]:
+    def _(d_nll: Tensor, saved: list[Tensor], kind: int, *inputs: Any) -> tuple[Tensor, ...]:
         problem, needs = _unpack(inputs)
         parameters = zip((problem.hidden, problem.weight, problem.bias), needs, strict=False)
         needed = [x if need else None for x, need in parameters]
@@ -94,6 +93,7 @@ def register_op(backend: Backend) -> Op:
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, target, bias, *tree, *saved)
+        ctx.kind = backend.saved_types.index(backend.saved_type(*_unpack(inputs)))
 
     def gradients(ctx: Any, d_nll: Tensor | None, _: Any) -> tuple[Any, ...]:
         asked = dict(zip(_FIELDS, ctx.needs_input_grad, strict=True))
@@ -105,7 +105,8 @@ def register_op(backend: Backend) -> Op:
             hidden, weight, target, bias, *others = ctx.saved_tensors
             arrays, saved = others[:_NUM_ARRAYS], others[_NUM_ARRAYS:]
             names, inputs = ("hidden", "weight", "bias"), (hidden, weight, target, arrays, bias)
-            each = zip(names, backward(d_nll, saved, *inputs, *ctx.sizes, needs), strict=True)
+            of = backward(d_nll, saved, ctx.kind, *inputs, *ctx.sizes, needs)
+            each = zip(names, of, strict=True)
             found |= {name: gradient for name, gradient in each if asked[name]}
         return tuple(map(found.get, _FIELDS))
 
@@ -132,16 +133,17 @@ class _EagerNll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        backend: Backend,
+        hidden: Tensor,  # weight and bias too: those of the problem, for autograd
+        weight: Tensor,
+        bias: Tensor | None,
+        backend: Solver,
         needs: Needs,
         problem: Problem,
-        *inputs: Tensor | None,  # hidden, weight and bias of the problem, for autograd
     ) -> tuple[Tensor, Tensor | None]:
         nll, num_words, saved = backend.nll(problem, needs)
         ctx.set_materialize_grads(False)  # that of the number would be a launch
         ctx.backend, ctx.row_wise, ctx.saved_type = backend, needs.row_wise, type(saved)
         ctx.sizes = problem.sizes()
-        hidden, weight, bias = inputs
         ctx.save_for_backward(hidden, weight, bias, problem.target, *saved)
         if num_words is not None:
             ctx.mark_non_differentiable(num_words)
@@ -152,17 +154,18 @@ class _EagerNll(torch.autograd.Function):
     def backward(ctx: Any, d_nll: Tensor | None, _: Any) -> tuple[Any, ...]:
         if d_nll is None:  # as for a result that is not used
             return (None,) * len(ctx.needs_input_grad)
+        of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
         hidden, weight, bias, target, *saved = ctx.saved_tensors
         problem = ctx.sizes._replace(hidden=hidden, weight=weight, bias=bias, target=target)
-        needs = Needs(*ctx.needs_input_grad[-3:])._replace(row_wise=ctx.row_wise)
+        needs = Needs(of_hidden, of_weight, of_bias, ctx.row_wise)
         saved = tuple.__new__(ctx.saved_type, saved)
-        return None, None, None, *ctx.backend.backward(d_nll, problem, saved, needs)
+        return *ctx.backend.backward(d_nll, problem, saved, needs), None, None, None
 
 
-def eager_nll(backend: Backend, needs: Needs, problem: Problem) -> tuple[Tensor, Tensor | None]:
+def eager_nll(backend: Solver, needs: Needs, problem: Problem) -> tuple[Tensor, Tensor | None]:
     """The nll [P], and how many targets are not ignored if the backend has counted them."""
     inputs = problem.hidden, problem.weight, problem.bias
-    found: tuple[Tensor, Tensor | None] = _EagerNll.apply(backend, needs, problem, *inputs)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor | None] = _EagerNll.apply(*inputs, backend, needs, problem)  # type: ignore[no-untyped-call]
     return found
 
 

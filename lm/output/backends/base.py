@@ -155,25 +155,11 @@ class Softmaxes(NamedTuple):
         return nll.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=0)
 
 
-class Backend(ABC):
+class Solver(ABC):
     """One way to compute the softmaxes on the targets' paths, and gradients.
 
     The loss, its terms by level and the softmaxes of a table in shards follow from these.
     """
-
-    name: str  # as in the argument `backend` of the public functions
-    automatic_on: frozenset[str] = frozenset()
-    """Types of devices where "auto" prefers it to the reference."""
-    saved_types: tuple[Any, ...] = ()
-    """What may be saved, for a registered op, which knows the type by the number of its fields."""
-
-    def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""
-        return None
-
-    def verified(self, problem: Problem, device: torch.device) -> bool:
-        """Whether "auto" may rely on the results for such dtypes and strides on a device."""
-        return True
 
     @abstractmethod
     def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
@@ -202,9 +188,31 @@ class Backend(ABC):
         d_hidden is what its rows add.
         """
 
+
+class Backend(Solver):
+    """A solver of problems whose rows are all on one device, known by its name."""
+
+    name: str  # as in the argument `backend` of the public functions
+    automatic_on: frozenset[str] = frozenset()
+    """Types of devices where "auto" prefers it to the reference."""
+    saved_types: tuple[Any, ...]
+    """What a forward may save."""
+
+    def obstacle(self, problem: Problem, device: torch.device) -> str | None:
+        """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""
+        return None
+
+    def verified(self, problem: Problem, device: torch.device) -> bool:
+        """Whether "auto" may rely on the results for such dtypes and strides on a device."""
+        return True
+
     def part_size(self, problem: Problem) -> int:
         """Most positions computed at once, so that what a backward requires fits in memory."""
         return problem.num_positions
+
+    def saved_type(self, problem: Problem, needs: Needs) -> Any:
+        """Which of `saved_types` a forward with a backward saves; from sizes alone."""
+        return self.saved_types[0]
 
     @abstractmethod
     def new_saved(self, problem: Problem, needs: Needs) -> Tensors:

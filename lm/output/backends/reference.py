@@ -34,7 +34,7 @@ from lm.output.backends.base import (
 )
 from lm.output.backends.nodes import sorted_hidden, visited_nodes
 from lm.output.backends.visits import Visits, check_words, route
-from lm.output.rowwise.blocks import Product, Rows
+from lm.output.rowwise.factors import RowFactors, Visited
 from lm.output.rowwise.row_gradient import RowGradient
 
 
@@ -63,7 +63,7 @@ class ReferenceBackend(Backend):
         return Saved(position, node, child, *lse)
 
     def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
-        """See `Backend.softmaxes`."""
+        """See `Solver.softmaxes`."""
         tree, ignore_index = problem.tree, problem.ignore_index
         check_words("target", problem.target, problem.vocab_size, ignore_index)
         visits = route(problem.target, tree, problem.depth, ignore_index, problem.shard)
@@ -85,7 +85,7 @@ class ReferenceBackend(Backend):
     def backward(
         self, d_nll: Tensor, problem: Problem, saved: Any, needs: Needs, lse: Tensor | None = None
     ) -> Gradients:
-        """See `Backend.backward`."""
+        """See `Solver.backward`."""
         visits = Visits(saved.position, saved.node, saved.child)
         largest, log_total = saved.largest, saved.log_total
         if lse is not None:
@@ -95,10 +95,11 @@ class ReferenceBackend(Backend):
         d_nll = d_nll.to(hidden.dtype).index_select(0, visits.position)[:, None]
         scaled, d_hidden = d_nll * hidden, torch.zeros_like(hidden)
         tables = problem.weight if needs.weight else None, problem.bias if needs.bias else None
-        d_weight, d_bias = (
-            None if t is None else RowGradient(t) if needs.row_wise else t.new_zeros(t.shape)
-            for t in tables
-        )
+        vectors, nodes, errors = (scaled, d_nll), list[tuple[int, ...]](), [hidden.new_empty(0)]
+        found: list[Any] = [  # dense, or of rows that have been formed
+            None if t is None else [v[:0]] if needs.row_wise else t.new_zeros(t.shape)
+            for t, v in zip(tables, vectors, strict=True)
+        ]
         with torch.autocast(hidden.device.type, enabled=False):
             for block in _blocks(problem, hidden, visits, row_wise=needs.row_wise):
                 at = block.visits
@@ -108,14 +109,27 @@ class ReferenceBackend(Backend):
                 error.exp_().scatter_(1, block.child, target)
                 if needs.hidden:
                     d_hidden[at[1]].addmm_(error, block.weight)
-                for gradient, vectors in ((d_weight, scaled), (d_bias, d_nll)):
-                    if gradient is not None:
-                        _add_product(gradient, block, error, vectors[at[1]])
+                rows, visits_of = block.rows, (at[1].start, at[1].stop)
+                nodes.append((*visits_of, rows.start, error.shape[1], block.is_held))
+                if block.is_held:
+                    errors.append(error.flatten())
+                    continue
+                for each, of in zip(found, vectors, strict=True):
+                    if isinstance(each, list):
+                        each.append(error.T @ of[at[1]])
+                    elif each is not None:
+                        each[rows] = (error.T @ of[at[1]]).view(each[rows].shape)  # rounded once
+        if needs.row_wise:
+            listed, flat = _listed(nodes), torch.cat(errors)
+            for i, table in enumerate(tables):
+                if table is not None:
+                    visited = Visited(listed, flat, vectors[i], torch.cat(found[i]))
+                    found[i] = RowGradient(table, RowFactors(visited=(visited,)))
         if not needs.hidden:
-            return Gradients(None, d_weight, d_bias)
+            return Gradients(None, *found)
         d_hidden = d_nll * d_hidden[:, : problem.hidden.shape[1]]
         d_hidden = torch.empty_like(d_hidden).index_copy_(0, visits.position, d_hidden)
-        return Gradients(d_hidden.to(problem.hidden.dtype), d_weight, d_bias)
+        return Gradients(d_hidden.to(problem.hidden.dtype), *found)
 
 
 class _Block(NamedTuple):
@@ -152,16 +166,10 @@ def _blocks(
             yield _Block(at, rows, block_weight, logits, child, is_inside, is_held)
 
 
-def _add_product(gradient: Tensor, block: _Block, error: Tensor, vectors: Tensor) -> None:
-    """Add errorᵀ vectors to the rows of a block, which nothing else is added to."""
-    rows = block.rows
-    if not isinstance(gradient, RowGradient):
-        gradient[rows] = (error.T @ vectors).view(gradient[rows].shape)  # rounded once
-    elif block.is_held:
-        dtype = compute_dtype(gradient.dtype)
-        product = Product(rows.start, error.to(dtype), vectors.to(dtype))
-        gradient.factors.products.append(product)
-    else:
-        index = torch.arange(rows.start, rows.stop, device=error.device)
-        values = (error.T @ vectors).to(compute_dtype(gradient.dtype))
-        gradient.factors.rows.append(Rows(index, values))
+def _listed(nodes: list[tuple[int, ...]]) -> Tensor:
+    """`Visited.nodes`, given first visit and end, first row, width, and whether errors are held."""
+    listed = torch.tensor(nodes, dtype=torch.int64, device="cpu").view(-1, 5)
+    first, end, _, width, is_held = listed.unbind(1)
+    size, rows = (end - first) * width * is_held, width * (1 - is_held)
+    place = (rows.cumsum(0) - rows).where(is_held == 0, -1)
+    return torch.column_stack([listed[:, :4], size.cumsum(0) - size, place])

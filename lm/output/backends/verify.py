@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
 from lm.output.backends.reference import ReferenceBackend
-from lm.output.rowwise.blocks import RowFactors, Rule
+from lm.output.rowwise.factors import RowFactors, Rule
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tracing import without_replaced_functions
 from lm.output.tree.class_tree import ClassTree
@@ -210,7 +210,7 @@ def _after_step(table: Tensor, gradient: RowGradient) -> Tensor:
     """The rows after a first step of `RowAdagrad`, whose class would import `torch.compile`."""
     lr, eps = 0.1, 1e-8
     total = table.new_zeros(len(table), dtype=compute_dtype(table.dtype))
-    gradient.factors.square_norm()  # which the update then takes row by row, as after clipping
+    gradient.square_norm()  # which the update then takes row by row, as after clipping
     rule = Rule((lr, eps), {"total": total})
     if type(gradient.factors) is not RowFactors and not gradient.factors.update(table, rule):
         return table

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.output.rowwise.blocks import Block, Rule, on_host
+from lm.output.rowwise.factors import Block, Rule, on_host, wide
 from lm.output.rowwise.row_gradient import RowGradient
 
 NOISE_ELEMENTS = 1 << 20
@@ -64,7 +64,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             param = params[number]
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    dtype = _wide(param) if value.dim() else value.dtype
+                    dtype = wide(param) if value.dim() else value.dtype
                     self.state[param][name] = value.to(param.device, dtype)
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         rule = self._rule(param, table, group)
         blocks: Iterable[Block]
         if not isinstance(grad, RowGradient):
-            blocks = [Block(slice(0, len(grad)), grad.view(table.shape).to(_wide(table)))]
+            blocks = [Block(slice(0, len(grad)), grad.view(table.shape).to(wide(table)))]
         elif table.is_contiguous():
             blocks = grad.factors.update(table, rule)
         else:
@@ -83,7 +83,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
                 size, device = (NOISE_ELEMENTS,), table.device
                 noise = torch.randint(1 << 16, size, dtype=torch.int32, device=device)
             stored = table[block.rows]  # a view, if the rows are a slice
-            rows = stored.to(_wide(table))
+            rows = stored.to(wide(table))
             self._change(rows, block, rule)
             if is_rounded:
                 _round_into(stored, rows, noise)
@@ -133,7 +133,7 @@ class RowAdagrad(RowOptimizer):
     def _rule(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> Rule:
         state = self.state[param]
         if not state:
-            state["sum"] = table.new_zeros(len(table), dtype=_wide(table))
+            state["sum"] = table.new_zeros(len(table), dtype=wide(table))
         return Rule((group["lr"], group["eps"]), {"total": state["sum"]})
 
     def _change(self, rows: Tensor, block: Block, rule: Rule) -> None:
@@ -168,7 +168,7 @@ class RowAdam(RowOptimizer):
         state = self.state[param]
         if not state:
             state["step"] = 0
-            state["mean"] = table.new_zeros(table.shape, dtype=_wide(table))
+            state["mean"] = table.new_zeros(table.shape, dtype=wide(table))
             state["square"] = torch.zeros_like(state["mean"])
         step, counts_here = state["step"], on_host(table)
         if counts_here == isinstance(step, Tensor):  # a new or loaded state
@@ -192,11 +192,6 @@ class RowAdam(RowOptimizer):
             rows.sub_(mean.mul_(step_size).div_(root))
         else:
             rows.addcdiv_(mean, root, value=-step_size)
-
-
-def _wide(table: Tensor) -> torch.dtype:
-    """The dtype of steps and state: at least fp32."""
-    return torch.promote_types(table.dtype, torch.float32)
 
 
 def _round_into(out: Tensor, rows: Tensor, noise: Tensor | None) -> None:

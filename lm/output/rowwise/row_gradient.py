@@ -1,6 +1,6 @@
 """RowGradient, the gradient of a table of rows of which a batch touches few, and lookup of rows.
 
-It holds only what is not zero, mostly as unmultiplied products (see `lm.output.rowwise.blocks`). To
+It holds only what is not zero, mostly as unmultiplied products, see `lm.output.rowwise.factors`. To
 autograd it is a tensor of the table's shape: it is summed over uses and over batches, clipped by
 `torch.nn.utils.clip_grad_norm_`, and found in `.grad`.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lm.output.rowwise.blocks import Block, RowFactors, Rows, as_one_block, on_host
+from lm.output.rowwise.factors import Block, RowFactors, as_one_block, on_host, wide
 from lm.output.tracing import differentiable_once, not_compiled
 
 
@@ -40,10 +40,9 @@ class RowGradient(Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        rows = sum(len(each.row) for each in self.factors.rows)
-        children = sum(product.coefficients.shape[1] for product in self.factors.products)
-        shown = f"{children} rows in products, {rows} single rows"
-        return f"RowGradient({list(self.shape)}, {shown})"
+        rows = sum(len(row) for row, _ in self.factors.rows)
+        children = sum(int(each.nodes[:, 3].sum()) for each in self.factors.visited)
+        return f"RowGradient({list(self.shape)}, {children} rows of nodes, {rows} single rows)"
 
     def blocks(self) -> Iterator[Block]:
         """See `RowFactors.blocks`."""
@@ -51,12 +50,7 @@ class RowGradient(Tensor):
 
     def square_norm(self) -> Tensor:
         """The sum of the squares, a scalar."""
-        if (found := self.factors.square_norm()) is not None:
-            return found
-        sums = [block.square_norm() for block in self.blocks()]
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        none = torch.zeros((), dtype=dtype, device=self.device)
-        return torch.stack(sums).sum() if sums else none
+        return self.factors.square_norm(self)
 
     def to_dense(self, *args: Any, **kwargs: Any) -> Tensor:
         """The gradient as an ordinary tensor, [R, H] or [R]."""
@@ -193,13 +187,13 @@ class _Lookup(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         table = ctx.table_like
         values, rows = d_rows[0].reshape(index.numel(), table[:1].numel()), index.flatten()
-        values, read = values.to(torch.promote_types(table.dtype, torch.float32)), rows >= 0
+        values, read = values.to(wide(table)), rows >= 0
         if on_host(rows) or not len(rows):
             rows, values = rows[read], values[read]
         else:  # without waiting for how many are read: the others add zeros to one that is, or to 0
             rows = rows.where(read, rows.max().clamp(min=0))
             values = values.where(read[:, None], 0)
-        return RowGradient(table, RowFactors(rows=[Rows(rows, values)])), None
+        return RowGradient(table, RowFactors(rows=((rows, values),))), None
 
 
 @not_compiled
@@ -214,7 +208,7 @@ def lookup(table: Tensor, index: Tensor) -> Tensor:
         >>> table = torch.eye(3, requires_grad=True)
         >>> lookup(table, torch.tensor([2, 2])).sum().backward()
         >>> table.grad
-        RowGradient([3, 3], 0 rows in products, 2 single rows)
+        RowGradient([3, 3], 0 rows of nodes, 2 single rows)
     """
     rows: Tensor = _Lookup.apply(table, index)  # type: ignore[no-untyped-call]
     return rows

@@ -12,7 +12,7 @@ added up in the processes that hold them.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lm.output.backends import BACKENDS, choose_backend
-from lm.output.backends.base import (
-    Backend,
-    Gradients,
-    Needs,
-    Problem,
-    Softmaxes,
-    Tensors,
-    compute_dtype,
-)
-from lm.output.rowwise.blocks import RowFactors, Rows
+from lm.output.backends.base import Gradients, Needs, Problem, Softmaxes, Solver, Tensors
+from lm.output.rowwise.factors import RowFactors, wide
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.sharded.rows import interleaved, sum_of_shares
 from lm.output.tree.arrays import Shard, TreeArrays
@@ -108,7 +100,7 @@ class Solved(NamedTuple):
     saved: Tensors
 
 
-class ShardedBackend(Backend):
+class ShardedSolver(Solver):
     """The softmaxes of a batch of this process's positions over the rows of all processes.
 
     All processes call it, and its backward, together. d_weight and d_bias are those of the mean
@@ -121,21 +113,15 @@ class ShardedBackend(Backend):
         group: the processes.
     """
 
-    name = "sharded"
-
     def __init__(
         self, of_rows: str, gathered: Gathered | None, recipients: Tensor, group: Any
     ) -> None:
         self.of_rows, self.gathered, self.group = of_rows, gathered, group
         self.route = Route.of(recipients, group)
-        self.sizes = list[tuple[Problem, Backend]]()  # of each part
-
-    def new_saved(self, problem: Problem, needs: Needs) -> NoReturn:
-        """Not known from sizes alone."""
-        raise NotImplementedError
+        self.sizes = list[tuple[Problem, Solver]]()  # of each part
 
     def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
-        """See `Backend.softmaxes`; `problem` has the rows that this process holds."""
+        """See `Solver.softmaxes`; `problem` has the rows that this process holds."""
         route, gathered = self.route, self.gathered
         hidden, target = route.send(problem.hidden), route.send(problem.target)
         found, solved = self._solved(problem._replace(hidden=hidden, target=target), needs)
@@ -166,7 +152,7 @@ class ShardedBackend(Backend):
     def backward(
         self, d_nll: Tensor, problem: Problem, saved: Any, needs: Needs, lse: Tensor | None = None
     ) -> Gradients:
-        """See `Backend.backward`."""
+        """See `Solver.backward`."""
         route, world_size = self.route, dist.get_world_size(self.group)
         lse, parts = tree_unflatten(saved, self.structure)
         own = torch.cat([d_nll[:, None] / world_size, lse.T], 1)
@@ -179,9 +165,7 @@ class ShardedBackend(Backend):
             gradients.append(backend.backward(d_part, solved, saved_part, asked, lse))
         (d_hidden, d_weight, d_bias), *of_gathered = gradients
         if d_hidden is not None:
-            total = d_hidden.new_zeros(
-                len(own), d_hidden.shape[1], dtype=compute_dtype(d_hidden.dtype)
-            )
+            total = d_hidden.new_zeros(len(own), d_hidden.shape[1], dtype=wide(d_hidden))
             for each in of_gathered:
                 assert each.d_hidden is not None
                 total += each.d_hidden
@@ -204,8 +188,8 @@ def _add_first(
     first = gathered.summed(d_rows, group)
     if isinstance(gradient, RowGradient):
         row = torch.arange(len(first), device=first.device)
-        values = first.to(compute_dtype(first.dtype))
+        values = first.to(wide(first))
         values = values[:, None] if values.dim() == 1 else values
-        gradient.factors = gradient.factors.plus(RowFactors(rows=[Rows(row, values)]))
+        gradient.factors = gradient.factors.plus(RowFactors(rows=((row, values),)))
     else:
         gradient[: len(first)] = first

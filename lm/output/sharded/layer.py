@@ -13,7 +13,7 @@ from lm.output.backends.base import Needs, Problem, autocast, check_positions
 from lm.output.backends.visits import check_words
 from lm.output.functional import BackendName, Reduction, reduced
 from lm.output.layer import HierarchicalSoftmax
-from lm.output.sharded.exchange import Gathered, ShardedBackend
+from lm.output.sharded.exchange import Gathered, ShardedSolver
 from lm.output.sharded.placement import Placement, PlacementName, Plan, place, recipients_of
 from lm.output.sharded.rows import interleaved
 from lm.output.tree.class_tree import ClassTree
@@ -137,7 +137,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
             self._placement = moved
         return self._placement
 
-    def _backend(self, problem: Problem) -> ShardedBackend:
+    def _backend(self, problem: Problem) -> ShardedSolver:
         """The exchange of a batch between the processes, which begins it together."""
         target, sizes = problem.target, (self.dealt.world_size, self.ignore_index)
         check_words("target", target, self.vocab_size, self.ignore_index)
@@ -146,7 +146,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
         gathered = None
         if placed.gathered is not None:
             gathered = Gathered(**placed.gathered.of(self.tree), num_held=placed.num_gathered)
-        return ShardedBackend(self.backend, gathered, recipients, self.dealt.group)
+        return ShardedSolver(self.backend, gathered, recipients, self.dealt.group)
 
     def lookup(self, row: Tensor, *, row_wise: bool) -> Tensor:
         """Rows of the whole weight, see `DealtRows.lookup`."""

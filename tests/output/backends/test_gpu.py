@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
 from lm.output.decoding import compiled, distribution, fused
@@ -20,7 +19,8 @@ from lm.output.decoding.positions import Positions
 from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD
 
 from ..decoding.truth import assert_distributed, restricted
-from ..definition import assert_errors_are_small, gradients, nll
+from ..definition import gradients
+from ..laws import LAWS, Case, Law, Way, equals_the_definition, problem_of
 
 pytestmark = pytest.mark.gpu
 PAGE = Path(__file__).parents[3] / "lm" / "output" / "README.md"
@@ -34,75 +34,46 @@ TREES: dict[str, Callable[[], ClassTree]] = {
 }
 
 
-def problem(
-    tree: ClassTree, positions: int, size: int, dtype: torch.dtype
-) -> tuple[list[Tensor], Tensor, ClassTree, Tensor]:
-    """hidden, weight, bias; targets by inverse rank, some ignored; the tree; the upstream."""
-    torch.manual_seed(0)
-    hidden = torch.randn(positions, size, device="cuda", dtype=dtype)
-    weight = (torch.randn(tree.num_rows, size, device="cuda") * 0.1).to(dtype)
-    bias = torch.randn(tree.num_rows, device="cuda", dtype=dtype)
-    target = (tree.vocab_size ** torch.rand(positions, device="cuda")).long() - 1
-    target[::17] = -100
-    upstream = torch.randn(positions, device="cuda")
-    return [hidden, weight, bias], target, tree.to("cuda"), upstream
+TRITON = Way("triton")
 
 
-def plain(inputs: list[Tensor], target: Tensor, tree: ClassTree, upstream: Tensor) -> list[Tensor]:
-    """The gradients with the products and log_softmax in the dtype of the inputs."""
-    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
-    hidden, weight, bias = inputs
-    logits = hidden @ weight.T + bias
-    valid = target != -100
-    row = tree.row_of_word[torch.where(valid, target, 0)]
-    nll = torch.zeros(
-        target.numel(), device="cuda", dtype=torch.promote_types(logits.dtype, torch.float32)
-    )
-    for _ in range(tree.depth):
-        node = tree.node_of_row[row]
-        inside = tree.node_of_row[None, :] == node[:, None]
-        node_logits = logits.masked_fill(~inside, -torch.inf).to(nll.dtype)
-        log_q = node_logits.gather(1, row[:, None])[:, 0] - node_logits.logsumexp(1)
-        nll = nll - torch.where(valid, log_q, 0)
-        row = tree.row_of_node[node]
-        valid, row = valid & (row >= 0), row.clamp(min=0)
-    return [nll.detach(), *torch.autograd.grad(nll, inputs, upstream.to(nll.dtype))]
+def on_gpu(
+    name: str, positions: int, size: int, dtype: torch.dtype, rows: torch.dtype | None = None
+) -> Case:
+    return Case(TREES[name]().cuda(), positions, size, dtype, rows=rows, device="cuda")
 
 
 @pytest.mark.parametrize("size", [64, 300, 650, 1024, 33])
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_errors_are_within_twice_those_of_plain_torch(
+def test_loss_and_gradients_are_those_of_the_definition(
     name: str, dtype: torch.dtype, size: int
 ) -> None:
-    inputs, target, tree, upstream = problem(TREES[name](), 1000, size, dtype)
-    ours = gradients(inputs, target, tree, upstream, "triton")
-    baseline = plain(inputs, target, tree, upstream)
-    truth = plain([x.double() for x in inputs], target, tree, upstream.double())
-    assert_errors_are_small([ours, baseline, truth], 8 * torch.finfo(dtype).eps)
+    case = on_gpu(name, 1000, size, dtype)
+    equals_the_definition(TRITON, case, *problem_of(case))
 
 
 @pytest.mark.parametrize("size", [300, 1024])
-@pytest.mark.parametrize("name", ["two_level"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_errors_with_rows_in_fp32_under_autocast_are_those_of_half_precision(
-    name: str, dtype: torch.dtype, size: int
+def test_rows_in_fp32_under_autocast_are_as_exact_as_in_half_precision(
+    dtype: torch.dtype, size: int
 ) -> None:
-    inputs, target, tree, upstream = problem(TREES[name](), 1000, size, torch.float32)
-    with torch.autocast("cuda", dtype):
-        ours = gradients(inputs, target, tree, upstream, "triton")
-    baseline = plain([x.to(dtype) for x in inputs], target, tree, upstream)
-    truth = plain([x.double() for x in inputs], target, tree, upstream.double())
-    assert_errors_are_small([ours, baseline, truth], 8 * torch.finfo(dtype).eps)
+    case = on_gpu("two_level", 1000, size, dtype, torch.float32)
+    equals_the_definition(TRITON, case, *problem_of(case))
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_law(law: Law) -> None:
+    law(TRITON, on_gpu("shortlist", 700, 64, *LAWS[law]))
 
 
 def test_tf32_is_used_when_torch_allows_it() -> None:
-    inputs, target, tree, upstream = problem(TREES["two_level"](), 1000, 256, torch.float32)
-    exact = gradients(inputs, target, tree, upstream, "triton")
+    case = on_gpu("two_level", 1000, 256, torch.float32)
+    exact = TRITON.solve(case, *problem_of(case))
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        fast = gradients(inputs, target, tree, upstream, "triton")
+        fast = TRITON.solve(case, *problem_of(case))
     finally:
         torch.set_float32_matmul_precision(before)
     difference = (fast[0] - exact[0]).abs().max()
@@ -118,27 +89,17 @@ def test_a_layer_that_was_used_on_a_cpu_moves_to_the_device() -> None:
     torch.testing.assert_close(after.cpu(), before, rtol=1e-4, atol=1e-4)
 
 
-def test_words_banned_by_the_lowest_number_fill_whole_blocks() -> None:
-    inputs, target, tree, upstream = problem(TREES["full"](), 200, 64, torch.bfloat16)
-    inputs[2][:1500] = torch.finfo(torch.bfloat16).min
-    target.clamp_(min=1500)
-    ours = gradients(inputs, target, tree, upstream, "triton")
-    truth = gradients([x.double() for x in inputs], target, tree, upstream.double(), "reference")
-    assert all(each.isfinite().all() for each in ours)
-    torch.testing.assert_close(ours[0].double(), truth[0], rtol=1e-3, atol=1e-3)
-
-
 def test_gpu_tests_run_without_deterministic_algorithms() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("positions", [1, 16, 17, 700, 5000])
 def test_results_repeat_bit_for_bit(positions: int) -> None:
-    inputs, target, tree, upstream = problem(TREES["two_level"](), positions, 300, torch.bfloat16)
-    first = gradients(inputs, target, tree, upstream, "triton")
+    case = on_gpu("two_level", positions, 300, torch.bfloat16)
+    given = problem_of(case)
+    first = TRITON.solve(case, *given)
     for _ in range(5):
-        again = gradients(inputs, target, tree, upstream, "triton")
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert all(map(torch.equal, TRITON.solve(case, *given), first))
 
 
 @pytest.mark.parametrize("size", [300, 650])
@@ -146,30 +107,33 @@ def test_a_thousand_steps_give_the_same_results(size: int) -> None:
     """Kernels that read a register or shared memory too early are right or wrong by timing, which
     copies on another stream vary.
     """
-    tree = ClassTree.two_level(torch.randperm(33_278) % 182)
-    inputs, target, tree, upstream = problem(tree, 16_384, size, torch.bfloat16)
-    inputs[1] = torch.nn.functional.pad(inputs[1], (0, -size % 8))  # as in the layer
-    first = gradients(inputs, target, tree, upstream, "triton")
+    tree = ClassTree.two_level(torch.randperm(33_278) % 182).cuda()
+    case = Case(tree, 16_384, size, torch.bfloat16, further=-size % 8, device="cuda")
+    given = problem_of(case)
+    first = TRITON.solve(case, *given)
     num_different = torch.zeros((), dtype=torch.int64, device="cuda")
     side, unrelated = torch.cuda.Stream(), torch.zeros(1 << 24, device="cuda")  # type: ignore[no-untyped-call]
     for turn in range(1000):
         if turn % 2:
             with torch.cuda.stream(side):
                 unrelated.add_(1)
-        again = gradients(inputs, target, tree, upstream, "triton")
+        again = TRITON.solve(case, *given)
         equal = [(a == b).all() for a, b in zip(first, again, strict=True)]
         num_different += ~torch.stack(equal).all()
     assert int(num_different) == 0
 
 
 def test_a_row_wise_step_never_waits_for_the_device() -> None:
-    inputs, target, tree, _ = problem(TREES["two_level"](), 700, 64, torch.bfloat16)
-    hidden, *table = (tensor.detach().requires_grad_() for tensor in inputs)
+    case = on_gpu("two_level", 700, 64, torch.bfloat16)
+    (*inputs, target), _ = problem_of(case)
+    hidden, *table = (tensor.requires_grad_() for tensor in inputs)
     optimizer = RowAdagrad(table, lr=0.1)
 
     def step() -> None:
         optimizer.zero_grad()
-        loss = nll([hidden, *table, target], tree, backend="triton", row_wise=True, reduction="sum")
+        loss = TRITON._replace(form="row-wise").nll(
+            case.tree, hidden, *table, target, reduction="sum"
+        )
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(table, 0.1)
         optimizer.step()
@@ -232,14 +196,11 @@ def test_a_graphed_layer_trains_as_an_eager_one(
 def test_row_wise_gradients_are_bit_for_bit_the_dense_ones(
     dtype: torch.dtype, name: str, size: int
 ) -> None:
-    inputs, target, tree, upstream = problem(TREES[name](), 700, size, dtype)
-    _, *dense = gradients(inputs, target, tree, upstream, "triton")
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    each = nll([*leaves, target], tree, backend="triton", row_wise=True)
-    torch.autograd.backward(each, upstream.to(each.dtype))
-    for leaf, expected in zip(leaves, dense, strict=True):
-        assert leaf.grad is not None
-        assert torch.equal(leaf.grad.to_dense(), expected)
+    case = on_gpu(name, 700, size, dtype)
+    dense, rows = (
+        Way("triton", form).solve(case, *problem_of(case)) for form in ("dense", "row-wise")
+    )
+    assert all(map(torch.equal, rows, dense))
 
 
 @pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, partial(RowAdam, eps=0.1)])
@@ -247,14 +208,15 @@ def test_row_wise_gradients_are_bit_for_bit_the_dense_ones(
 def test_rows_are_updated_on_the_device_as_on_the_host(
     dtype: torch.dtype, kind: Callable[..., RowOptimizer]
 ) -> None:
-    inputs, target, tree, _ = problem(TREES["shortlist"](), 700, 300, dtype)
+    case = on_gpu("shortlist", 700, 300, dtype)
+    (*inputs, target), _ = problem_of(case)
     tables = []
     for device in ("cuda", "cpu"):
         hidden, weight, bias = (tensor.detach().to(device) for tensor in inputs)
         table = [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
         optimizer = kind(table, lr=0.1)
         loss = hierarchical_cross_entropy(
-            hidden, table[0], target.to(device), tree.to(device), table[1], row_wise=True
+            hidden, table[0], target.to(device), case.tree.to(device), table[1], row_wise=True
         )
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(table, 0.1)
@@ -293,7 +255,8 @@ def test_words_are_found_and_drawn_as_on_a_cpu(
 ) -> None:
     """Rounding may change a word or two of 64; at another temperature, frequencies are right."""
     monkeypatch.setattr(compiled, "has_numba", lambda: False)  # which draws in another way
-    (hidden, weight, bias), _, tree, _ = problem(TREES[name](), 64, 40, dtype)
+    case = on_gpu(name, 64, 40, dtype)
+    ((hidden, weight, bias, _), _), tree = problem_of(case), case.tree
     on_cpu = hidden.cpu(), weight.cpu(), copy.deepcopy(tree).cpu(), bias.cpu()
     layer, seeds = (hidden, weight, tree, bias), torch.arange(64)
     assert fused.is_usable(Positions(hidden.float(), weight, tree, bias))

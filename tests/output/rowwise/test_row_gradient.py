@@ -8,78 +8,54 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output import HierarchicalSoftmax
 from lm.output.backends import nodes
 from lm.output.backends.compiled import factors
 from lm.output.functional import BackendName
 from lm.output.rowwise import RowGradient, lookup
 
 from ..definition import nll
-from .tables import SHORTLIST, H, N, Table, W, accumulate, batch, in_blocks, table
+from .tables import SHORTLIST, TREES, H, W, accumulate, table
 
-TWO_LEVEL = ClassTree.two_level((torch.arange(N) * 7) % 9)
-TREES = {
-    "two levels": TWO_LEVEL,
-    "shortlist": SHORTLIST,
-    "balanced": ClassTree.balanced(N, 3),
-    "full": ClassTree.full(N),
-}
+TWO_LEVEL = TREES["two levels"]
+N = TWO_LEVEL.vocab_size
 
 
-def dense_and_row_wise(tree: ClassTree, batches: int = 1) -> tuple[Table, Table]:
-    params = table(tree), table(tree)
+def row_wise(batches: int = 1) -> RowGradient:
+    """The gradient of a weight that is read at the input too, in some batches."""
+    params = table(SHORTLIST)
     for number in range(batches):
-        accumulate(tree, params[0], number, rows=False)
-        accumulate(tree, params[1], number, rows=True)
-    return params
+        accumulate(params, SHORTLIST, number, order="loss first")
+    assert isinstance(params[0].grad, RowGradient)
+    return params[0].grad
 
 
-def row_wise(tree: ClassTree = SHORTLIST) -> RowGradient:
-    """The gradient of the weight in one batch."""
-    grad = dense_and_row_wise(tree)[1][0].grad
-    assert isinstance(grad, RowGradient)
-    return grad
-
-
-def gradients(params: Table) -> list[Tensor]:
-    found = [param.grad for param in params]
-    return [grad.to_dense() for grad in found if grad is not None]
-
-
-@in_blocks
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_the_gradient_is_the_dense_one_clipped_or_not(tree: ClassTree) -> None:
-    dense, rows = dense_and_row_wise(tree, batches=2)
-    assert all(isinstance(param.grad, RowGradient) for param in rows)
-    torch.testing.assert_close(gradients(rows), gradients(dense), rtol=1e-12, atol=1e-13)
-    for most in (1e3, 1e-3):
-        norms = [torch.nn.utils.clip_grad_norm_(params, most) for params in (dense, rows)]
-        torch.testing.assert_close(norms[1], norms[0], rtol=1e-12, atol=0)
-        torch.testing.assert_close(gradients(rows), gradients(dense), rtol=1e-12, atol=1e-13)
-
-
-def test_only_children_of_visited_nodes_and_input_words_have_values(backend: str) -> None:
-    _, words, target = batch(0)
-    visited = TWO_LEVEL.node_of_row[TWO_LEVEL.row_of_word[target[target >= 0]]]
+@pytest.mark.usefixtures("backend")
+def test_only_children_of_visited_nodes_and_input_words_have_values() -> None:
+    weight, bias = table(TWO_LEVEL)
+    row, target = torch.tensor([3, 3, 40]), torch.tensor([0, 7, 7, 30])
+    torch.autograd.backward(lookup(weight, row).sum())
+    hidden = torch.randn(len(target), H, dtype=weight.dtype)
+    torch.autograd.backward(nll([hidden, weight, bias, target], TWO_LEVEL, row_wise=True).sum())
+    visited = TWO_LEVEL.node_of_row[TWO_LEVEL.row_of_word[target]]
     expected = torch.isin(TWO_LEVEL.node_of_row, torch.cat([visited, torch.tensor([0])]))
-    expected[TWO_LEVEL.row_of_word[words]] = True
+    expected[row] = True
     num_blocks = torch.zeros(TWO_LEVEL.num_rows, dtype=torch.int64)
-    for block in row_wise(TWO_LEVEL).blocks():
+    assert isinstance(weight.grad, RowGradient)
+    for block in weight.grad.blocks():
         num_blocks[block.rows] += 1
     assert num_blocks.tolist() == expected.long().tolist()
     assert not expected.all()
 
 
 def test_the_sparse_tensor_is_coalesced_and_the_same() -> None:
-    _, rows = dense_and_row_wise(SHORTLIST, batches=2)
-    for param in rows:
-        assert isinstance(param.grad, RowGradient)
-        made = param.grad.to_sparse()
-        index = made.indices()[0]
-        assert index.tolist() == sorted(set(index.tolist()))
-        assert torch.equal(made.to_dense(), param.grad.to_dense())
-    empty = RowGradient(rows[0]).to_sparse()
-    assert (empty._nnz(), empty.shape) == (0, rows[0].shape)
+    grad = row_wise(batches=2)
+    made = grad.to_sparse()
+    index = made.indices()[0]
+    assert index.tolist() == sorted(set(index.tolist()))
+    assert torch.equal(made.to_dense(), grad.to_dense())
+    empty = RowGradient(grad).to_sparse()
+    assert (empty._nnz(), empty.shape) == (0, grad.shape)
 
 
 def test_a_dense_gradient_may_be_added() -> None:
@@ -110,20 +86,18 @@ def test_operations_that_read_a_gradient_are_those_of_the_dense_one(
     grad = row_wise()
     actual, expected = operation(grad), operation(grad.to_dense())
     actual = actual.to_dense() if isinstance(actual, RowGradient) else actual
-    torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_hooks_and_anomaly_detection_see_the_gradient() -> None:
-    dense, rows = dense_and_row_wise(SHORTLIST)
     found: list[list[Tensor]] = []
-    for params, is_row_wise in ((dense, False), (rows, True)):
-        params[0].grad = None
-        kept: list[Tensor] = []
+    for backend in ("dense", "reference"):
+        params, kept = table(SHORTLIST), list[Tensor]()
         params[0].register_hook(kept.append)  # type: ignore[no-untyped-call]
         with torch.autograd.set_detect_anomaly(True):
-            accumulate(SHORTLIST, params, 0, rows=is_row_wise)
-        assert isinstance(params[0].grad, RowGradient) == is_row_wise
+            accumulate(params, SHORTLIST, 0, backend, order="loss first")
+        assert isinstance(params[0].grad, RowGradient) == (backend == "reference")
         found.append([*kept, cast(Tensor, params[0].grad).div_(2)])
     for one, other in zip(*found, strict=True):
         other = other.to_dense() if isinstance(other, RowGradient) else other
@@ -180,7 +154,7 @@ def test_lookup_of_repeated_rows_adds_their_gradients_up_and_of_none_has_no_grad
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler accesses all of them
 def test_the_rest_of_a_model_compiles_around_a_layer_with_row_wise_gradients() -> None:
     layer = HierarchicalSoftmax(H, SHORTLIST, row_wise=True).double()
-    hidden, _, target = batch(0)
+    hidden, target = torch.randn(9, H, dtype=torch.float64), torch.arange(9)
 
     def loss(hidden: Tensor) -> Tensor:
         return layer.loss((hidden * 2).tanh(), target) * 3
@@ -201,12 +175,13 @@ def test_gradients_of_nodes_with_few_visits_are_products(
     """
     monkeypatch.setattr(nodes, "BLOCK_ELEMENTS", 1)
     monkeypatch.setattr(factors, "NARROW", 0)
+    monkeypatch.setattr(factors, "FORMED_VISITS", W)
     weight, bias = table(TWO_LEVEL)
     hidden, target = torch.randn(W - 1, H, dtype=torch.float64), torch.randint(0, N, (W - 1,))
     each = nll([hidden, weight, bias, target], TWO_LEVEL, row_wise=True, backend=backend)
     (d_weight,) = torch.autograd.grad(each.sum(), weight)
     assert isinstance(d_weight, RowGradient)
-    factors_of = d_weight.factors.general()
     visited_classes = torch.unique(TWO_LEVEL.node_of_row[TWO_LEVEL.row_of_word[target]])
-    assert len(factors_of.products) == 1 + len(visited_classes)
-    assert not factors_of.rows
+    (visited,) = d_weight.factors.visited
+    assert len(visited.nodes) == 1 + len(visited_classes)
+    assert not len(visited.formed)

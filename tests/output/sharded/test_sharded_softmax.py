@@ -1,4 +1,4 @@
-"""ShardedSoftmax equals HierarchicalSoftmax, in processes connected by gloo."""
+"""ShardedSoftmax obeys the definition, in processes connected by gloo; its plans."""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -8,22 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output import ClassTree
+from lm.output.functional import BackendName
 from lm.output.rowwise import RowGradient
 from lm.output.sharded import ShardedSoftmax
-from lm.output.sharded.placement import GATHERED, Plan, place
-from tests.output.definition import TREES, H, N
+from lm.output.sharded.placement import GATHERED, PlacementName, Plan, place
+from tests.output.definition import TREES, H, N, definition_by_level
+from tests.output.laws import Case, by_definition, problem_of
 
 from .processes import columns_per_process, in_processes
 
-
-def _positions(shares: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden, target and upstream gradient of the positions of all processes."""
-    num_positions = sum(shares)
-    hidden, d_nll = torch.randn(num_positions, H, dtype=dtype), torch.randn(num_positions)
-    target = torch.randint(0, N, (num_positions,))
-    target[::5] = -100
-    return hidden, target, d_nll.to(dtype)
+PLACEMENTS: tuple[PlacementName, ...] = ("word", "class")
 
 
 def _shares(rank: int, world_size: int, case: str) -> list[int]:
@@ -34,67 +29,60 @@ def _shares(rank: int, world_size: int, case: str) -> list[int]:
     }[case]
 
 
-def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def _whole(layer: ShardedSoftmax, dtype: torch.dtype) -> HierarchicalSoftmax:
-    whole = HierarchicalSoftmax(H, layer.tree, backend=layer.backend, dtype=dtype)
-    for name in ("weight", "bias"):
-        gathered = layer.dealt.whole(getattr(layer, name))
-        table = getattr(whole, name).detach()
-        if gathered is not None:
-            table.copy_(gathered)
-        dist.broadcast(table, 0)
-        _close(layer.dealt.held(table), getattr(layer, name).detach(), torch.float64)
-    return whole
-
-
-def _check_equal(
-    rank: int, world_size: int, tree: ClassTree, placement: Any, backend: Any, case: str
+def _check(
+    rank: int,
+    world_size: int,
+    tree: str,
+    placement: PlacementName,
+    shares_of: str,
+    row_wise: bool,
+    dtype: torch.dtype,
+    backend: BackendName = "reference",
 ) -> None:
-    for dtype in (torch.float64, torch.float32) if backend == "reference" else (torch.float64,):
-        for row_wise in (False, True) if dtype == torch.float64 else (True,):
-            torch.manual_seed(1)
-            layer = ShardedSoftmax(
-                H, tree, backend=backend, row_wise=row_wise, dtype=dtype, placement=placement
-            )
-            for name, buffer in layer.named_buffers():  # loaders replace all others
-                assert torch.equal(buffer, layer.state_dict()[name])
-            nn.init.normal_(cast(Tensor, layer.bias))
-            whole = _whole(layer, dtype)
-            torch.manual_seed(2)
-            shares = _shares(rank, world_size, case)
-            hidden, target, d_nll = _positions(shares, dtype)
-            mine = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
-            own = hidden[mine].clone().requires_grad_()
-            hidden.requires_grad_()
-            nll = layer.loss(own, target[mine], "none")
-            torch.autograd.backward(nll, d_nll[mine])
-            truth = whole.loss(hidden, target, "none")
-            torch.autograd.backward(truth, d_nll / world_size)  # the mean over processes
-            _close(nll, truth[mine], dtype)
-            _close(cast(Tensor, own.grad), cast(Tensor, hidden.grad)[mine] * world_size, dtype)
-            for name in ("weight", "bias"):
-                grad = getattr(layer, name).grad
-                assert isinstance(grad, RowGradient) == row_wise
-                expected = layer.dealt.held(getattr(whole, name).grad)
-                _close(grad.to_dense() if row_wise else grad, expected, dtype)
-            levels = layer.nll_by_level(hidden.detach(), target)
-            _close(levels, whole.nll_by_level(hidden.detach(), target), dtype)
+    """Loss, gradients and terms of levels are those of the definition."""
+    layer = ShardedSoftmax(
+        H, TREES[tree], backend=backend, row_wise=row_wise, dtype=dtype, placement=placement
+    )
+    for name, buffer in layer.named_buffers():  # loaders replace all others
+        assert torch.equal(buffer, layer.state_dict()[name])
+    shares = _shares(rank, world_size, shares_of)
+    case = Case(TREES[tree], sum(shares), dtype=dtype, further=layer.weight.shape[1] - H)
+    (hidden, *tables, target), upstream = problem_of(case)
+    for parameter, table in zip(layer.parameters(), tables, strict=True):
+        parameter.detach().copy_(layer.dealt.held(table))
+        gathered = layer.dealt.whole(parameter)
+        assert gathered is None or torch.equal(gathered, table)
+    mine = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
+    own = hidden[mine].clone().requires_grad_()
+    nll = layer.loss(own, target[mine], "none")
+    torch.autograd.backward(nll, upstream[mine])
+    exact = [each.double() for each in (hidden, *tables)]
+    truth, d_hidden, *d_tables = by_definition(case, [*exact, target], upstream, torch.float64)
+    found: list[Any] = [nll, own.grad, layer.nll_by_level(hidden, target)]
+    expected = [truth[mine], d_hidden[mine], definition_by_level(*exact, target, case.tree)]
+    for parameter, gradient in zip(layer.parameters(), d_tables, strict=True):
+        assert isinstance(parameter.grad, RowGradient) == row_wise
+        found.append(parameter.grad.to_dense() if parameter.grad is not None else None)
+        expected.append(layer.dealt.held(gradient) / world_size)  # of the mean over processes
+    near = 1e-12 if dtype == torch.float64 else 5e-6
+    expected = [each.to(dtype) for each in expected]
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
 
 
 def _all_trees(rank: int, world_size: int) -> None:
-    for tree in TREES.values():
-        for placement in ("word", "class"):
-            for case in ("even", "one without positions", "empty"):
-                _check_equal(rank, world_size, tree, placement, "reference", case)
+    for i, tree in enumerate(TREES):
+        for by_class, placement in enumerate(PLACEMENTS):
+            shares = ("even", "one without positions")[i % 2]
+            dtype = torch.float32 if i % 3 == 2 else torch.float64
+            _check(rank, world_size, tree, placement, shares, (i + by_class) % 2 > 0, dtype)
+    for placement in PLACEMENTS:
+        _check(rank, world_size, "shortlist", placement, "empty", False, torch.float64)
 
 
 def _interpreted(rank: int, world_size: int) -> None:
-    for name, placement in (("paths", "word"), ("shortlist", "class")):
-        _check_equal(rank, world_size, TREES[name], placement, "triton", "one without positions")
+    for tree, placement, row_wise in (("paths", "word", True), ("shortlist", "class", False)):
+        shares: Any = "one without positions", row_wise, torch.float64, "triton"
+        _check(rank, world_size, tree, placement, *shares)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -117,8 +105,8 @@ def _alone() -> Iterator[None]:
 @pytest.mark.parametrize("placement", ["word", "class"])
 @pytest.mark.parametrize("tree", ["paths", "shortlist"])
 def test_a_group_may_be_one_process(tree: str, placement: Any) -> None:
-    for case in ("even", "empty"):
-        _check_equal(0, 1, TREES[tree], placement, "reference", case)
+    for row_wise, shares in enumerate(("empty", "even")):
+        _check(0, 1, tree, placement, shares, bool(row_wise), torch.float64)
     row = torch.tensor([[3, -1, 0], [5, 3, 2]])
     for row_wise in (False, True):
         layer = ShardedSoftmax(H, TREES[tree], placement=placement)
@@ -130,7 +118,8 @@ def test_a_group_may_be_one_process(tree: str, placement: Any) -> None:
         assert none.shape == (2, 0, layer.weight.shape[1])
         torch.autograd.backward([found.exp().sum(), expected.exp().sum(), none.sum()])
         grad = cast(Tensor, layer.weight.grad)
-        _close(grad.to_dense(), layer.dealt.held(cast(Tensor, whole.grad)), torch.float32)
+        expected = layer.dealt.held(cast(Tensor, whole.grad))
+        torch.testing.assert_close(grad.to_dense(), expected, rtol=2e-6, atol=2e-6)
     with pytest.raises(ValueError, match='must be "word" or "class", got \'row\''):
         ShardedSoftmax(H, TREES[tree], placement=cast(Any, "row"))
     with pytest.raises(ValueError, match=r"hidden must be .* target .*, got .3, 6. and .2."):

@@ -1,23 +1,20 @@
-"""Laws of the output layer for random trees of any depth, in every backend."""
+"""Laws of the output layer for random trees of any depth."""
 
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn import functional as F
 
 from lm.output import ClassTree
 from lm.output.decoding.distribution import candidate_log_prob, log_prob, topk
-from lm.output.rowwise import RowGradient
 
 from ..decoding.truth import draw_many, word_log_prob
-from ..definition import both_backends, definition, nll, problem
+from ..definition import problem
+from ..laws import Case, Way, equals_the_definition, problem_of
 
 Law = Callable[[ClassTree], None]
 few_and_many = pytest.mark.parametrize("examples", [4, pytest.param(200, marks=pytest.mark.long)])
@@ -46,40 +43,6 @@ def holds(law: Law, examples: int) -> None:
     check()
 
 
-def truth_of(inputs: list[Tensor], target: Tensor, tree: ClassTree, upstream: Tensor) -> list[Any]:
-    """nll and gradients by definition; by `F.cross_entropy` for a single softmax."""
-    hidden, weight, bias = inputs
-    if tree.depth == 1:
-        order = tree.row_of_word
-        logits = F.linear(hidden, weight[order], bias[order])
-        each = F.cross_entropy(logits, target, reduction="none")
-    else:
-        each = definition(hidden, weight, bias, target, tree)
-    grads = torch.autograd.grad(each, inputs, upstream, allow_unused=True, materialize_grads=True)
-    return [each.detach(), *grads]
-
-
-def loss_law(tree: ClassTree) -> None:
-    *inputs, target = problem(tree, 5)
-    upstream = torch.randn(5, dtype=torch.float64)
-    expected = truth_of(inputs, target, tree, upstream)
-    for row_wise in (False, True):
-        each = nll([*inputs, target], tree, row_wise=row_wise)
-        grads = torch.autograd.grad(each, inputs, upstream)
-        assert [isinstance(grad, RowGradient) for grad in grads] == [False, row_wise, row_wise]
-        found = [each.detach(), *(grad.to_dense() for grad in grads)]
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-        norms = [torch.nn.utils.get_total_norm(of) for of in (grads[1:], expected[2:])]
-        torch.testing.assert_close(*norms, rtol=1e-12, atol=1e-12)
-    order = torch.randperm(5)
-    permuted = nll([inputs[0][order], *inputs[1:], target[order]], tree)
-    torch.testing.assert_close(permuted, expected[0][order], rtol=1e-12, atol=1e-12)
-    hidden, weight, bias = (tensor.detach() for tensor in inputs)
-    of_node = torch.randn(tree.num_nodes, dtype=torch.float64)
-    shifted = nll([hidden, weight, bias + of_node[tree.node_of_row], target], tree)
-    torch.testing.assert_close(shifted, expected[0], rtol=1e-12, atol=1e-12)
-
-
 def distribution_law(tree: ClassTree) -> None:
     hidden, weight, bias, _ = (tensor.detach() for tensor in problem(tree, 3))
     layer = hidden, weight, tree, bias
@@ -99,12 +62,15 @@ def distribution_law(tree: ClassTree) -> None:
 
 
 @few_and_many
-@both_backends
-def test_loss_and_gradients_are_those_of_the_definition(examples: int) -> None:
-    """Dense and row-wise; depth 1 is `F.cross_entropy`; for any order of positions and constants of
-    nodes.
-    """
-    holds(loss_law, examples)
+@pytest.mark.parametrize("form", ["dense", "row-wise"])
+@pytest.mark.parametrize("backend", ["reference", "compiled"])
+def test_loss_and_gradients_are_those_of_the_definition(
+    backend: str, form: str, examples: int
+) -> None:
+    def law(tree: ClassTree) -> None:
+        equals_the_definition(Way(backend, form), case := Case(tree, 5), *problem_of(case))
+
+    holds(law, examples)
 
 
 @few_and_many

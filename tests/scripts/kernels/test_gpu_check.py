@@ -10,8 +10,8 @@ import pytest
 from scripts.kernels.gpu_check import COMMANDS, GPU_TESTS, preflight
 
 ALL = {line.split()[1]: 0 for line in COMMANDS.splitlines()} | {"memcheck": 127, "racecheck": 127}
-ENDED = "1 a 9 :\n1 b 9 none\n1 c 9 sleep 2; kill -TERM $PPID; tail -f $LOGS/c.log"
-FAILED = "1 a 1 tail -f $LOGS/a.log\n1 b 9 tail -f $LOGS/b.log & exit 3\n1 c 9 :"
+ENDED = "1 a 9 :\n1 b 9 none\n1 c 9 sleep 0.5; kill -TERM $PPID; tail -f $LOGS/c.log"
+FAILED = "1 a 0.1 tail -f $LOGS/a.log\n1 b 9 tail -f $LOGS/b.log & exit 3\n1 c 9 :"
 
 
 def python(program: str, *options: str) -> subprocess.CompletedProcess[str]:

@@ -58,14 +58,18 @@ class CompiledBackend(reference.ReferenceBackend):
     ) -> bool:
         return verified(self, device, Kind(*dtypes), failures)
 
+    def saved_type(self, problem: Problem, needs: Needs) -> Any:
+        """See `Backend.saved_type`."""
+        return Saved if saves_errors(problem, needs) else reference.Saved
+
     def new_saved(self, problem: Problem, needs: Needs) -> Tensors:
         """See `Backend.new_saved`."""
-        saves = saves_errors(problem, needs)
+        saves = self.saved_type(problem, needs) is Saved
         return new_saved(problem, needs) if saves else super().new_saved(problem, needs)
 
     def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
-        """See `Backend.softmaxes`; logits are less the log-sum-exps, which are 0 then."""
-        if not saves_errors(problem, needs):
+        """See `Solver.softmaxes`; logits are less the log-sum-exps, which are 0 then."""
+        if self.saved_type(problem, needs) is not Saved:
             return super().softmaxes(problem, needs)
         from lm.output.backends.compiled import step
 
@@ -75,9 +79,10 @@ class CompiledBackend(reference.ReferenceBackend):
         return Softmaxes(zero, zero, log_prob), saved
 
     def nll(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor | None, Tensors]:
-        """See `Backend.nll`; levels are added in their order."""
-        if not saves_errors(problem, needs):
-            return super().nll(problem, needs)
+        """See `Solver.nll`; levels are added in their order."""
+        if self.saved_type(problem, needs) is not Saved:
+            softmaxes, saved = super().softmaxes(problem, needs)
+            return softmaxes.nll_by_level().sum(0), None, saved
         from lm.output.backends.compiled import step
 
         return step.nll(problem, needs)
@@ -85,7 +90,7 @@ class CompiledBackend(reference.ReferenceBackend):
     def backward(
         self, d_nll: Tensor, problem: Problem, saved: Any, needs: Needs, lse: Tensor | None = None
     ) -> Gradients:
-        """See `Backend.backward`."""
+        """See `Solver.backward`."""
         if not isinstance(saved, Saved):
             return super().backward(d_nll, problem, saved, needs, lse)
         from lm.output.backends.compiled import step

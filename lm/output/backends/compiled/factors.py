@@ -1,10 +1,10 @@
-"""The row-wise gradient of a batch, and the loops that form and use it a few rows at a time.
+"""The norm and the update of a batch's row-wise gradient in loops, a few rows at a time.
 
 The letters and equations are those of the reference backend.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from math import sqrt  # by name: torch.fx replaces those of `math` while it traces
 from typing import Any
@@ -24,7 +24,7 @@ from lm.output.backends.compiled.codegen.rows import (
 from lm.output.backends.compiled.codegen.tiles import TERMS, sums
 from lm.output.backends.compiled.division import bounds_of, divide
 from lm.output.backends.compiled.memory import Array, as_array, own
-from lm.output.rowwise.blocks import Block, Product, RowFactors, Rows, Rule
+from lm.output.rowwise.factors import Block, RowFactors, Rule, each_once
 
 FORMED_VISITS = 16
 """Visits from which on a node's rows are formed once, not at each use: at most `BLOCK`, from which
@@ -35,98 +35,55 @@ SGD, ADAGRAD, ADAM = range(3)
 """Rules of `update_rows`."""
 
 
+def split(nodes: Array) -> tuple[Tensor, Array]:
+    """`Visited.nodes`, given those of `list_nodes`; and the nodes whose rows are to be formed.
+
+    The rows of the latter are those of `Visited.formed`.
+    """
+    listed = torch.from_numpy(nodes).clone()
+    num_visits, num_children = listed[:, 1] - listed[:, 0], listed[:, 3]
+    is_formed = (num_visits >= FORMED_VISITS) | (num_children <= NARROW)
+    width = num_children * is_formed
+    listed[:, 5] = place = (width.cumsum(0) - width).where(is_formed, -1)
+    found = listed[is_formed]
+    found[:, 2] = place[is_formed]
+    return listed, found.numpy()
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Factors(RowFactors):
-    """The gradient of the weight as errors and hidden vectors. It is independent of the rows."""
-
-    nodes: Array  # see `update_rows`
-    error: Tensor  # as `loops.forward` saves it; of rows that are not formed, [visits, n]
-    hidden: Tensor  # [P, ≥ W] of the sorted positions, multiplied by their d nll
-    formed: Tensor  # [F, W]
-    num_rows: int  # R
-    factor: float | Tensor = 1  # of the gradient
-
-    @classmethod
-    def of(
-        cls,
-        nodes: Array,
-        error: Tensor,
-        hidden: Tensor,
-        form: Callable[[Array, Tensor], None],
-        shape: tuple[int, ...],
-    ) -> "Factors":
-        """The gradient of a table of `shape` [R, W], for a bias [R, 1], given `list_nodes`.
-
-        `form` writes the gradients of some nodes' rows, given these nodes, with other numbers of
-        rows, to a tensor [F, W].
-        """
-        listed = torch.from_numpy(nodes)
-        num_visits, num_children = listed[:, 1] - listed[:, 0], listed[:, 3]
-        is_formed = (num_visits >= FORMED_VISITS) | (num_children <= NARROW)
-        width = num_children * is_formed
-        place = width.cumsum(0) - width
-        found, formed = listed[is_formed], hidden.new_empty(int(width.sum()), shape[1])
-        found[:, 2] = place[is_formed]
-        form(found.numpy(), formed)
-        return cls(
-            nodes=torch.column_stack([listed, place.where(is_formed, -1)]).numpy(),
-            error=error,
-            hidden=hidden,
-            formed=formed,
-            num_rows=shape[0],
-        )
-
-    def general(self) -> RowFactors:
-        """See `RowFactors.general`."""
-        nodes, size = self.nodes, self.formed.shape[1]
-        is_formed = nodes[:, 6] >= 0
-        first, num = torch.from_numpy(nodes[is_formed][:, 2:4]).unbind(1)
-        rows = (first - num.cumsum(0) + num).repeat_interleave(num)
-        rows += torch.arange(len(self.formed), device=rows.device)
-        products = []
-        for start, end, first_row, n, offset, *_ in nodes[~is_formed].tolist():
-            errors = self.error[offset : offset + (end - start) * n].view(-1, n)
-            products.append(Product(first_row, errors, self.hidden[start:end, :size]))
-        single = [each for each in (Rows(rows, self.formed), self.more) if len(each.row)]
-        return RowFactors(products=products, rows=single).times(self.factor)
+    """The gradient of a table in one batch, and of single rows."""
 
     @cached_property
-    def more(self) -> Rows:
-        """The single rows, ascending, each once."""
-        none = Rows(self.formed.new_empty(0, dtype=torch.int64), self.formed[:0])
+    def more(self) -> tuple[Tensor, Tensor]:
+        """The single rows, ascending, each once, and their gradients."""
+        formed = self.visited[0].formed
+        none = formed.new_empty(0, dtype=torch.int64), formed[:0]
         if not self.rows:
             return none
         row, values = (torch.cat(each) for each in zip(none, *self.rows, strict=True))
-        row, place = torch.unique(row, return_inverse=True)
-        values = values.to(self.formed.dtype)
-        return Rows(row, values.new_zeros(len(row), values.shape[1]).index_add_(0, place, values))
+        return each_once(row, values.to(formed.dtype))
 
-    def plus(self, other: RowFactors) -> RowFactors:
-        """See `RowFactors.plus`; the loops take single rows times the same factor."""
-        is_one = not isinstance(self.factor, Tensor) and self.factor == 1
-        return super().plus(other) if is_one else self.general().plus(other)
-
-    def times(self, number: float | Tensor) -> RowFactors:
-        """See `RowFactors.times`."""
-        return replace(self, factor=self.factor * number)
-
-    def square_norm(self) -> Tensor:
+    def square_norm(self, table: Tensor) -> Tensor:
         """See `RowFactors.square_norm`."""
-        squares = self.formed.new_empty(len(self.nodes) + len(self.more.row))
-        self._divide(square_norms, own(squares))
+        visited = self.visited[0]
+        squares = visited.formed.new_empty(len(visited.nodes) + len(self.more[0]))
+        self._divide(len(table), square_norms, own(squares))
         return squares.sum().clamp(min=0) * self.factor**2
 
     def update(self, table: Tensor, rule: Rule) -> Iterable[Block]:
         """See `RowFactors.update`."""
-        if table.dtype != self.error.dtype:
+        formed = self.visited[0].formed
+        if table.dtype != formed.dtype:
             return super().update(table, rule)
         names = "total", "mean", "square"
         known = [name in rule.state for name in names]
         which = ADAM if known[1] else ADAGRAD if known[0] else SGD
-        none, dtype = self.formed.new_empty(0, 0), own(self.formed).dtype.type
+        none, dtype = formed.new_empty(0, 0), own(formed).dtype.type
         state = {"total": none.view(-1), "mean": none, "square": none} | rule.state
         numbers = (float(self.factor), *rule.numbers, *[0.0] * (6 - len(rule.numbers)))
         self._divide(
+            len(table),
             partial(update_rows, which),
             as_array(table),
             tuple(as_array(state[name]) for name in names),
@@ -134,10 +91,10 @@ class Factors(RowFactors):
         )
         return ()
 
-    def _divide(self, loop: Callable[..., None], *arguments: Any) -> None:
-        bounds = bounds_of(self.nodes, self.num_rows, by_rows=True)
-        arrays = map(own, (self.error, self.hidden, self.formed))
-        divide(bounds, loop, self.nodes, *arrays, tuple(map(own, self.more)), *arguments)
+    def _divide(self, num_rows: int, loop: Callable[..., None], *arguments: Any) -> None:
+        nodes, *arrays = map(own, self.visited[0])
+        bounds = bounds_of(nodes, num_rows, by_rows=True)
+        divide(bounds, loop, nodes, *arrays, tuple(map(own, self.more)), *arguments)
 
 
 @compiled
@@ -149,7 +106,7 @@ def square_norms(begin, end, nodes, error, hidden, formed, more, out):
     """
     num_columns, k = formed.shape[1], np.searchsorted(more[0], begin)
     for m in range(len(nodes)):
-        start, stop, row, n, offset, _, place = nodes[m]
+        start, stop, row, n, offset, place = nodes[m]
         num_visits = stop - start if place < 0 else 0  # of rows that are not formed
         vectors = row_address(hidden, start)
         k = _more_norms(k, min(row, end), error, num_columns, more, len(nodes), out)
@@ -206,9 +163,7 @@ def update_rows(rule, begin, end, nodes, error, hidden, formed, more, table, sta
     """Change the rows from `begin` to `end`, whose gradients are formed a few at a time.
 
     Args:
-        nodes: [M, 7] from `list_nodes`, and the first of the node's rows in `formed`, or -1.
-        error, hidden: as of `loops.backward`.
-        formed: [F, W] gradients.
+        nodes, error, hidden, formed: see `Visited`.
         more: rows [K] int64, ascending, and gradients [K, W] that are added to theirs.
         states: of the optimizer, one number per row [R], and two arrays [R, W].
         numbers: factor of the gradients, and the numbers of the rule.
@@ -217,7 +172,7 @@ def update_rows(rule, begin, end, nodes, error, hidden, formed, more, table, sta
     num_columns, one = few.shape[1], few.dtype.type(1)
     both = row_address(few, TERMS)
     k = np.searchsorted(more[0], begin)
-    for start, stop, row, n, offset, _, place in nodes:
+    for start, stop, row, n, offset, place in nodes:
         first, last = max(row, begin), min(row + n, end)
         if first >= last:
             continue

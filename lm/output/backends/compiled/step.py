@@ -12,7 +12,7 @@ from torch import Tensor
 from lm.output.backends.base import Gradients, Needs, Problem
 from lm.output.backends.compiled import loops
 from lm.output.backends.compiled.division import bounds_of, divide
-from lm.output.backends.compiled.factors import Factors
+from lm.output.backends.compiled.factors import Factors, split
 from lm.output.backends.compiled.memory import (
     Array,
     Saved,
@@ -24,6 +24,7 @@ from lm.output.backends.compiled.memory import (
     zeros_except,
 )
 from lm.output.backends.visits import check_words
+from lm.output.rowwise.factors import Visited
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tree.arrays import TreeArrays
 
@@ -102,23 +103,22 @@ def _row_gradients(
     nodes: Array, problem: Problem, saved: Saved, needs: Needs, d_nll: Tensor
 ) -> tuple[RowGradient | None, RowGradient | None]:
     """Gradients of weight and bias, if needed, given d_nll [P] of the sorted positions."""
-    weight, bias, d_weight, d_bias = problem.weight, problem.bias, None, None
-    none, scaled = d_nll.new_empty(0), _scaled_hidden(problem, saved.position, d_nll)
+    scaled = _scaled_hidden(problem, saved.position, d_nll)
     hidden = saved.hidden if multiplies_bf16(problem) else scaled
+    listed, found = split(nodes)
+    num_formed = int(found[:, 3].sum())
+    d_weight = d_nll.new_empty(num_formed if needs.weight else 0, problem.weight.shape[1])
+    d_bias = d_nll.new_zeros(num_formed if needs.bias else 0)
+    _form(saved.error, hidden, d_nll, found, d_weight, d_bias)
 
-    def factored(like: Tensor, vectors: Tensor) -> RowGradient:
-        def form(found: Array, rows: Tensor) -> None:
-            of_table = (rows, none) if like.dim() > 1 else (none[:, None], rows.view(-1).zero_())
-            _form(saved.error, hidden, d_nll, found, *of_table)
-
-        shape = like.view(len(like), -1).shape
-        return RowGradient(like, Factors.of(nodes, saved.error, vectors, form, shape))
-
-    if needs.weight:
-        d_weight = factored(weight, scaled)
-    if bias is not None and needs.bias:
-        d_bias = factored(bias, d_nll[:, None])
-    return d_weight, d_bias
+    of_weight, of_bias = (
+        None if t is None else RowGradient(t, Factors(visited=(Visited(listed, saved.error, *v),)))
+        for t, *v in (
+            (problem.weight if needs.weight else None, scaled, d_weight),
+            (problem.bias if needs.bias else None, d_nll[:, None], d_bias[:, None]),
+        )
+    )
+    return of_weight, of_bias
 
 
 def _form(

@@ -132,7 +132,7 @@ class TritonBackend(Backend):
         return verified(self, device, Kind(*dtypes, *align, tf32()), failures)
 
     def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
-        """See `Backend.softmaxes`."""
+        """See `Solver.softmaxes`."""
         _, memory, saved = self._forward(problem, needs)
         routing, lse, logit = _visits(problem, memory)
         lse = torch.where(routing.node >= 0, lse, -torch.inf)
@@ -141,7 +141,7 @@ class TritonBackend(Backend):
         return Softmaxes.by_position(routing.position.long(), lse, zero, logit), saved
 
     def nll(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor | None, Tensors]:
-        """See `Backend.nll`: the kernel of the softmaxes forms it."""
+        """See `Solver.nll`: the kernel of the softmaxes forms it."""
         nll, memory, saved = self._forward(problem, needs)
         return nll, memory.routing[NUM_VALID], saved
 
@@ -149,7 +149,7 @@ class TritonBackend(Backend):
         """The nll, what the kernels have written, and what is saved of it."""
         if problem.target.device.type == "cpu":
             check_words("target", problem.target, problem.vocab_size, problem.ignore_index)
-        in_parts = needs.any and self.part_size(problem) < problem.num_positions
+        in_parts = needs.any and self.saved_type(problem, needs) is InParts
         problem, plan = _contiguous(problem), plan_for(problem)
         memory = plan.new(problem, has_gradient=needs.any and not in_parts)
         nll = memory.visit_lse.new_empty(plan.num_positions)
@@ -174,7 +174,7 @@ class TritonBackend(Backend):
     def backward(
         self, d_nll: Tensor, problem: Problem, saved: Any, needs: Needs, lse: Tensor | None = None
     ) -> Gradients:
-        """See `Backend.backward`."""
+        """See `Solver.backward`."""
         problem = _contiguous(problem)
         if not isinstance(saved, Memory):
             size = self.part_size(problem)
@@ -209,9 +209,13 @@ class TritonBackend(Backend):
             return problem.num_positions
         return max(1, MAX_SAVED_BYTES // num_bytes)
 
+    def saved_type(self, problem: Problem, needs: Needs) -> Any:
+        """See `Backend.saved_type`."""
+        return InParts if self.part_size(problem) < problem.num_positions else Memory
+
     def new_saved(self, problem: Problem, needs: Needs) -> Tensors:
         """See `Backend.new_saved`."""
-        if self.part_size(problem) < problem.num_positions:
+        if self.saved_type(problem, needs) is InParts:
             return InParts()
         return plan_for(problem).new(problem, has_gradient=True)
 

@@ -23,7 +23,7 @@ from lm.output.rowwise.row_gradient import RowGradient
 def gradients(
     d_nll: Tensor, plan: Plan, problem: Problem, memory: Memory, needs: Needs
 ) -> Gradients:
-    """The gradients that are needed; arguments as in `Backend.backward`.
+    """The gradients that are needed; arguments as in `Solver.backward`.
 
     Row-wise ones remain factors, of which nothing is read by the host.
     """

@@ -13,7 +13,7 @@ from lm.output.backends.triton.launch import SLOT, launch
 from lm.output.backends.triton.plan import Children, Inputs, Memory, Plan
 from lm.output.backends.triton.routing import Routing
 from lm.output.backends.triton.tile_shapes import Tile
-from lm.output.rowwise.blocks import Block, RowFactors, Rows, Rule, summed_by_row
+from lm.output.rowwise.factors import Block, RowFactors, Rule, summed_by_row
 
 ROW_PROGRAMS = 2048
 """Most programs for tiles of heavy nodes' rows: they step through a list that may be short."""
@@ -186,10 +186,9 @@ class Unwritten(RowFactors):
 
     factors: Factors
     of_bias: bool
-    factor: float | Tensor = 1  # of the gradient
 
-    def general(self) -> RowFactors:
-        """See `RowFactors.general`: rows. The host waits for their number."""
+    def in_memory(self) -> RowFactors:
+        """See `RowFactors.in_memory`: as rows. The host waits for their number."""
         factors, tree = self.factors, self.factors.problem.tree
         visited = factors.memory.visited.bool()
         width = torch.where(visited, tree.num_children, 0)
@@ -198,13 +197,8 @@ class Unwritten(RowFactors):
         values = factors.memory.visit_lse.new_empty(index.numel(), columns)
         weight, bias = (None, values.view(-1)) if self.of_bias else (values, None)
         write(factors, Outputs(None, weight, bias, width.cumsum(0) - width))
-        formed = Rows(index, values * self.factor)
-        return RowFactors(rows=[formed, *self.rows])
-
-    def times(self, number: float | Tensor) -> RowFactors:
-        """See `RowFactors.times`."""
-        rows = [Rows(row, values * number) for row, values in self.rows]
-        return replace(self, factor=self.factor * number, rows=rows)
+        formed = index, values * self.factor
+        return RowFactors(rows=(formed, *super().in_memory().rows))
 
     def _of_rows(self, row: Tensor) -> Tensor:
         """The gradients of rows [K], [K, W], without single rows; the host waits for nothing."""
@@ -229,12 +223,13 @@ class Unwritten(RowFactors):
 
     def _single(self) -> tuple[Block, Tensor] | None:
         """The sums of single rows, if there are any, and the products' gradients of these rows."""
-        if not any(len(each.row) for each in self.rows):
+        if not any(len(row) for row, _ in self.rows):
             return None
-        block = summed_by_row(self.rows)
+        rows = super().in_memory().rows
+        block = summed_by_row(*(torch.cat(each) for each in zip(*rows, strict=True)))
         return block, self._of_rows(block.index(block.values().device))
 
-    def square_norm(self) -> Tensor:
+    def square_norm(self, table: Tensor) -> Tensor:
         """See `RowFactors.square_norm`."""
         total = self.factors.norms(of_bias=self.of_bias)[1] * self.factor**2
         if (single := self._single()) is not None:

@@ -11,96 +11,54 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, hierarchical_cross_entropy
-from lm.output.backends import BACKENDS, choose_backend, saved_bytes, verify
+from lm.output.backends import BACKENDS, choose_backend, verify
 from lm.output.backends.base import Backend, Gradients, Needs, Problem
-from lm.output.backends.compiled import backend, loops, memory
+from lm.output.backends.compiled import backend, loops
 from lm.output.backends.compiled.codegen import vectors
 from lm.output.backends.compiled.step import target_log_prob
 from lm.output.backends.visits import route
 
-from ...definition import TREES, assert_errors_are_small, gradients, problem, two_level
+from ...definition import TREES, problem, two_level
+from ...laws import Case, Way, equals_the_definition, problem_of
 
 CPU = torch.device("cpu")
 Sizes = tuple[int, int, int, int]
+Kind = tuple[torch.dtype, torch.dtype | None, bool]
 ALL = Needs(hidden=True, weight=True, bias=True)
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
+SIZES = [  # H, words, classes, positions
+    (1, 7, 3, 5),
+    (17, 91, 4, 201),
+    (33, 299, 2, 70),
+    (64, 300, 150, 90),
+    (304, 5000, 70, 150),  # the gradient is larger than `CACHE_BYTES`
+    (301, 9000, 90, 150),  # and rows begin within a line of a cache
+    (2100, 1500, 30, 90),
+    (37, 11, 1, 31), (37, 12, 1, 32), (37, 13, 1, 95),  # blocks from 32 visits, 12 children on
+]  # fmt: skip
+KINDS = [
+    (FP64, None, True), (FP32, None, True), (BF16, None, True), (BF16, None, False),
+    (BF16, FP32, True), (BF16, FP32, False),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "sizes",  # H, words, classes, positions
-    [
-        (1, 7, 3, 5),
-        (17, 91, 4, 201),
-        (33, 299, 2, 70),
-        (64, 300, 150, 90),
-        (304, 5000, 70, 150),  # the gradient is larger than `CACHE_BYTES`
-        (301, 9000, 90, 150),  # and rows begin within a line of a cache
-        (2100, 1500, 30, 90),
-    ],
+    ("sizes", "kind"),
+    [(of, kind) for i, of in enumerate(SIZES) for j, kind in enumerate(KINDS) if (i + j) % 2],
     ids=str,
 )
-@pytest.mark.parametrize(
-    ("of_hidden", "of_rows", "has_instructions"),
-    [
-        (FP64, FP64, True), (FP32, FP32, True), (BF16, BF16, True), (BF16, BF16, False),
-        (BF16, FP32, True), (BF16, FP32, False),
-    ],
-)  # fmt: skip
 def test_results_are_as_exact_as_those_of_pytorch_for_all_sizes_of_tiles(
-    sizes: Sizes, of_hidden: torch.dtype, of_rows: torch.dtype, has_instructions: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """With instructions for products of bf16 numbers or without; all is in bf16 in PyTorch."""
+    sizes: Sizes, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With instructions for products of bf16 numbers or without."""
     size, num_words, num_classes, num_positions = sizes
+    dtype, rows, has_instructions = kind
     monkeypatch.setattr(vectors, "HAS_BF16", vectors.HAS_BF16 and has_instructions)
     tree = two_level(num_words, num_classes)
-    hidden, *parameters, target = problem(tree, num_positions, size=size)
-    inputs = [hidden.to(of_hidden), *(tensor.to(of_rows) for tensor in parameters)]
-    upstream = torch.randn(num_positions, dtype=torch.float64)
-    true = gradients([x.double() for x in inputs], target, tree, upstream, "reference")
-    plain = [x.to(of_hidden) for x in inputs]
-    base = gradients(plain, target, tree, upstream, "reference")
-    with torch.autocast("cpu", torch.bfloat16, enabled=of_hidden == BF16):
-        actual = gradients(inputs, target, tree, upstream, "compiled")
-    eps = torch.finfo(of_hidden).eps
-    assert_errors_are_small([actual, base, true], slack=eps if of_hidden == BF16 else 40 * eps)
-
-
-@pytest.mark.parametrize("num_words", [11, 12, 13, 150])
-@pytest.mark.parametrize("num_positions", [31, 32, 33, 64, 95])
-def test_many_visits_of_a_node_have_the_results_of_few(num_positions: int, num_words: int) -> None:
-    """From 32 visits and 12 children on, and with fewer, which are computed in another order."""
-    tree = ClassTree.full(num_words)
-    *inputs, target = problem(tree, num_positions, size=37, dtype=torch.bfloat16)
-    upstream = torch.randn(num_positions)
-    together = gradients(inputs, target, tree, upstream, "compiled")
-    hidden, *parameters = inputs
-    parts = [
-        gradients([hidden[part], *parameters], target[part], tree, upstream[part], "compiled")
-        for part in torch.split(torch.arange(num_positions), 9)
-    ]
-    nll, d_hidden, *sums = zip(*parts, strict=True)
-    torch.testing.assert_close(together[0], torch.cat(nll), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(together[1], torch.cat(d_hidden), rtol=0.01, atol=0.01)
-    for ours, theirs in zip(together[2:], sums, strict=True):
-        torch.testing.assert_close(ours, sum(theirs), rtol=0.05, atol=0.05)
-
-
-def test_a_visit_without_numbers_leaves_the_others_as_they_are() -> None:
-    tree = ClassTree.full(40)
-    *inputs, target = problem(tree, 70, size=16, dtype=torch.bfloat16)
-    hidden, *parameters = (tensor.detach() for tensor in inputs)
-    broken = hidden.clone()
-    broken[[3, 40, 69]] = torch.nan
-    upstream, others = torch.ones(70), torch.ones(70).bool()
-    others[[3, 40, 69]] = False
-    found = (
-        gradients([x, *parameters], target, tree, upstream, "compiled")[:2]
-        for x in (hidden, broken)
-    )
-    for whole, actual in zip(*found, strict=True):
-        assert torch.equal(whole[others], actual[others])
-        assert actual[~others].isnan().all()
+    case = Case(tree, num_positions, size, dtype, rows=rows)
+    equals_the_definition(Way("compiled"), case, *problem_of(case))
 
 
 def test_exp_is_right_to_two_roundings_down_to_the_smallest_numbers() -> None:
@@ -155,24 +113,6 @@ def test_visits_are_those_of_the_reference(tree: ClassTree) -> None:
     expected = route(target, tree.arrays, tree.depth, -100)
     for ours, theirs in zip(saved, expected, strict=False):
         assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP64])
-def test_softmaxes_whose_errors_are_not_saved_are_the_references(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("SAVED_ELEMENTS", "SAVED_ELEMENTS_OF_ONE_NODE", "FULL_SAVED_ELEMENTS"):
-        monkeypatch.setattr(memory, name, 0)
-    for tree in (ClassTree.full(40), two_level(40, 5)):
-        *inputs, target = problem(tree, 20, dtype=dtype)
-        upstream, found = torch.ones(20), []
-        for name in ("compiled", "reference"):
-            solved = Problem.of(inputs[0], inputs[1], target, tree, inputs[2])
-            by_level = BACKENDS[name].softmaxes(solved, ALL)[0].nll_by_level()
-            size = saved_bytes(name, solved, row_wise=False)
-            each = gradients(inputs, target, tree, upstream, name)
-            found.append([*each, by_level, torch.tensor(size)])
-        assert all(map(torch.equal, *found))
 
 
 def test_without_numba_auto_warns_and_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,86 @@
+"""The kernels compile for an architecture without its GPU, and no kernel spills registers."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton.backends.nvidia")
+
+from lm.output.backends.base import Needs, Problem
+from lm.output.backends.triton.backend import TritonBackend
+from lm.output.backends.triton.launch import VARYING, Launch, instrumented
+
+from ...output.definition import two_level
+
+KERNELS = "_draw _errors _forward _heavy _merge _plan _rows _sort _update"
+CONSTANTS = {"ACC", "EXACT", "META", "SORTED", "TILE", "W"}
+"""Arguments that a kernel is compiled for and the host does not pass to it."""
+HUGE = """
+import torch
+from lm.output.backends.triton.tile_shapes import Tile, Tiles
+from scripts.kernels.compilation import compile_all, launches, make_problem
+tiles = Tiles(*[Tile(32, 32, 32, 1, 1, 32, registers=32)] * 4)
+found = launches(make_problem(1000, 64, 90), 80, tiles)
+print(*compile_all([(each, 80) for each in found if each.kernel.__name__ == "_forward"]))
+"""
+
+
+def python(*arguments: str) -> tuple[int, str]:
+    """Exit code and output of Python, in which kernels are compiled, not interpreted."""
+    command = [sys.executable, "-W", "error", *arguments]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    return done.returncode, done.stderr[-2000:] + done.stdout
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [("80", "tf32"), ("90", "bf16")])
+def test_every_kernel_compiles_without_spills_and_with_tensor_cores(
+    capability: str, dtype: str
+) -> None:
+    of = ["--rows", "100000:64", "--sm", capability, "--dtype", dtype, "--all"]
+    code, printed = python("-m", "scripts.kernels.compilation", *of)
+    assert (code, printed.rpartition(": ")[2]) == (0, f"{KERNELS}\n"), printed
+
+
+def test_a_kernel_that_spills_is_reported() -> None:
+    """With tiles that exceed the registers of their threads."""
+    code, printed = python("-c", HUGE)
+    assert code == 0, printed
+    assert printed.startswith("spills ")
+
+
+@pytest.mark.parametrize(("num_words", "size"), [(33_278, 300), (1_000_000, 3000)])
+def test_batches_of_many_sizes_share_compiled_kernels(num_words: int, size: int) -> None:
+    """The seven kernels, and the sort once more for each length of runs.
+
+    Triton compiles a kernel for the dtypes of tensors, for constants, and for numbers that are 1 or
+    multiples of 16, unless these are not to be specialised.
+    """
+    tree, generator = two_level(num_words, round(num_words**0.5)), random.Random(0)
+    needs, found = Needs(hidden=True, weight=True, bias=True), set[object]()
+
+    def kind(name: str, value: object) -> object:
+        if isinstance(value, int) and name not in CONSTANTS:
+            special = name not in VARYING and (value == 1 or value % 16 == 0)
+            return value >= 2**31, special
+        return value.dtype if isinstance(value, Tensor) else value
+
+    def compile_for(launch: Launch) -> None:
+        given = {}
+        for name, value in launch.arguments.items():
+            given |= value._asdict() if hasattr(value, "_asdict") else {name: value}
+        of = [kind(*each) for each in given.items()]
+        found.add((launch.kernel.__name__, str(launch.tile), str(of)))
+
+    for _ in range(200):
+        num_positions = int(2 ** generator.uniform(0, 16))
+        problem = Problem.without_values(num_positions, size, tree, torch.bfloat16)
+        with instrumented(run=compile_for, capability=90):
+            nll, _, saved = TritonBackend().nll(problem, needs)
+            TritonBackend().backward(nll, problem, saved, needs)
+    assert len(found) <= 12
