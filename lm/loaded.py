@@ -1,25 +1,25 @@
-"""A trained model in a program of the user's: probabilities, scores, states for search, text.
+"""A trained model in a user's program: probabilities, scores, states for search, and text.
 
 Words are strings, or token ids of the model's tokenizer; `LoadedModel.id` and `LoadedModel.word`
-convert them. A word that the vocabulary lacks is `<unk>`, and by default has the probability of all
-such words together, which may exceed that of a known one: the first such step or candidate warns.
-Sums include it, as KenLM's do; to leave it out, as SRILM does, see `LineScore.is_oov`,
-`LoadedModel.unknown_words` and `State.num_unknown`. A word that the tokenizer splits has the
-probability of its tokens one after another: with SentencePiece, this is the probability of all
-words that begin with it.
+convert between them. A word that the tokenizer splits has the probability of its sequence of
+tokens: with SentencePiece, that of all words that begin with it.
 
-With `vocabulary_size` V, the V - (N - 1) words that the vocabulary of N lacks share P(`<unk>`)
-equally. In `score`, `step`, `step_many`, `candidate_log_prob`, `candidate_log_probs` and
-`log_prob`, the probability of `<unk>` is then that of one such word: the others add up to 1 with
-V - (N - 1) times this one.
-`evaluate`, `perplexity`, `generate` and `search` take `<unk>` as one word, whatever V is.
-A model of independent sequences has items in place of token ids, integers too, and leaves those out
-that its catalogue lacks. Without V, a step or candidate that is such an item has the
-log-probability -∞, and the state after it is the one before.
+A word outside the vocabulary is `<unk>`. By default it has the probability of all such words
+together, which may exceed that of a known word: the first such step or candidate gives a warning.
+Sums include it, as in KenLM; to leave it out, use `LineScore.is_oov`, `LoadedModel.unknown_words`
+and `State.num_unknown`.
 
-With `open_vocabulary` every string has a probability: that of a word w outside the vocabulary is
-P(`<unk>`) P(w | `<unk>`), by the model's speller (`data_prep.tokenizer.speller`), in all of these
-and in `evaluate` and `perplexity`. The token id of `<unk>` has P(`<unk>`), and warns.
+With `vocabulary_size` V, the V - (N - 1) words outside the vocabulary of N words share P(`<unk>`)
+equally. `score`, `step`, `step_many`, `candidate_log_prob`, `candidate_log_probs` and `log_prob`
+then give `<unk>` the probability of one such word, so that the probabilities of all V words add up
+to 1. `evaluate`, `perplexity`, `generate` and `search` treat `<unk>` as one word for any V.
+
+With `open_vocabulary`, every string has a probability: in these methods, `evaluate` and
+`perplexity`, a word w outside the vocabulary has P(`<unk>`) P(w | `<unk>`), by the model's speller.
+The token id of `<unk>` has P(`<unk>`), with a warning.
+
+In a model of independent sequences, strings and integers are items. Items outside the catalogue are
+left out; without V, such a step or candidate has log-probability -∞, and the state stays the same.
 """
 
 import math

@@ -56,7 +56,7 @@ OPTIONS: Options = (
         "--non-words": {
             "metavar": "REGEX",
             "default": NON_WORDS,
-            "help": "labels that are no words, which are neither scored nor printed; '' none"
+            "help": "labels that are not words and are neither scored nor printed; '' for none"
             " (default: silence, noise, ends, all labels in brackets: %(default)s)",
         },
         "--acoustic-costs": FILE
@@ -70,9 +70,9 @@ OPTIONS: Options = (
     | {
         "--vocabulary-size": VOCABULARY_SIZE["--vocabulary-size"]
         | {
-            "help": "share P(<unk>) among the unknown words of a vocabulary of V words, <eos>"
-            " included; with the size of RUN's own, each unknown word has all of it (default: a"
-            " million more than the models know, or as many as the lists require)"
+            "help": "divide P(<unk>) equally among unknown words, so that V words including <eos>"
+            " have a probability; with RUN's own vocabulary size, each unknown word gets all of"
+            " P(<unk>) (default: a million more than the models know, or what the lists require)"
         }
     }
     | OPEN_VOCABULARY

@@ -1,8 +1,8 @@
 """The nll of any backend as a differentiable function.
 
-In eager mode it is a function of autograd, which takes the host less time than a registered custom
-op. Within `torch.compile`, `torch.jit.trace`, dispatch modes and for subclasses of tensors it is a
-custom op, which takes a problem without shards as flat arguments and cannot return row-wise
+In eager mode it is a `torch.autograd.Function`, which has less host overhead than a registered
+custom op. Within `torch.compile`, `torch.jit.trace` and dispatch modes, and for tensor subclasses,
+it is a custom op, which takes a problem without shards as flat arguments and cannot return row-wise
 gradients.
 """
 
@@ -67,8 +67,8 @@ def register_op(backend: Backend) -> Op:
     @backward.register_fake
     def _(d_nll: Tensor, saved: list[Tensor], kind: int, *inputs: Any) -> tuple[Tensor, ...]:
         problem, needs = _unpack(inputs)
-        of = zip((problem.hidden, problem.weight, problem.bias), needs, strict=False)
-        needed = [x if need else None for x, need in of]
+        parameters = zip((problem.hidden, problem.weight, problem.bias), needs, strict=False)
+        needed = [x if need else None for x, need in parameters]
         return tuple(d_nll.new_empty(0) if x is None else x.new_empty(x.shape) for x in needed)
 
     backward.register_autograd(_refuse)

@@ -15,28 +15,29 @@ from lm.output.backends.base import Problem
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
 RUN_SIZES, MOST_RUNS = (32, 128, 512), 64
-"""Lengths of sorted runs, of which the first is taken that makes at most `MOST_RUNS`; every run is
-searched for each key.
+"""Lengths of sorted runs. The shortest one that gives at most `MOST_RUNS` runs is used, since each
+key is searched for in every run.
 """
 MERGE, PLAN = Tile(32, 32, 0, 8, 1, step=2), Tile(128, 16, 256, 4, 1, step=3)
-"""Tiles of `_merge` and `_plan`, whose docstrings say of what."""
+"""Tile shapes of `_merge` and `_plan`, whose docstrings define the dimensions."""
 HEADER, NUM_LISTS, ALL_VALID, NUM_VALID = 32, 8, 8, 9
-"""Numbers before the positions: the first are `Routing.num_entries`, then two more."""
+"""Length of the header, number of lists whose lengths are in it, indices of two more numbers."""
 FILLING_PROGRAMS = 64
-"""Programs from which on more of them would not make d_weight faster."""
+"""Number of programs beyond which d_weight gets no faster."""
 MAX_CHUNKS, LEAST_CHUNKS, CHUNKED_COLUMNS = 12, 4, 1 << 16
-"""Programs among which the visits of a node with all visits are shared; fewer than the least number
-where the sums of that many would have more rows than `CHUNKED_COLUMNS`.
+"""Most and fewest programs among which the visits of a node are divided if every position visits
+it; fewer still where the partial sums would have more rows than `CHUNKED_COLUMNS`.
 """
 
 
 class Routing(NamedTuple):
-    """Visits and lists of what programs work on: tensors on the host, pointers in kernels.
+    """Visits and lists of the work of programs: tensors on the host, pointers in kernels.
 
-    They share memory of int32, in this order. `flat` is d · P + v of a visit. The first three lists
-    are columns of a matrix, and so are the others, so that P and D say where each begins. They are
-    as long as a batch of this size can require; `num_entries` says how many entries there are, in
-    the order of the fields, and then the rows of partial sums.
+    The fields share one int32 buffer, in this order. `flat` is the index d · P + v of a visit. The
+    first three lists are columns of one matrix and the last three of another, so that P and D
+    determine where each begins. The lists have the largest length that a batch of this size can
+    require; `num_entries` has their actual lengths in the order of the fields, then the number of
+    rows of partial sums.
     """
 
     num_entries: Any  # [8]
