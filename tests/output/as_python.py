@@ -11,8 +11,10 @@ import pytest
 
 from lm.output.codegen import compilation
 
-LOOPS = ("_loops", "compiled.loops", "compiled.factors", "codegen.columns", "codegen.rows")
-LOOPS += ("codegen.sorting", "codegen.tiles")
+LOOPS = (
+    *("_loops", "compiled.loops", "compiled.factors"),
+    *("codegen.columns", "codegen.rows", "codegen.sorting", "codegen.tiles"),
+)
 """Ends of the names of modules with compiled loops."""
 
 

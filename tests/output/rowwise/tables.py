@@ -105,8 +105,9 @@ def accumulate(
         name: Any = "reference" if is_dense else backend
         each = nll([inputs, weight, bias, target], tree, backend=name, row_wise=not is_dense)
         torch.autograd.backward(each, upstream[:, 0])
-    assert hidden.grad is not None
-    return hidden.grad
+    d_hidden: Tensor | None = hidden.grad
+    assert d_hidden is not None
+    return d_hidden
 
 
 class Way(NamedTuple):

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_batches_of_many_sizes_share_compiled_kernels(num_words: int, size: int)
         return value.dtype if isinstance(value, Tensor) else value
 
     def compile_for(launch: Launch) -> None:
-        given = {}
+        given: dict[str, Any] = {}
         for name, value in launch.arguments.items():
             given |= value._asdict() if hasattr(value, "_asdict") else {name: value}
         of = [kind(*each) for each in given.items()]
