@@ -244,7 +244,7 @@ def impossible_children_have_no_part(way: Way, case: Case) -> None:
 
 
 def depth_one_is_cross_entropy(way: Way, case: Case) -> None:
-    """Of all reductions, for no, some and only ignored positions, and for none at all."""
+    """All reductions, for no, some and only ignored positions, and for none at all."""
     case = case._replace(tree=ClassTree.full(case.tree.vocab_size).to(case.device), positions=9)
     (hidden, weight, bias, target), _ = problem_of(case)
     target = torch.where(target < 0, -7, target)
