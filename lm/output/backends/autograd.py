@@ -104,9 +104,8 @@ def register_op(backend: Backend) -> Op:
         if d_nll is not None:
             hidden, weight, target, bias, *others = ctx.saved_tensors
             arrays, saved = others[:_NUM_ARRAYS], others[_NUM_ARRAYS:]
-            names, inputs = ("hidden", "weight", "bias"), (hidden, weight, target, arrays, bias)
-            of = backward(d_nll, saved, ctx.kind, *inputs, *ctx.sizes, needs)
-            each = zip(names, of, strict=True)
+            inputs = (hidden, weight, target, arrays, bias, *ctx.sizes, needs)
+            each = zip(Needs._fields, backward(d_nll, saved, ctx.kind, *inputs), strict=False)
             found |= {name: gradient for name, gradient in each if asked[name]}
         return tuple(map(found.get, _FIELDS))
 
