@@ -104,7 +104,7 @@ def register_op(backend: Backend) -> Op:
         if d_nll is not None:
             hidden, weight, target, bias, *others = ctx.saved_tensors
             arrays, saved = others[:_NUM_ARRAYS], others[_NUM_ARRAYS:]
-            inputs = hidden, weight, target, arrays, bias, *ctx.sizes, needs
+            inputs = (hidden, weight, target, arrays, bias, *ctx.sizes, needs)
             each = zip(Needs._fields, backward(d_nll, saved, ctx.kind, *inputs), strict=False)
             found |= {name: gradient for name, gradient in each if asked[name]}
         return tuple(map(found.get, _FIELDS))

@@ -244,8 +244,10 @@ def _blocks(gradient: RowFactors, dtype: torch.dtype) -> Iterator[Block]:
     bounds = [end for rows, _ in portions for end in (rows.start, rows.stop)]
     cuts = [0, *torch.searchsorted(row, row.new_tensor(bounds)).tolist(), len(row)]
     for (rows, factors), begin, end in zip(portions, cuts[1::2], cuts[2::2], strict=False):
-        more = row[begin:end] - rows.start, values[begin:end]
-        yield Block(rows, factors=factors, more=more if begin < end else None)
+        block = Block(rows, factors=factors)
+        if begin < end:
+            block.more = row[begin:end] - rows.start, values[begin:end]
+        yield block
     others = [slice(*ends) for ends in zip(cuts[::2], cuts[1::2], strict=True)]
     row, values = (torch.cat([each[some] for some in others]) for each in (row, values))
     step = max(1, ROWS_ELEMENTS // values.shape[1])

@@ -89,8 +89,8 @@ def accumulate(
     torch.manual_seed(number)
     weight, bias = params
     dtype, is_dense = torch.promote_types(weight.dtype, torch.float32), backend == "dense"
-    hidden, upstream = torch.randn(2, positions, H, dtype=torch.float64).to(dtype)
-    hidden.requires_grad_()
+    hidden, upstream = torch.randn(2, positions, H, dtype=torch.float64).to(dtype).unbind()
+    hidden = hidden.clone().requires_grad_()
     target = zipf_targets(tree, positions)
     target = target.fill_(-100) if ignored else target
     index = torch.randint(-1, tree.num_rows // 2, (positions,))  # rows repeat; -1 is none
