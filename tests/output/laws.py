@@ -165,7 +165,8 @@ class Way(NamedTuple):
     def nll(self, tree: ClassTree, *inputs: Tensor, **options: Any) -> Tensor:
         """The nll of every position, unless a reduction is given; within the setting."""
         options = {"reduction": "none", "backend": self.backend} | options
-        options["row_wise"] = self.form == "row-wise"
+        if self.form == "row-wise":
+            options["row_wise"] = True
 
         def loss(hidden: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
             *bias, target = others
@@ -198,7 +199,7 @@ def problem_of(case: Case) -> tuple[list[Tensor], Tensor]:
     tree, positions, device = case.tree, case.positions, case.device
     shapes = (positions, case.size), (tree.num_rows, case.size + case.further), (tree.num_rows,)
     hidden, weight, bias = (torch.randn(shape, device=device) for shape in shapes)
-    weight *= max(0.1, case.size**-0.5)
+    weight *= 0.1 if case.size > 32 else case.size**-0.5
     parameters = [table.to(case.rows or case.dtype) for table in (weight, bias)]
     target = zipf_targets(tree, positions)
     target[1::17], target[-1:] = -100, tree.vocab_size - 1
