@@ -64,8 +64,6 @@ SEQUENCE_SETTINGS = (
     *("ties", "split", "valid_from", "test_from"),
 )
 """Settings of `data` that are recorded of independent sequences only."""
-ADDED = {"ties": "rows"}
-"""Settings that earlier versions did not have, and the values that are not recorded."""
 TOKENIZER_SETTINGS = {
     "words": ("min_count", "lowercase", "split_punctuation"),
     "sentencepiece": ("model_type", "byte_fallback", "character_coverage", "max_sentences"),
@@ -185,7 +183,7 @@ def requested_settings(
     is_independent = data.sequences == "independent"
     data_settings = (*TEXT_SETTINGS, *(SEQUENCE_SETTINGS if is_independent else ()))
     settings = {
-        "data": without_deleted({name: getattr(data, name) for name in data_settings}, **ADDED),
+        "data": {name: getattr(data, name) for name in data_settings},
         "tokenizer": {name: getattr(tokenizer, name) for name in tokenizer_settings},
     }
     return settings if classes is None else settings | {"classes": asdict(classes)}
@@ -247,7 +245,7 @@ def setting_changes(before: Settings, after: Settings) -> dict[str, list[str]]:
     changed = {}
     for section, new in after.items():
         old = before.get(section, new if section == "classes" else {})
-        old, new = ADDED | without_deleted(old, column_cost=0.0), ADDED | new
+        old = without_deleted(old, column_cost=0.0)
         keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
         if keys:
             changed[section] = [f"{section}.{key}: {old.get(key)} → {new.get(key)}" for key in keys]

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from data_prep.classes.class_file import lowest_classes
 from data_prep.corpus.hints import compared, noted
-from data_prep.corpus.lines import SPLITS, read_lines
+from data_prep.corpus.lines import SPLITS
+from data_prep.corpus.reader import read_lines
 from data_prep.errors import DataError, UserError
 from data_prep.meta import (
     CLASSES,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from data_prep.corpus.lines import read_lines
+from data_prep.corpus.reader import read_lines
 from data_prep.errors import DataError, NotFiniteError, UserError
 from data_prep.sequences import Sequences, find_sequences
 from data_prep.settings import TokenizerConfig

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from data_prep.corpus.lines import read_lines as read_corpus
+from data_prep.corpus.reader import read_lines as read_corpus
 from data_prep.errors import UserError
 from data_prep.prepare import prepare_with
 from data_prep.storage import new_folder, write_hashed

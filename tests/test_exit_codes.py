@@ -56,9 +56,6 @@ BAD_INPUTS = """\
 4 | train {tiny} {data} --resume=absent.ckpt | --resume absent.ckpt: no such checkpoint
 2 | train {tiny} --optim.table_lr=1 | unknown key optim.table_lr; it is now word_table.lr
 2 | classes {run} --plot p.png | unknown option --plot; it is no longer available
-2 | info {run} --trees | unknown option --trees; it is no longer available
-2 | score {run} {text} --arpa x | unknown option --arpa; it is no longer available
-2 | rescore {run} x --tune-lm-costs x | unknown option --tune-lm-costs; it is no longer available
 2 | train {list} | list.txt
 2 | train {absent} | absent.txt: cannot read the configuration: No such file or directory
 2 | train {run} --model.hidden=16 | already contains a run

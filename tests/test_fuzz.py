@@ -30,7 +30,7 @@ from data_prep.storage import map_array, sha256_file
 from data_prep.tokenizer.serialization import load_tokenizer
 from data_prep.tokenizer.speller import Speller
 from lm.config import load_config
-from lm.model.files import load_model
+from lm.model.files import _sha256, load_model
 from lm.output import ClassTree
 from lm.rescoring.lattice import read_lattices
 from lm.rescoring.nbest import read_costs, read_nbest
@@ -160,7 +160,8 @@ def run_readers(run: Path, data: Path, folder: Path) -> Iterator[tuple[str, Read
 
     def described(path: Path) -> object:
         description = json.loads((run / "model.json").read_text())
-        description |= {"weights_sha256": sha256_file(path), "sha256": ""}
+        description |= {"weights_sha256": sha256_file(path)}
+        description["sha256"] = _sha256(description)
         path.with_name("model.json").write_text(json.dumps(description))
         return load_model(path.parent)
 

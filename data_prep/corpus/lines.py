@@ -159,42 +159,6 @@ def hub_revision(data: DataConfig) -> str:
         return str(load_dataset_builder(data.hub, data.hub_config).hash)
 
 
-def read_lines(data: DataConfig, split: str) -> Iterator[str]:
-    """Yield the lines of a split in the order of its files, without their line ends.
-
-    UserError if a file is missing, damaged, not UTF-8 or contains a NUL character (names the file
-    and the line), or if there is no line at all.
-    """
-    lines: Iterator[str]
-    if data.user_field is not None:
-        from data_prep.corpus.events import event_lines  # imports pyarrow
-
-        lines = event_lines(data, split)
-    elif data.hub is None:
-        files = input_files(data, split)
-        texts = (TextFile(each, data.format, data.text_field) for each in files)
-        lines = chain.from_iterable(each.lines() for each in texts)
-    else:
-        lines = _hub_lines(data, split)
-    if not data.keep_empty_lines:
-        lines = filter(str.strip, lines)
-    first = next(lines, None)
-    if first is None:
-        paths = input_files(data, split) if data.hub is None else []
-        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        where = f" ({paths[0]}{more})" if paths else ""
-        raise DataError(f"{split_key(data, split)}: the corpus has no line{where}")
-    yield first
-    yield from lines
-
-
-def _hub_lines(data: DataConfig, split: str) -> Iterator[str]:
-    name = split_key(data, split)
-    with reading(name):
-        rows = _column_rows(hub_rows(data, split), data.text_field, name, (None,))
-        yield from chain.from_iterable(rows)
-
-
 def read_text(name: str, table: str = COLUMN_ALONE) -> Iterator[str]:
     """Yield the lines of one text file, which may be compressed, of a pipe, or of stdin (`-`).
 
@@ -233,7 +197,7 @@ class TextFile(NamedTuple):
         else:
             nulls = (None, "") if format == "csv" else (None,)
             with reading(str(path)):
-                yield from _column_rows(records(path, format, field), field, str(path), nulls)
+                yield from column_rows(records(path, format, field), field, str(path), nulls)
 
 
 def records(path: Path, format: str, field: str | None = None) -> Iterator[dict[str, Any]]:
@@ -293,7 +257,7 @@ def _json_value(line: str, number: int) -> Any:
         raise ValueError(f"line {number} is not JSON: {error}") from error
 
 
-def _column_rows(
+def column_rows(
     rows: Iterator[dict[str, Any]], field: str, name: str, nulls: Collection[str | None]
 ) -> Iterator[list[str]]:
     """Yield the lines of each row of a column of text, without rows that have one of `nulls`."""

@@ -77,7 +77,8 @@ _log = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> None:
     """Print the figures, and write those of a split to `evaluate-<split>….json`."""
     _check(options)
-    from data_prep.corpus.lines import read_lines, read_text
+    from data_prep.corpus.lines import read_text
+    from data_prep.corpus.reader import read_lines
     from lm.evaluation import encode_text, evaluate_split, evaluate_text
     from lm.figures import as_json
     from lm.scoring.comparison import TextLosses, check_comparable, compare

@@ -168,8 +168,7 @@ _REMOVED = """classes.head=classes.shortlist, model.input=model.input_embedding,
 model.input_backoff=model.count_word_dropout, model.tied=word_table.tied,
 output.dtype=word_table.dtype, output.sparse=word_table.gradients,
 optim.table=word_table.optimizer, optim.table_lr=word_table.lr, classes.column_cost, output.bias,
-classes --plot, evaluate --plot, generate --show-classes, info --trees, rescore --second-weight,
-rescore --subtract, rescore --tune-acoustic-costs, rescore --tune-lm-costs, score --arpa"""
+classes --plot"""
 REMOVED = dict(each.partition("=")[::2] for each in re.split(r",\s", _REMOVED))
 """Keys, and commands with options, of earlier versions, and the keys that have replaced them."""
 

@@ -49,7 +49,7 @@ class Description(Strict):
     step: NonNegative  # optimizer steps that led to the weights
     valid_perplexity: float | None  # of these weights; None without the split
     valid_ndcg: float | None = None  # likewise, NDCG@10; None if it was not measured
-    sha256: str = ""  # of all other keys; `save_model` fills it in, earlier versions did not
+    sha256: str = ""  # of all other keys; `save_model` fills it in
 
 
 def save_model(folder: Path, weights: dict[str, Tensor], description: Description) -> None:
@@ -125,7 +125,7 @@ def read_description(folder: Path) -> Description:
         description: Description = read_json(path, Description, FORMAT_VERSION)
     except DataError as error:
         raise CheckpointError(str(error)) from error
-    if description.sha256 and description.sha256 != _sha256(json.loads(path.read_bytes())):
+    if description.sha256 != _sha256(json.loads(path.read_bytes())):
         raise CheckpointError(f"{path} is damaged: its SHA-256 is not the recorded one")
     return description
 

@@ -12,7 +12,7 @@ from data_prep.errors import UserError
 from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.model import files
 from lm.model.build import build_model
-from lm.model.files import Description, load_model, read_description, save_model
+from lm.model.files import Description, _sha256, load_model, read_description, save_model
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 
@@ -95,12 +95,12 @@ def test_a_saved_model_has_the_permissions_of_any_new_file(tmp_path: Path) -> No
 
 
 def rewritten(folder: Path, **changes: Any) -> Path:
-    """`model.json` with other values; those of a section are added to it. It has no checksum."""
+    """`model.json` with other values; those of a section are added to it."""
     path = folder / "model.json"
-    values = json.loads(path.read_text()) | {"sha256": ""}
+    values = json.loads(path.read_text())
     for name, change in changes.items():
         values[name] = values[name] | change if isinstance(change, dict) else change
-    path.write_text(json.dumps(values))
+    path.write_text(json.dumps(values | {"sha256": _sha256(values)}))
     return path
 
 
@@ -135,7 +135,7 @@ def test_a_description_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     path = rewritten(tmp_path, output={"bias": True})
     values = json.loads(path.read_text())
     assert values["model"].pop("input_pieces", 1) is None
-    path.write_text(json.dumps(values))
+    path.write_text(json.dumps(values | {"sha256": _sha256(values)}))
     assert load_model(tmp_path)[1].output == OutputConfig()
     path.write_text("[]")
     with pytest.raises(UserError, match=f"^{path} is damaged: "):

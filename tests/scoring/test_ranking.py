@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lm
-from data_prep.corpus.lines import read_lines
+from data_prep.corpus.reader import read_lines
 from data_prep.errors import UserError
 from data_prep.sequences import Sequences, find_sequences
 from lm.cli import main

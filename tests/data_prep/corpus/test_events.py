@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from data_prep.corpus import events
 from data_prep.corpus.events import item_word, word_item
-from data_prep.corpus.lines import read_lines
+from data_prep.corpus.reader import read_lines
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig, SplitFiles
 from tests.data_prep.conftest import write_table

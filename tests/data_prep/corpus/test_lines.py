@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data_prep.corpus.lines import input_files, read_lines, splits
+from data_prep.corpus.lines import input_files, splits
+from data_prep.corpus.reader import read_lines
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig, Files, SplitFiles
 from tests.data_prep.conftest import write_table
