@@ -101,32 +101,45 @@ ALIKE = {
         "--model.init_range=0.2",
     ],
 }
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in list(ALIKE)[3:]]
+EVERY_SECOND = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2"]
 
 
-@pytest.mark.parametrize("recipe", [*list(ALIKE)[:3], *LONG])
+def train_in_two_parts(folder: Path, arguments: list[str]) -> None:
+    """Be one of two processes that train each recipe, and unless its rows are dealt, continue."""
+    for name, options in ALIKE.items():
+        command = [*arguments, *EVERY_SECOND, *options, f"--run_dir={folder}/{name}"]
+        assert main([*command, "--train.max_steps=4"]) == 0
+        if SHARDED[0] not in options:
+            assert main([*command, "--resume=auto"]) == 0
+
+
 def test_two_processes_train_as_one_and_continue_where_they_stopped(
-    two: Two, train: Callable[..., Path], tmp_path: Path, recipe: str
+    tiny: Path, prepared_dir: Path, train: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Dealt rows are continued by one process."""
-    options = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2", *ALIKE[recipe]]
-    is_dealt, run = SHARDED[0] in options, tmp_path / "run"
-    one = train(tmp_path / "one", *(each for each in options if "--train.s" not in each))
-    assert finish(two(*options, "--train.max_steps=4"))[0] == f"{run}\n"  # once
-    finish(two(*options, "--resume", "auto", devices=1 if is_dealt else 2))
-    both, truth = (read_metrics(folder / "metrics.csv") for folder in (run, one))
-    steps = [[(line.step, line.tokens) for line in lines] for lines in (both, truth)]
-    assert [step for step, _ in steps[0]] == [2, 4, 6, 8]
-    assert steps[0] == steps[1]
-    perplexities = [[line.train_perplexity for line in lines] for lines in (both, truth)]
-    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-5)
-    assert both[-1].valid_perplexity == pytest.approx(truth[-1].valid_perplexity, rel=1e-5)
-    if not is_dealt:
-        devices = load_checkpoint(run / "checkpoints/last.ckpt")["devices"]
-        assert not torch.equal(*(device["cpu"] for device in devices))  # dropout
-        return
-    weights, expected = (load_model(folder)[0].state_dict() for folder in (run, one))
-    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+    data = f"--data.prepared_dir={prepared_dir}"
+    words = [__file__, "parts", tmp_path, "train", tiny, "--no-progress", data]
+    (processes,) = launched("torchrun", *map(str, words))
+    finish(processes)
+    for name, options in ALIKE.items():
+        is_dealt, run = SHARDED[0] in options, tmp_path / name
+        alone = [*EVERY_SECOND, *(each for each in options if "--train.s" not in each)]
+        one = train(tmp_path / "one" / name, *alone)
+        if is_dealt:
+            train(run, *EVERY_SECOND, *options, "--resume=auto", "--train.accelerator=cpu")
+        both, truth = (read_metrics(folder / "metrics.csv") for folder in (run, one))
+        steps = [[(line.step, line.tokens) for line in lines] for lines in (both, truth)]
+        assert [step for step, _ in steps[0]] == [2, 4, 6, 8]
+        assert steps[0] == steps[1]
+        perplexities = [[line.train_perplexity for line in lines] for lines in (both, truth)]
+        assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-5)
+        assert both[-1].valid_perplexity == pytest.approx(truth[-1].valid_perplexity, rel=1e-5)
+        if not is_dealt:
+            devices = load_checkpoint(run / "checkpoints/last.ckpt")["devices"]
+            assert not torch.equal(*(device["cpu"] for device in devices))  # dropout
+            continue
+        weights, expected = (load_model(folder)[0].state_dict() for folder in (run, one))
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("launcher", "devices"), [("torchrun", "null"), ("SLURM", "auto")])
@@ -194,7 +207,7 @@ def test_several_processes_continue_bit_for_bit_or_refuse_another_number_of_them
 
     data = f"--data.prepared_dir={prepared_dir}"
     command = ["train", tiny, "--no-progress", data, "--train.batch_size=6", "--train.max_steps=12"]
-    words = [__file__, tmp_path, *command]
+    words = [__file__, "stops", tmp_path, *command]
     (processes,) = launched("torchrun", *map(str, words), devices=devices)
     finish(processes)
     for name in CONTINUED:
@@ -357,4 +370,5 @@ def test_settings_that_require_a_gpu_are_refused_without_one(
 
 
 if __name__ == "__main__":
-    train_and_continue(Path(sys.argv[1]), sys.argv[2:])
+    works = {"parts": train_in_two_parts, "stops": train_and_continue}
+    works[sys.argv[1]](Path(sys.argv[2]), sys.argv[3:])
