@@ -66,10 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "WANDB_SILENT": "true",
         "WANDB_ERROR_REPORTING": "false",
     }
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-        # Two processes that write the index of numba's cache at once can mix up compiled functions.
-        folder = config.rootpath / ".pytest_cache" / f"numba-{worker}"
-        os.environ["NUMBA_CACHE_DIR"] = str(folder)
+    os.environ["NUMBA_CACHE_DIR"] = str(config.rootpath / ".pytest_cache" / "numba")
     if find_spec("hypothesis"):  # which GPU tests do without
         from hypothesis import HealthCheck, settings
 

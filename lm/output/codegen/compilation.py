@@ -1,8 +1,8 @@
 """How functions are compiled, and where the compiled code is kept."""
 
 import hashlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,36 @@ STAMP = hashlib.sha256(
 """Hash of the files whose code is compiled into functions of other files."""
 
 
+@contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Let no other process read or write a cache; nothing, where there are no locks."""
+    try:
+        import fcntl
+
+        file = (Path(folder) / "lock").open("a")
+    except (ImportError, OSError):
+        yield
+        return
+    with file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class _Files(IndexDataCacheFile):
+    """numba's files, which it writes one after the other, so that processes could mix them up."""
+
+    def load(self, key: object) -> Any:
+        """The code of a key, or None."""
+        with _locked(self._cache_path):
+            return super().load(key)
+
+    def save(self, key: object, data: object) -> None:
+        """Write the code of a key."""
+        with _locked(self._cache_path):
+            super().save(key, data)
+
+
 class _Cache(FunctionCache):
     """numba's cache of a function on disk, which notices changes to `STAMP`'s files and its own.
 
@@ -31,7 +61,7 @@ class _Cache(FunctionCache):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         stamp = self._impl.locator.get_source_stamp(), STAMP
-        self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, stamp)
+        self._cache_file = _Files(self.cache_path, self._impl.filename_base, stamp)
 
     def load_overload(self, *key: object) -> Any:
         """Compiled code, or None."""

@@ -1,22 +1,26 @@
 """Compiled loops: sizes, roundings, and what "auto" does where they do not work."""
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import data_prep.compiled
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS, choose_backend, verify
 from lm.output.backends.base import Backend, Gradients, Needs, Problem
 from lm.output.backends.compiled import backend, loops
 from lm.output.backends.compiled.step import target_log_prob
 from lm.output.backends.visits import route
-from lm.output.codegen import vectors
+from lm.output.codegen import compilation, vectors
 
 from ...definition import TREES, problem, two_level
 from ...laws import Case, Way, equals_the_definition, problem_of
@@ -181,6 +185,33 @@ def test_loops_without_instructions_agree_with_the_reference(name: str) -> None:
         "    print(verify.difference(BACKENDS['compiled'], torch.device('cpu'), kind))\n"
     )
     assert without(name, code).split() == ["None"] * 4
+
+
+def one() -> int:
+    return 1
+
+
+@pytest.mark.parametrize("compiled", [compilation.compiled, data_prep.compiled.compiled])
+def test_one_process_at_a_time_uses_the_files_of_compiled_code(
+    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    files, found = compiled(one)._cache._cache_file, []
+    files.save("first", 1)
+
+    def use() -> None:
+        files.save("key", "code")
+        found.append(files.load("key"))
+
+    (lock,) = tmp_path.rglob("lock")
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        user = threading.Thread(target=use)
+        user.start()
+        user.join(0.2)
+        assert user.is_alive()
+    user.join()
+    assert found == ["code"]
 
 
 def test_compiled_code_is_kept_until_a_file_with_loops_or_their_code_changes(
