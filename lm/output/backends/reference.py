@@ -109,8 +109,10 @@ class ReferenceBackend(Backend):
                 error.exp_().scatter_(1, block.child, target)
                 if needs.hidden:
                     d_hidden[at[1]].addmm_(error, block.weight)
-                rows, visits_of = block.rows, (at[1].start, at[1].stop)
-                nodes.append((*visits_of, rows.start, error.shape[1], block.is_held))
+                if not (needs.weight or needs.bias):
+                    continue
+                rows, visited = block.rows, (at[1].start, at[1].stop)
+                nodes.append((*visited, rows.start, error.shape[1], block.is_held))
                 if block.is_held:
                     errors.append(error.flatten())
                     continue
@@ -123,8 +125,8 @@ class ReferenceBackend(Backend):
             listed, flat = _listed(nodes), torch.cat(errors)
             for i, table in enumerate(tables):
                 if table is not None:
-                    visited = Visited(listed, flat, vectors[i], torch.cat(found[i]))
-                    found[i] = RowGradient(table, RowFactors(visited=(visited,)))
+                    of_batch = Visited(listed, flat, vectors[i], torch.cat(found[i]))
+                    found[i] = RowGradient(table, RowFactors(visited=(of_batch,)))
         if not needs.hidden:
             return Gradients(None, *found)
         d_hidden = d_nll * d_hidden[:, : problem.hidden.shape[1]]
