@@ -249,12 +249,10 @@ def by_counts(counts: Ints, special: Sequence[int]) -> Way:
         best = np.full((len(targets), k), -1)
         for row, (target, had) in enumerate(zip(targets, block.excluded, strict=True)):
             first = order[: k + len(had)]
-            found = first[~np.isin(first, had)][:k] if len(had) else first
+            found = first[~np.isin(first, had)][:k]
             best[row, : len(found)] = found
             total[row] -= events[had].sum()
-            rank[row] -= (place[had] < place[target]).sum()
-            if target in had:
-                rank[row] = np.inf
+            rank[row] += np.inf if target in had else -(place[had] < place[target]).sum()
         total = np.maximum(total, 1)  # 0 if nothing is left
         mass = (events[best] * (best >= 0) / total[:, None]).cumsum(1)
         probability = np.where(np.isinf(rank), 0, events[targets] / total)

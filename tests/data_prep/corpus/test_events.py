@@ -36,6 +36,10 @@ def at(times: Iterable[Any]) -> list[Row]:
     return [(f"u{place}", place, time) for place, time in enumerate(times)]
 
 
+def untimed(rows: list[Row]) -> list[Row]:
+    return [(user, item, None) for user, item, _ in rows]
+
+
 def write(folder: Path, format: str, rows: list[Row]) -> DataConfig:
     path = folder / f"events.{format}"
     write_table(path, [dict(zip(("who", "what", "when"), row, strict=True)) for row in rows])
@@ -149,50 +153,37 @@ SPACED: list[Row] = [("u1", "a b", 1), ("u1 ", "a", 2), ("u2", "a\u00a0 b", 3), 
 
 
 @pytest.mark.parametrize(
-    ("rows", "time_field", "warnings"),
+    ("rows", "warnings"),
     [
-        (at(range(START, START + 2400, 60)), "when", ""),
-        (at(range(START - 64_000, 2 * START, 86_400 * 1000)), "when", ""),
-        (at(range(20_240_602, 20_240_630, 2)), "when", ""),
-        (at(range(0, 280, 7)), "when", ""),
-        (at(f"2024-02-{day}" for day in range(10, 30)), "when", ""),
+        (at(range(START, START + 2400, 60)), ""),
+        (at(range(START - 64_000, 2 * START, 86_400 * 1000)), ""),
+        (at(range(20_240_602, 20_240_630, 2)), ""),
+        (at(range(0, 280, 7)), ""),
+        (at(f"2024-02-{day}" for day in range(10, 30)), ""),
         (
             at(np.float32(START + 60.0 * np.arange(40)).astype(float)),
-            "when",
             "40 of 40 events .* have times rounded to multiples of 128, as floats of 32 bits are",
         ),
-        (at([0] * 40), "when", r"40 of 40 events \(100 %\) have the time 0"),
-        (at([*range(9)] + [9] * 31), "when", "31 of 40 .* have the time 9"),
-        (at([0, START, START + 9]), "when", "1 of 3 .* up to 0, the others from 1600000000: in .*"),
-        (at([START, START + 1, 1000 * START]), "when", "2 of 3 .* up to 1600000001, the others .*"),
-        (at(["1970-01-01", "2024-02-01"]), "when", "1 of 2 .* up to 1970-01-01T00:00:00, the .*"),
-        (at(["2024-02-01", "9999-12-31"]), "when", "1 of 2 .*, the others from 9999-12-31T00.*"),
+        (at([0] * 40), r"40 of 40 events \(100 %\) have the time 0"),
+        (at([*range(9)] + [9] * 31), "31 of 40 .* have the time 9"),
+        (at([0, START, START + 9]), "1 of 3 .* up to 0, the others from 1600000000: in .*"),
+        (at([START, START + 1, 1000 * START]), "2 of 3 .* up to 1600000001, the others .*"),
+        (at(["1970-01-01", "2024-02-01"]), "1 of 2 .* up to 1970-01-01T00:00:00, the .*"),
+        (at(["2024-02-01", "9999-12-31"]), "1 of 2 .*, the others from 9999-12-31T00.*"),
+        (EVENTS, r"4 of 8 events \(50 %\) share user and time with another: the order of.*"),
+        (untimed(EVENTS), ""),
+        (EVENTS * 2, "8 of 16 .* repeat another: the same user, item and time; 16 of 16 .*"),
         (
-            EVENTS,
-            "when",
-            r"4 of 8 events \(50 %\) share user and time with another: the order of.*",
-        ),
-        (EVENTS, None, ""),
-        (
-            EVENTS * 2,
-            "when",
-            "8 of 16 .* repeat another: the same user, item and time; 16 of 16 .*",
-        ),
-        (
-            [row for row in EVENTS for _ in "ab"],
-            None,
+            untimed([row for row in EVENTS for _ in "ab"]),
             "8 of 16 .* the user and item of the row be.*",
         ),
-        (SPACED, "when", r"users .*: 1, as 'u1' and 'u1 '; items .*: 1, as 'a b' and 'a\\xa0 b'"),
+        (SPACED, r"users .*: 1, as 'u1' and 'u1 '; items .*: 1, as 'a b' and 'a\\xa0 b'"),
     ],
 )
 def test_what_is_probably_wrong_is_counted_once(
-    rows: list[Row],
-    time_field: str | None,
-    warnings: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    rows: list[Row], warnings: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    time_field = None if rows[0][2] is None else "when"
     data = DataConfig(**{**vars(write(tmp_path, "json", rows)), "time_field": time_field})
     assert list(read_lines(data, "train")) == list(read_lines(data, "train"))
     source = f"{tmp_path / 'events.json'}: "
@@ -202,11 +193,8 @@ def test_what_is_probably_wrong_is_counted_once(
 def test_random_ties_do_not_depend_on_the_order_of_the_rows(tmp_path: Path) -> None:
     random, found = np.random.default_rng(1), list[list[str]]()
     rows = [(f"u{a}", int(b), int(c)) for a, b, c in random.integers([5, 30, 4], size=(400, 3))]
-    for format, ties in (
-        ("csv", "random"),
-        ("json", "random"),
-        ("parquet", "random"),
-        ("csv", "rows"),
+    for format, ties in zip(
+        ("csv", "json", "parquet", "csv"), ["random"] * 3 + ["rows"], strict=True
     ):
         data = write(tmp_path, format, [rows[i] for i in random.permutation(len(rows))])
         found.append(sorted(lines(data, split="leave_one_out", ties=ties)["test"]))
