@@ -11,7 +11,7 @@ import torch
 import lm
 from lm.cli import main
 from lm.config import load_config
-from lm.recipe import ITEMS, fit
+from lm.recipe.texts import ITEMS, fit
 from tests.data_prep.conftest import write_table
 
 pytestmark = pytest.mark.usefixtures("current_folder")

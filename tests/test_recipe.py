@@ -16,10 +16,10 @@ import yaml
 
 from data_prep.errors import UserError
 from data_prep.prepared import open_prepared
-from lm import recipe
 from lm.cli import main
 from lm.config import Config, OptimConfig, load_config, validate
-from lm.recipe import MAX_WORDS, fit
+from lm.recipe import texts as recipe
+from lm.recipe.texts import MAX_WORDS, fit
 from lm.run import Run
 from tests.conftest import toy_sentences
 from tests.data_prep.conftest import write_table

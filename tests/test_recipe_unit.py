@@ -9,10 +9,10 @@ import pytest
 
 from data_prep.corpus.split import Sample
 from data_prep.prepared import open_prepared
-from lm import recipe
 from lm.cli import main
 from lm.config import Config, load_config
-from lm.recipe import measure
+from lm.recipe import texts as recipe
+from lm.recipe.texts import measure
 
 pytestmark = pytest.mark.usefixtures("current_folder")
 

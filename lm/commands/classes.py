@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> None:
     run.check_classes()
     import torch
 
-    from lm.tree_report import tree_report
+    from lm.commands.tree_report import tree_report
 
     tree, counts = run.input_tree if has_none else run.tree, torch.tensor(run.prepared.counts())
     assert tree is not None

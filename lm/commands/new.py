@@ -35,8 +35,8 @@ OPTIONS: Options = {
 def run(options: argparse.Namespace) -> None:
     """Write the recipe and the splits; print what was chosen."""
     from lm.device import set_num_threads
-    from lm.item_recipe import COLUMNS, has_events, new_item_recipe
-    from lm.recipe import new_recipe
+    from lm.recipe.items import COLUMNS, has_events, new_item_recipe
+    from lm.recipe.texts import new_recipe
 
     set_num_threads(None)  # as training will have them
     files = {"valid": options.valid, "test": options.test}

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lm.cli import main
+from lm.commands.tree_report import top_words_below, tree_report
 from lm.output import ClassTree
-from lm.tree_report import top_words_below, tree_report
 from tests.conftest import corpus_of
 
-from .output.decoding.truth import TREES
+from ..output.decoding.truth import TREES
 
 
 def test_info_counts_the_parameters_of_the_model(

@@ -16,7 +16,7 @@ from data_prep.errors import UserError
 from data_prep.settings import DataConfig, SplitFiles
 from data_prep.storage import folder_to_fill
 from lm.config import Config
-from lm.recipe import ITEMS, check_names, fit, write_recipe
+from lm.recipe.texts import ITEMS, check_names, fit, write_recipe
 
 COLUMNS = ("user", "item", "time")
 """Columns of a table that is one of events unless another option says otherwise."""
