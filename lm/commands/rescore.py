@@ -71,8 +71,8 @@ OPTIONS: Options = (
         "--vocabulary-size": VOCABULARY_SIZE["--vocabulary-size"]
         | {
             "help": "divide P(<unk>) equally among unknown words, so that V words including <eos>"
-            " have a probability; with RUN's own vocabulary size, each unknown word gets all of"
-            " P(<unk>) (default: a million more than the models know, or what the lists require)"
+            " have a probability; RUN's own size: each unknown word gets all of P(<unk>) (default:"
+            " a million more than the models know, or what the lists require)"
         }
     }
     | OPEN_VOCABULARY
