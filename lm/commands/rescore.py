@@ -56,7 +56,7 @@ OPTIONS: Options = (
         "--non-words": {
             "metavar": "REGEX",
             "default": NON_WORDS,
-            "help": "labels that are not words and are neither scored nor printed; '' for none"
+            "help": "labels neither scored nor printed, as they are no words; '' for none"
             " (default: silence, noise, ends, all labels in brackets: %(default)s)",
         },
         "--acoustic-costs": FILE
@@ -70,9 +70,9 @@ OPTIONS: Options = (
     | {
         "--vocabulary-size": VOCABULARY_SIZE["--vocabulary-size"]
         | {
-            "help": "divide P(<unk>) equally among unknown words, so that V words including <eos>"
-            " have a probability; RUN's own size: each unknown word gets all of P(<unk>) (default:"
-            " a million more than the models know, or what the lists require)"
+            "help": "divide P(<unk>) equally among unknown words, of V words with <eos>; with RUN's"
+            " own size, each gets all of P(<unk>) (default: a million more than the models know, or"
+            " what the lists require)"
         }
     }
     | OPEN_VOCABULARY
