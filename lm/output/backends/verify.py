@@ -52,34 +52,45 @@ _differences: dict[tuple[str, torch.device, Kind], str | None] = {}
 def verified(
     backend: Backend, device: torch.device, kind: Kind, failures: Callable[[], Failures]
 ) -> bool:
-    """Whether a backend agrees with the reference; the first call warns if it does not.
+    """Whether a backend agrees with the reference, see `is_right`."""
+    return is_right(f"backend {backend.name}", device, kind, partial(difference, backend), failures)
+
+
+def is_right(
+    what: str,
+    device: torch.device,
+    kind: Kind,
+    comparison: Callable[[torch.device, Kind], str | None],
+    failures: Callable[[], Failures],
+) -> bool:
+    """Whether a comparison finds nothing wrong on a device; the first call warns if it does.
 
     The comparison draws from its own generator and leaves random numbers as they are. Within
-    `torch.compile` it runs while the caller is traced.
+    `torch.compile` it runs while the caller is traced. `what` names the code, for the warning.
 
     Raises:
         RuntimeError: if the first call is made while a CUDA graph is captured.
     """
-    if (backend.name, device, kind) in _differences:
-        return _differences[backend.name, device, kind] is None
+    if (what, device, kind) in _differences:
+        return _differences[what, device, kind] is None
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return True  # the caller asks what would be chosen on another machine
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-    key = (backend.name, device, kind)
+    key = (what, device, kind)
     if key not in _differences:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                'backend "auto" verifies the kernels at its first use, which cannot be captured in'
-                " a CUDA graph: run a step before the capture"
+                f"{what} is verified at its first use, which cannot be captured in a CUDA graph:"
+                " run a step before the capture"
             )
-        comparison = partial(difference, backend, device, kind)
-        _differences[key] = result_of(comparison, f"the output layer ({backend.name})", failures)
+        text = f"the output layer ({what})"
+        _differences[key] = result_of(partial(comparison, device, kind), text, failures)
         if _differences[key] is not None:
             warnings.warn(
-                f"backend {backend.name} cannot be used on {device} in {kind.hidden} with rows in"
-                f" {kind.weight}, and the layer computes slowly with the reference backend:"
+                f"{what} cannot be used on {device} in {kind.hidden} with rows in {kind.weight},"
+                " and the output layer is slow, with operations of PyTorch instead:"
                 f" {_differences[key]}",
                 stacklevel=2,
             )

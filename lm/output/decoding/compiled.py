@@ -5,9 +5,7 @@ and draw from the same distributions, but open few nodes.
 """
 
 import math
-import warnings
 from collections.abc import Iterator
-from functools import cache, partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -16,9 +14,9 @@ from torch import Tensor
 
 from lm.output.backends.compiled.backend import DTYPES, failures, has_numba
 from lm.output.backends.compiled.memory import Array, as_array, own
-from lm.output.backends.verify import result_of
+from lm.output.backends.verify import Kind, is_right
 from lm.output.decoding import draws, search
-from lm.output.decoding.positions import LOWEST, Positions, word_log_prob
+from lm.output.decoding.positions import LOWEST, Positions
 from lm.output.decoding.search import TopK
 from lm.output.tree.class_tree import ClassTree
 
@@ -43,14 +41,13 @@ _of_tree: "WeakKeyDictionary[ClassTree, tuple[Array, ...]]" = WeakKeyDictionary(
 
 def is_usable(positions: Positions) -> bool:
     """Whether loops can be compiled for some positions, and are right."""
-    weight, bias = positions.weight, positions.bias
-    dtypes = (positions.hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    device, kind = positions.hidden.device, positions.kind
     return (
-        positions.hidden.device.type == "cpu"
+        device.type == "cpu"
         and has_numba()
-        and weight.stride(1) == 1
-        and DTYPES.issuperset(dtypes)
-        and _verified(*dtypes)
+        and positions.weight.stride(1) == 1
+        and DTYPES.issuperset(kind[:3])
+        and is_right("search and draws in compiled loops", device, kind, _difference, failures)
     )
 
 
@@ -183,30 +180,13 @@ def _layer(positions: Positions, start: int, num: int) -> "Layer":
     )
 
 
-@cache
-def _verified(hidden: torch.dtype, weight: torch.dtype, bias: torch.dtype) -> bool:
-    """Whether the loops are right for a small layer; it warns if not."""
-    comparison = partial(_difference, (hidden, weight, bias))
-    problem = result_of(comparison, "the output layer's search and draws", failures)
-    if problem is not None:
-        warnings.warn(
-            f"words are found and drawn slowly, without compiled loops: {problem}", stacklevel=2
-        )
-    return problem is None
-
-
-def _difference(dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> str | None:
+def _difference(device: torch.device, kind: Kind) -> str | None:
     """What is wrong with the log-probabilities of all words, or with drawn words, or None."""
-    tree, generator = ClassTree.two_level(torch.arange(300) % 17), torch.Generator().manual_seed(0)
-    shapes = ((16, 40), (tree.num_rows, 40), (tree.num_rows,))
-    layer = [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
-    hidden, weight, bias = (x.to(dtype) for x, dtype in zip(layer, dtypes, strict=True))
-    positions, seeds = Positions(hidden, weight, tree, bias), torch.arange(len(hidden))
-    expected = word_log_prob(hidden, weight, tree, bias)
-    log_prob, word = topk(positions.select(seeds[:2]), tree.vocab_size)
-    error = float((log_prob - expected[:2].gather(1, word)).abs().max())
-    if not error <= 64 * torch.finfo(hidden.dtype).eps * float(expected.abs().max()):
+    positions = draws.tiny_positions(16, device, kind)
+    some = positions.select(torch.arange(2))
+    expected = some.all_words(search.every(some))
+    log_prob, word = topk(some, positions.tree.vocab_size)
+    error = float((log_prob - expected.gather(1, word)).abs().max())
+    if not error <= 64 * torch.finfo(log_prob.dtype).eps * float(expected.abs().max()):
         return f"log-probabilities are off by {error:.2g}"
-    drawn = draw_words(positions, seeds, 1.0)
-    num = int((drawn != draws.draw_words(positions, seeds, 1.0)).sum())
-    return None if num <= 1 else f"{num} of {len(seeds)} words differ"  # rounding may change one
+    return draws.wrong_words(draw_words, positions)

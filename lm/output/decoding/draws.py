@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from lm.output.backends.nodes import node_log_softmax, visited_nodes
+from lm.output.backends.verify import Kind
 from lm.output.decoding.positions import Positions
 from lm.output.decoding.search import BLOCK_ELEMENTS, TopK, all_words, every, nucleus
+from lm.output.tree.class_tree import ClassTree
 
 _MIN_TEMPERATURE = 1e-200
 """Lower temperatures count as 0: log-probabilities divided by them would overflow fp64."""
@@ -272,3 +274,19 @@ def _draw_along_path(positions: Positions, uniforms: Uniforms) -> Tensor:
             word[position] = item  # nodes are replaced below
             position, node = position[item < 0], ~item[item < 0]
     return word
+
+
+def tiny_positions(num: int, device: torch.device, kind: Kind) -> Positions:
+    """Positions of a small layer, at which compiled code is compared with this file's functions."""
+    tree, generator = ClassTree.two_level(torch.arange(300) % 17), torch.Generator().manual_seed(0)
+    shapes = ((num, 40), (tree.num_rows, 40), (tree.num_rows,))
+    layer = [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
+    hidden, weight, bias = (x.to(device, dtype) for x, dtype in zip(layer, kind[:3], strict=True))
+    return Positions(hidden, weight, tree.to(device), bias)
+
+
+def wrong_words(found: Callable[[Positions, Tensor, float], Tensor], at: Positions) -> str | None:
+    """What is wrong with words that are drawn at temperature 1, or None."""
+    seeds = every(at)
+    num = int((found(at, seeds, 1.0) != draw_words(at, seeds, 1.0)).sum())
+    return None if num <= 1 else f"{num} of {len(seeds)} words differ"  # rounding may change one

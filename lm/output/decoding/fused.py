@@ -1,8 +1,6 @@
 """Draws on a GPU by a Triton kernel: the class, then the word, in one launch for all positions."""
 
 import os
-import warnings
-from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -11,12 +9,11 @@ from torch import Tensor
 from lm.output.backends.triton.backend import failures
 from lm.output.backends.triton.launch import launch
 from lm.output.backends.triton.tile_shapes import Tile, triton_version
-from lm.output.backends.verify import result_of
+from lm.output.backends.verify import Kind, is_right
 from lm.output.decoding import draws
 from lm.output.decoding.draws import derive_seeds
 from lm.output.decoding.positions import Positions
 from lm.output.decoding.search import BLOCK_ELEMENTS
-from lm.output.tree.class_tree import ClassTree
 
 DEVICES = {"cuda"}
 """Types of devices whose words the kernel draws; a CPU's in the interpreter is for tests."""
@@ -49,13 +46,14 @@ class Nodes(NamedTuple):
 
 def is_usable(positions: Positions) -> bool:
     """Whether the kernel can draw words at some positions, and is right on their device."""
-    hidden, weight, bias = positions.hidden, positions.weight, positions.bias
-    if hidden.device.type not in DEVICES or triton_version() is None:
-        return False
-    if hidden.dtype != torch.float32 and os.environ.get("TRITON_INTERPRET") != "1":
-        return False
-    dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
-    return weight.is_contiguous() and _verified(hidden.device, dtypes)
+    hidden, is_interpreted = positions.hidden, os.environ.get("TRITON_INTERPRET") == "1"
+    return (
+        hidden.device.type in DEVICES
+        and triton_version() is not None
+        and (hidden.dtype == torch.float32 or is_interpreted)
+        and positions.weight.is_contiguous()
+        and is_right("draws by a kernel", hidden.device, positions.kind, _difference, failures)
+    )
 
 
 def draw_words(positions: Positions, seeds: Tensor, power: float) -> Tensor:
@@ -100,34 +98,15 @@ def launch_draws(positions: Positions, seeds: Tensor, power: float) -> Tensor:
     return word
 
 
-@cache
-def _verified(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> bool:
-    """Whether the kernel is right for a small layer on a device; it warns if not."""
-    comparison = partial(_difference, device, dtypes)
-    problem = result_of(comparison, "the output layer's draws", failures)
-    if problem is not None:
-        warnings.warn(f"words are drawn slowly, without a kernel: {problem}", stacklevel=2)
-    return problem is None
-
-
-def _difference(
-    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-) -> str | None:
+def _difference(device: torch.device, kind: Kind) -> str | None:
     """What is wrong with words drawn at temperature 1, or with frequencies at another, or None."""
-    tree, generator = ClassTree.two_level(torch.arange(300) % 17), torch.Generator().manual_seed(0)
-    shapes = ((64, 40), (tree.num_rows, 40), (tree.num_rows,))
-    layer = [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
-    hidden, weight, bias = (x.to(device, dtype) for x, dtype in zip(layer, dtypes, strict=True))
-    tree, seeds, power = tree.to(device), torch.arange(4096).to(device), 0.75
-    positions = Positions(hidden, weight, tree, bias)
-    words, expected = (f(positions, seeds[:64], 1.0) for f in (launch_draws, draws.draw_words))
-    num = int((words != expected).sum())
-    if num > 1:  # rounding may change one
-        return f"{num} of 64 words differ"
-    positions = Positions(hidden[:1].expand(4096, -1), weight, tree, bias)
+    positions = draws.tiny_positions(64, device, kind)
+    if problem := draws.wrong_words(launch_draws, positions):
+        return problem
+    seeds, tree, power = torch.arange(4096, device=device), positions.tree, 0.75
     positions.excluded = tree.row_of_word[:9]
-    words = launch_draws(positions, seeds, power)
+    words = launch_draws(positions.select(torch.zeros_like(seeds)), seeds, power)
     expected = (power * positions.all_words(seeds[:1])[0]).softmax(dim=0)
-    found = torch.bincount(words[words >= 0], minlength=300) / len(seeds)  # nearly all are drawn
-    distance = float((found - expected).abs().sum() / 2)
+    found = torch.bincount(words[words >= 0], minlength=tree.vocab_size) / len(seeds)
+    distance = float((found - expected).abs().sum() / 2)  # nearly all are drawn
     return None if distance < 0.06 else f"frequencies are off by {distance:.2g}"

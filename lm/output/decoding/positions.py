@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from lm.output.backends.base import check_parameters, compute_dtype, followed_by_zeros
 from lm.output.backends.nodes import node_logits
+from lm.output.backends.verify import Kind
 from lm.output.tree.class_tree import ClassTree
 
 LOWEST = -1e30
@@ -84,6 +85,12 @@ class Positions:
     def is_plain(self) -> bool:
         """Whether the probabilities of the words below a node sum to that of the node."""
         return self.penalty is None and self.excluded is None
+
+    @property
+    def kind(self) -> Kind:
+        """The dtypes, for which code is compiled."""
+        weight = self.weight.dtype
+        return Kind(self.hidden.dtype, weight, weight if self.bias is None else self.bias.dtype)
 
     def select(self, position: Tensor) -> "Positions":
         """Some positions [A]."""

@@ -1,14 +1,14 @@
 """Compiled loops find and draw what operations of PyTorch do, also in larger trees."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.output.decoding import compiled
-from lm.output.decoding.positions import Positions
+from lm.output.backends import verify
+from lm.output.decoding import compiled, draws, fused
 from lm.output.decoding.search import TopK
 
 from .truth import Layer, Options, sample
@@ -33,7 +33,6 @@ def random_layer(shape: str) -> Layer:
     return scale * hidden, weight, tree, torch.zeros(tree.num_rows, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("_way", ["compiled"], indirect=True)
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("node_cost", [1, 1 << 40])
@@ -48,32 +47,34 @@ def test_draws_are_those_of_the_reference(
     assert torch.equal(words, sample(*layer, seeds=torch.arange(12), **options))
 
 
-@pytest.mark.parametrize("_way", ["compiled"], indirect=True)
-def test_loops_that_are_wrong_are_replaced_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch,
+LOOPS, KERNEL = "search and draws in compiled loops", "draws by a kernel"
+FULL_DISK = Mock(side_effect=OSError("no space left\non the disk"))
+WRONG: list[tuple[str, str, Any, str]] = [
+    (LOOPS, "topk", lambda _, k: TopK(torch.zeros(2, k), torch.arange(k).expand(2, -1)), "off by"),
+    (LOOPS, "topk", FULL_DISK, "OSError: no space left$"),
+    (LOOPS, "draw_words", lambda _, seeds, power: 0 * seeds, r"\d+ of 16 words differ"),
+    (KERNEL, "launch_draws", lambda *of: draws.draw_words(*of).roll(1), "63 of 64 words differ"),
+    (
+        *(KERNEL, "launch_draws"),
+        lambda at, seeds, power: draws.draw_words(at, seeds, 1.25 * power if power < 1 else power),
+        r"frequencies are off by 0\.1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("what", "function", "wrong", "problem"), WRONG)
+def test_wrong_code_is_replaced_with_one_warning(
+    what: str, function: str, wrong: Any, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def draw(positions: Positions, seeds: Tensor, power: float) -> Tensor:
-        return torch.zeros_like(seeds)
-
-    def find(positions: Positions, k: int) -> TopK:
-        return TopK(torch.zeros(2, k), torch.arange(k).expand(2, -1))
-
-    def fail(positions: Positions, k: int) -> TopK:
-        raise OSError("no space left\non the disk")
-
-    wrong: list[tuple[str, Any, str]] = [
-        ("topk", find, "log-probabilities are off by"),
-        ("draw_words", draw, r"\d+ of 16 words differ"),
-        ("topk", fail, "OSError: no space left$"),
-    ]
-    layer, hidden = HierarchicalSoftmax(8, TREES["two_level"]), torch.ones(2, 8)
-    try:
-        for name, function, problem in wrong:
-            compiled._verified.cache_clear()
-            with monkeypatch.context() as patch:
-                patch.setattr(compiled, name, function)
-                with pytest.warns(UserWarning, match=f"slowly, .* compiled loops: {problem}"):
-                    words = layer.topk(hidden, 9).word
-                assert torch.equal(words, layer.topk(hidden, 9).word)
-    finally:
-        compiled._verified.cache_clear()
+    monkeypatch.setattr(verify, "_differences", {})
+    monkeypatch.setattr(compiled if what == LOOPS else fused, function, wrong)
+    if what == KERNEL:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(compiled, "has_numba", lambda: False)
+        monkeypatch.setattr(fused, "DEVICES", {"cpu"})
+    layer, hidden = HierarchicalSoftmax(8, TREES["two_level"]).double(), torch.ones(2, 8).double()
+    seeds = torch.arange(2)
+    with pytest.warns(UserWarning, match=f"{what} cannot be used on cpu .*slow.*{problem}"):
+        words = layer.topk(hidden, 9).word
+    assert torch.equal(words, layer.topk(hidden, 9).word)
+    assert torch.equal(layer.sample(hidden, seeds=seeds), layer.sample(hidden, seeds=seeds))

@@ -7,12 +7,30 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.output.backends import nodes
+from lm.output.backends import BACKENDS, nodes
 from lm.output.decoding import compiled, distribution, draws, search
 from lm.output.decoding.distribution import candidate_log_prob, log_prob, topk
 
 from ..definition import TWO_LEVEL, layer_of, problem
-from .truth import OPTIONS, H, N, P, converted, draw_many, random_layer, sample, word_log_prob
+from .truth import (
+    OPTIONS,
+    H,
+    N,
+    P,
+    both_ways,
+    converted,
+    draw_many,
+    random_layer,
+    sample,
+    word_log_prob,
+)
+
+FP32 = torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _loss_by_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BACKENDS["compiled"], "automatic_on", frozenset())
 
 
 @pytest.mark.parametrize("shape", ["full", "shortlist", "paths"])
@@ -39,19 +57,32 @@ def test_half_precision_log_prob_equals_fp32_with_rounded_weights(
         torch.testing.assert_close(rounded.float(), exact, rtol=2**-8, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@both_ways
+@pytest.mark.parametrize(
+    ("dtype", "of_bias"),
+    [(FP32, FP32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float64)],
+)
 @pytest.mark.parametrize("shape", ["shortlist", "paths"])
-def test_half_precision_inputs_are_summed_in_fp32(shape: str, dtype: torch.dtype) -> None:
-    rounded = hidden, weight, tree, bias = converted(random_layer(shape, scale=0.5), dtype)
-    expected = word_log_prob(*converted(rounded, torch.float64)).topk(5)
-    best = topk(*rounded, k=5)
+def test_rows_are_summed_in_fp32_or_the_precision_of_the_bias(
+    shape: str, dtype: torch.dtype, of_bias: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, tree, _ = converted(random_layer(shape, scale=0.5), dtype)
+    layer = hidden, weight, tree, random_layer(shape, scale=0.5)[3].to(of_bias)
+    expected = word_log_prob(*converted(layer, torch.float64)).topk(5)
+    best = topk(*layer, k=5)
     assert torch.equal(best.word, expected.indices)
-    for found in (best.log_prob, candidate_log_prob(hidden, weight, best.word, tree, bias)):
-        torch.testing.assert_close(found, expected.values.float(), rtol=0, atol=1e-5)
-    words = draw_many(rounded, 10, top_k=1)
+    found, is_double = [best.log_prob], of_bias == torch.float64
+    for devices in ({"cpu"}, set()):
+        monkeypatch.setattr(distribution, "_LOSS_DEVICES", devices)
+        found.append(candidate_log_prob(hidden, weight, best.word, *layer[2:]))
+    values = expected.values.to(of_bias if is_double else FP32)
+    for each in found:
+        torch.testing.assert_close(each, values, rtol=0, atol=1e-12 if is_double else 1e-5)
+    words = draw_many(layer, 10, top_k=1)
     assert torch.equal(words, expected.indices[:, :1].expand(-1, 10))
 
 
+@both_ways
 def test_autocast_changes_nothing() -> None:
     layer = converted(random_layer("two_level"), torch.float32)
     outside = (log_prob(*layer), *topk(*layer, k=4))
@@ -82,6 +113,7 @@ def test_a_compiled_model_decodes_as_an_eager_one() -> None:
             candidates(hidden, torch.full_like(word, wrong))
 
 
+@both_ways
 def test_any_leading_shape_and_strides_give_the_same_words() -> None:
     hidden, weight, tree, bias = random_layer("balanced", num_positions=12)
     block = hidden.view(3, 4, H).transpose(0, 1)
@@ -98,6 +130,7 @@ def test_any_leading_shape_and_strides_give_the_same_words() -> None:
     assert sample(hidden[5], weight, tree, bias, top_k=1) == best.word[1, 1, 0]
 
 
+@both_ways
 def test_blocks_of_positions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = random_layer("two_level", num_positions=7)
     whole = topk(*layer, k=4)
@@ -114,6 +147,7 @@ def test_blocks_of_positions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         topk(*layer, k=4)
 
 
+@both_ways
 def test_empty_batch_gives_no_words() -> None:
     _, weight, tree, bias = random_layer("two_level")
     hidden = torch.zeros(2, 0, H, dtype=torch.float64)
@@ -170,8 +204,9 @@ def test_candidates_whose_hidden_vectors_would_not_fit_are_evaluated_node_by_nod
 
 
 @pytest.mark.parametrize("by_loss", [True, False])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,)])
-@pytest.mark.parametrize("num_candidates", [0, 1, 40])
+@pytest.mark.parametrize(
+    ("shape", "num_candidates"), [((), 40), ((3,), 1), ((2, 3), 0), ((2, 3), 40), ((0,), 40)]
+)
 def test_candidates_equal_the_full_distribution(
     tree: ClassTree,
     shape: tuple[int, ...],
@@ -196,19 +231,6 @@ def test_candidates_equal_the_full_distribution(
         inputs = [hidden, *layer.parameters()]
         truth = torch.autograd.grad(expected.gather(-1, word), inputs, upstream)
         torch.testing.assert_close(torch.autograd.grad(actual, inputs, upstream), truth)
-
-
-@pytest.mark.parametrize("devices", [{"cpu"}, set()])
-def test_a_bias_of_higher_precision_than_the_rows_is_not_rounded(
-    devices: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(distribution, "_LOSS_DEVICES", devices)
-    hidden, weight, tree, bias = random_layer("two_level")
-    layer = hidden.float(), weight.float(), tree, bias
-    expected = word_log_prob(hidden.float().double(), weight.float().double(), tree, bias)
-    best, word = expected.topk(3)
-    for found in (topk(*layer, k=3).log_prob, candidate_log_prob(*layer[:2], word, tree, bias)):
-        torch.testing.assert_close(found, best, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,22 @@ import torch
 
 from lm.output import ClassTree, Sampling
 from lm.output.decoding import draws
-from lm.output.decoding.distribution import finder, log_prob
+from lm.output.decoding.distribution import finder
 from lm.output.decoding.draws import derive_seeds
 from lm.output.decoding.positions import Penalty, Positions
 
 from .truth import (
     OPTIONS,
+    TREES,
     H,
     N,
     Options,
     P,
     all_shapes,
     assert_distributed,
+    both_ways,
     draw_many,
+    flat_layer,
     random_layer,
     restricted,
     sample,
@@ -43,35 +46,40 @@ DISTRIBUTIONS: list[Options] = [
 ]  # fmt: skip
 
 
-@all_shapes
-@pytest.mark.parametrize("options", DISTRIBUTIONS, ids=str)
-def test_frequencies_match_the_full_distribution(shape: str, options: Options) -> None:
-    layer = random_layer(shape, num_positions=3)
-    drawn = draw_many(layer, 7000, **options)
-    for words, full in zip(drawn, word_log_prob(*layer), strict=True):
-        assert_distributed(words, restricted(full, **options))
-
-
-OF_EACH: list[Options] = [
+OWN: list[Options] = [
     {}, {"temperature": 1.7}, {"top_k": 7}, {"min_p": 0.1}, PENALTY,
     {"top_p": 0.5}, {"top_p": 0.5, "temperature": 1.7},
 ]  # fmt: skip
+"""With words excluded from each position."""
+SHAPES = {"compiled": ["full", "shortlist", "paths"], "reference": ["paths"]}
+"""Trees whose nodes are opened in different ways: operations evaluate all words of all of them."""
+CASES = [
+    (way, shape, is_own, options)
+    for way, shapes in SHAPES.items()
+    for is_own, table in ((False, DISTRIBUTIONS), (True, OWN))
+    for options in table
+    for shape in (shapes if options else TREES)
+]
 
 
-@all_shapes
-@pytest.mark.parametrize("options", OF_EACH, ids=str)
-def test_words_excluded_from_each_position_are_not_drawn(
-    shape: str, options: Options, monkeypatch: pytest.MonkeyPatch
+@both_ways
+@pytest.mark.parametrize(("way", "shape", "is_own", "options"), CASES, indirect=["way"], ids=str)
+def test_frequencies_match_the_full_distribution(
+    shape: str, is_own: bool, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draws, "NUM_DRAWS", 1)  # words outside a nucleus are given up: half of them
-    layer = random_layer(shape, num_positions=3)
-    excluded = torch.tensor([[3, 3, -1], [0, 1, 11], [-1, -1, -1]])
-    excluded[0, 2] = word_log_prob(*layer)[0].argmax()
-    drawn = draw_many(layer, 7000, own_excluded=excluded[:, None].expand(-1, 7000, -1), **options)
-    for words, full, out in zip(drawn, word_log_prob(*layer), excluded.tolist(), strict=True):
-        assert_distributed(words, restricted(full, excluded=set(out) - {-1}, **options))
+    layer, given, num = random_layer(shape, num_positions=3), dict(options), 7000
+    full, left_out = word_log_prob(*layer), [set(options.get("excluded", ()))] * 3
+    if is_own:
+        monkeypatch.setattr(draws, "NUM_DRAWS", 1)  # half of the words outside a nucleus are left
+        excluded = torch.tensor([[3, 3, int(full[0].argmax())], [0, 1, 11], [-1, -1, -1]])
+        given["own_excluded"] = excluded[:, None].expand(-1, num, -1)
+        left_out = [set(words) - {-1} for words in excluded.tolist()]
+    drawn = draw_many(layer, num, **given)
+    for words, log_prob, out in zip(drawn, full, left_out, strict=True):
+        assert_distributed(words, restricted(log_prob, **(options | {"excluded": out})))
 
 
+@both_ways
 def test_excluded_words_are_not_drawn_at_any_temperature() -> None:
     layer = random_layer("two_level", num_positions=1)
     num_words = word_log_prob(*layer).shape[1]
@@ -82,14 +90,14 @@ def test_excluded_words_are_not_drawn_at_any_temperature() -> None:
         assert drawn.unique().tolist() == list(range(2, num_words))
 
 
+@both_ways
 @pytest.mark.parametrize("num_words", [2, 23, 100])
-@pytest.mark.parametrize("top_p", [1e-9, 0.3])
+@pytest.mark.parametrize("top_p", [1e-9, 0.305])
 def test_the_nucleus_of_equal_words_is_the_first_of_them(num_words: int, top_p: float) -> None:
-    tree = ClassTree.two_level(num_words=num_words)
-    hidden, weight = torch.zeros(P, H), torch.zeros(tree.num_rows, H)
-    log_prob = word_log_prob(hidden, weight, tree, weight[:, 0])[0]
+    layer = flat_layer(ClassTree.two_level(num_words=num_words), P)
+    log_prob = word_log_prob(*layer)[0]
     possible = restricted(log_prob, top_p=top_p, min_p=0.5).nonzero().flatten().tolist()
-    words = sample(hidden, weight, tree, None, top_p=top_p, min_p=0.5, seeds=torch.arange(P))
+    words = sample(*layer, top_p=top_p, min_p=0.5, seeds=torch.arange(P))
     assert set(words.tolist()) <= set(possible)
 
 
@@ -103,6 +111,7 @@ def test_options_are_any_real_numbers(temperature: Any) -> None:
         assert torch.equal(sample(*layer, seeds=seeds, **given), expected)
 
 
+@both_ways
 @all_shapes
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
 def test_temperatures_near_zero_give_the_most_probable_word(shape: str, options: Options) -> None:
@@ -112,6 +121,7 @@ def test_temperatures_near_zero_give_the_most_probable_word(shape: str, options:
         assert torch.equal(sample(*layer, temperature=temperature, **options), expected)
 
 
+@both_ways
 @all_shapes
 def test_temperature_one_opens_only_the_path_of_the_word(shape: str) -> None:
     layer = random_layer(shape)
@@ -120,34 +130,29 @@ def test_temperature_one_opens_only_the_path_of_the_word(shape: str) -> None:
     assert positions.num_opened == sum(len(layer[2].path(word)) for word in words.tolist())
 
 
+@both_ways
 def test_penalty_of_all_words_of_a_sure_class_is_exact_and_ends() -> None:
     """All the probability is in words that the penalty makes improbable."""
-    tree = ClassTree.two_level(torch.arange(40) // 20)
-    hidden, weight = torch.zeros(3000, H), torch.zeros(tree.num_rows, H)
-    bias = torch.zeros(tree.num_rows)
-    bias[0] = 30.0
-    positions = Positions(hidden, weight, tree, bias)
-    rows = tree.row_of_word[:20].expand(3000, -1)
-    positions.penalty = Penalty(50.0, rows)
+    layer = flat_layer(ClassTree.two_level(torch.arange(40) // 20), 3000, {0: 30.0})
+    positions = Positions(*layer)
+    positions.penalty = Penalty(50.0, layer[2].row_of_word[:20].expand(3000, -1))
     words = finder(positions).draw_words(positions, torch.arange(3000), 1.0)
     # The root, class 0 at most once without success, class 1.
     assert positions.num_opened <= 3000 * 3
-    full = log_prob(hidden[:1], weight, tree, bias)[0].double()
+    full = word_log_prob(*layer)[0]
     assert_distributed(words, restricted(full, repetition_penalty=50.0, previous=range(20)))
 
 
-@pytest.mark.parametrize("_way", ["compiled"], indirect=True)
 def test_penalty_opens_no_node_for_the_previous_words() -> None:
     """Class 0 is drawn almost always, and its words are never penalised."""
-    tree = ClassTree.two_level(torch.arange(400) // 20)
-    bias = torch.zeros(tree.num_rows)
-    bias[0] = 40.0
-    positions = Positions(torch.zeros(50, H), torch.zeros(tree.num_rows, H), tree, bias)
-    positions.penalty = Penalty(2.0, tree.row_of_word[20:].expand(50, -1))
+    layer = flat_layer(ClassTree.two_level(torch.arange(400) // 20), 50, {0: 40.0})
+    positions = Positions(*layer)
+    positions.penalty = Penalty(2.0, layer[2].row_of_word[20:].expand(50, -1))
     finder(positions).draw_words(positions, torch.arange(50), 1.0)
     assert positions.num_opened == 50 * 2
 
 
+@both_ways
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_word_of_a_position_depends_on_its_seed_and_not_on_other_positions(
     options: Options,
@@ -201,6 +206,7 @@ def test_options_out_of_range_raise(options: Options, message: str) -> None:
         sample(*random_layer("full"), **options)
 
 
+@both_ways
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("options", [*OPTIONS, {"top_p": 0.9, "min_p": 0.1}], ids=str)
 def test_log_probabilities_that_are_not_finite_raise_with_their_position(

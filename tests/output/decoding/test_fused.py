@@ -1,19 +1,15 @@
-"""The kernel draws words by trials, here in the interpreter; what they leave; its verification."""
+"""The kernel draws words by trials, here in the interpreter; and what they leave."""
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
-from lm.output import HierarchicalSoftmax
 from lm.output.backends.triton.tile_shapes import Tile
 from lm.output.decoding import compiled, draws, fused
 from lm.output.decoding.positions import Penalty, Positions
 
 from .truth import (
-    TREES,
-    H,
     N,
     Options,
     assert_distributed,
@@ -26,17 +22,23 @@ from .truth import (
 
 
 @pytest.fixture(autouse=True)
-def _way(monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes of several blocks of children, hidden vectors of several blocks."""
     monkeypatch.setattr(compiled, "is_usable", lambda positions: False)
     monkeypatch.setattr(fused, "DEVICES", {"cpu"})
     monkeypatch.setattr(fused, "TILE", Tile(1, 4, 2, 1, 1))
-    monkeypatch.setattr(fused, "_verified", lambda device, dtypes: True)
+    monkeypatch.setattr(fused, "is_right", lambda *_: True)
 
 
 @pytest.mark.parametrize("power", [0.6, 1.0, 2.5])
-@pytest.mark.parametrize("shape", ["full", "two_level", "shortlist", "huffman 3", "paths"])
-@pytest.mark.parametrize("num_trials", [1, fused.NUM_TRIALS])
+@pytest.mark.parametrize(
+    ("shape", "num_trials"),
+    [
+        *((shape, 16) for shape in ("full", "shortlist", "paths")),
+        ("two_level", 1),
+        ("huffman 3", 1),
+    ],
+)
 def test_words_are_those_of_the_trials(
     shape: str, power: float, num_trials: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,7 +59,7 @@ def test_words_of_positions_that_are_left_follow_the_distribution(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden, weight, tree, bias = layer = random_layer("huffman 3", num_positions=1)
-    num, excluded, rows = 5000, (0, 3), tree.row_of_word[[0, 3]]
+    num, excluded, rows = 1500, (0, 3), tree.row_of_word[[0, 3]]
     words = torch.tensor([trials(layer, s, 1 / temperature, rows, 1) for s in range(num)])
     assert 0.1 < float((words < 0).float().mean()) < 0.9
     monkeypatch.setattr(fused, "launch_draws", lambda positions, seeds, power: words.clone())
@@ -94,30 +96,3 @@ def test_extreme_temperatures_and_words_of_each_position_are_left_to_all_words(
     ):
         expected = draws.draw_words(positions, seeds, power)
         assert torch.equal(fused.draw_words(positions, seeds, power), expected)
-
-
-@pytest.mark.parametrize(
-    ("power", "problem"), [(1.0, "63 of 64 words differ"), (0.75, r"frequencies are off by 0\.1")]
-)
-def test_a_kernel_that_is_wrong_is_replaced_with_one_warning(
-    power: float, problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At one of two temperatures: what it draws there is of the next position, or colder."""
-    monkeypatch.undo()
-    monkeypatch.setattr(compiled, "is_usable", lambda positions: False)
-    monkeypatch.setattr(fused, "DEVICES", {"cpu"})
-
-    def launch(positions: Positions, seeds: Tensor, given: float) -> Tensor:
-        is_wrong = given == power
-        colder = 1.25 if is_wrong and power < 1 else 1.0
-        word = draws.draw_words(positions, seeds, given * colder)
-        return word.roll(int(is_wrong and power == 1))
-
-    monkeypatch.setattr(fused, "launch_draws", launch)
-    layer, hidden = HierarchicalSoftmax(H, TREES["two_level"](N)), torch.ones(2, H)
-    try:
-        with pytest.warns(UserWarning, match=f"drawn slowly, without a kernel: {problem}"):
-            layer.sample(hidden)
-        layer.sample(hidden)
-    finally:
-        fused._verified.cache_clear()

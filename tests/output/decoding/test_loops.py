@@ -36,7 +36,7 @@ def results(*layer: Any) -> Iterator[object]:
     bias[tree.row_of_word[3]] = torch.nan
     many = hidden.repeat(50, 1), weight, tree, bias
     calls: list[Callable[[], object]] = [partial(topk, *many, k=N)]
-    for seeds in torch.arange(20 * 50 * P).view(20, -1):
+    for seeds in torch.arange(5 * 50 * P).view(5, -1):
         calls.append(partial(sample, *many, seeds=seeds, top_p=0.999))
     for call in calls:
         with pytest.raises(ValueError, match="not finite") as raised:
@@ -44,9 +44,10 @@ def results(*layer: Any) -> Iterator[object]:
         yield str(raised.value)
 
 
-@pytest.mark.parametrize("_way", ["compiled"], indirect=True)
-@pytest.mark.parametrize("shape", ["full", "shortlist", "one word per class", "paths"])
-@pytest.mark.parametrize("scale", [0.0, 1.0, 8.0])
+@pytest.mark.parametrize(
+    ("shape", "scale"),
+    [("full", 1), ("shortlist", 0), ("shortlist", 8), ("paths", 1), ("one word per class", 8)],
+)
 @pytest.mark.parametrize("node_cost", [1, 1 << 40])
 def test_loops_have_the_results_of_python(
     shape: str, scale: float, node_cost: int, monkeypatch: pytest.MonkeyPatch

@@ -11,11 +11,11 @@ from lm.output.decoding.distribution import finder, topk
 from lm.output.decoding.positions import Penalty, Positions
 
 from .truth import (
-    H,
     N,
     Options,
     P,
     all_shapes,
+    flat_layer,
     node_log_prob,
     random_layer,
     restricted,
@@ -23,55 +23,50 @@ from .truth import (
 )
 
 MODES: dict[str, dict[str, float]] = {
+    "operations": {},
     "node by node": {"FEW": math.inf, "NODE_COST": 1},
     "row by row": {"FEW": math.inf, "NODE_COST": 1 << 40},
     "all words": {"FEW": 0, "NODE_COST": 1 << 40},
 }
-"""Costs with which loops open nodes by probability, in order, or leave many to products."""
-node_by_node = pytest.mark.parametrize(
-    ("_way", "mode"), [("compiled", "node by node")], indirect=True
-)
+"""Operations of PyTorch; costs with which loops open nodes by probability, in order, or leave many
+to products.
+"""
+node_by_node = pytest.mark.parametrize("mode", ["node by node"], indirect=True)
 
 
 @pytest.fixture(autouse=True, params=MODES)
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    costs = MODES[request.param]
+    mode = str(request.param)
     monkeypatch.setattr(search, "BLOCK_ELEMENTS", 2 * N)
     monkeypatch.setattr(compiled, "BLOCK_ELEMENTS", 2 * N)
-    monkeypatch.setattr(compiled, "FEW", costs["FEW"])
-    monkeypatch.setattr(compiled, "NODE_COST", costs["NODE_COST"])
-    return str(request.param)
+    for name, cost in MODES[mode].items():
+        monkeypatch.setattr(compiled, name, cost)
+    if mode == "operations":
+        monkeypatch.setattr(compiled, "has_numba", lambda: False)
+    return mode
 
 
 @all_shapes
-@pytest.mark.parametrize("num_words", [1, 2, N])
-def test_topk_is_the_start_of_the_sorted_distribution(shape: str, num_words: int) -> None:
-    layer = random_layer(shape, num_words)
-    expected = word_log_prob(*layer).sort(dim=1, descending=True, stable=True)
-    for k in {1, min(5, num_words), num_words}:
-        best = topk(*layer, k=k)
-        assert torch.equal(best.word, expected.indices[:, :k])
-        torch.testing.assert_close(best.log_prob, expected.values[:, :k], rtol=0, atol=1e-12)
-
-
-@all_shapes
-def test_words_excluded_from_each_position_are_left_out_of_the_sorted_distribution(
-    shape: str,
+@pytest.mark.parametrize(("num_words", "num_excluded"), [(1, 0), (2, 0), (N, 0), (N, 5)])
+def test_topk_is_the_start_of_the_sorted_distribution(
+    shape: str, num_words: int, num_excluded: int
 ) -> None:
-    """Where P of one is 1, too."""
-    layer = random_layer(shape, scale=200.0)
+    """Without words excluded from each position, also where P of one of them is 1."""
+    layer = random_layer(shape, num_words, scale=200.0 if num_excluded else 1.0)
     log_prob = word_log_prob(*layer)
-    excluded = torch.randint(-1, N, (len(log_prob), 5))
-    excluded[:, 0] = log_prob.argmax(dim=1)
-    excluded[0] = -1
-    assert bool((log_prob.max(dim=1).values == 0).any())
-    for row, words in zip(log_prob, excluded, strict=True):
-        row[words[words >= 0]] = -math.inf
+    others: Options = {}
+    if num_excluded:
+        assert bool((log_prob.max(dim=1).values == 0).any())
+        others["excluded"] = torch.randint(-1, N, (len(log_prob), num_excluded))
+        others["excluded"][:, 0] = log_prob.argmax(dim=1)
+        others["excluded"][0] = -1
+        for row, words in zip(log_prob, others["excluded"], strict=True):
+            row[words[words >= 0]] = -math.inf
     expected = log_prob.sort(dim=1, descending=True, stable=True)
-    for k in (1, 4, N - 5):
-        best = topk(*layer, k=k, excluded=excluded)
-        torch.testing.assert_close(best.log_prob, expected.values[:, :k], rtol=1e-12, atol=1e-12)
+    for k in {1, min(4, num_words), num_words - num_excluded}:
+        best = topk(*layer, k=k, **others)
         assert torch.equal(best.word, expected.indices[:, :k])
+        torch.testing.assert_close(best.log_prob, expected.values[:, :k], rtol=1e-12, atol=1e-12)
 
 
 def test_words_excluded_from_each_position_must_fit_it() -> None:
@@ -96,8 +91,7 @@ def test_words_excluded_from_each_position_must_fit_it() -> None:
 )
 @pytest.mark.parametrize("k", [1, 5, 12])
 def test_ties_go_to_the_lowest_word(tree: ClassTree, k: int) -> None:
-    hidden, weight = torch.randn(2, H), torch.zeros(tree.num_rows, H)
-    assert topk(hidden, weight, tree, k=k).word.tolist() == [list(range(k))] * 2
+    assert topk(*flat_layer(tree, 2), k=k).word.tolist() == [list(range(k))] * 2
 
 
 @node_by_node
@@ -113,10 +107,7 @@ def test_topk_opens_exactly_the_nodes_as_probable_as_the_last_word(shape: str, k
 
 @node_by_node
 def test_the_nucleus_of_a_peaked_distribution_opens_one_class() -> None:
-    tree = ClassTree.two_level(torch.arange(400) % 20)
-    bias = torch.zeros(tree.num_rows)
-    bias[7] = 20.0
-    positions = Positions(torch.zeros(3, H), torch.zeros(tree.num_rows, H), tree, bias)
+    positions = Positions(*flat_layer(ClassTree.two_level(torch.arange(400) % 20), 3, {7: 20.0}))
     for _, nucleus in compiled.nuclei(positions, 1.0, 0.925):
         assert nucleus.word.tolist() == [[7 + 20 * i for i in range(19)]]
     assert positions.num_opened == 3 * 2
@@ -125,8 +116,14 @@ def test_the_nucleus_of_a_peaked_distribution_opens_one_class() -> None:
 OTHERS: Options = {"excluded": (2, N - 1), "repetition_penalty": 1.4, "previous": (1, 4, 9)}
 
 
-@all_shapes
-@pytest.mark.parametrize("others", [{}, OTHERS], ids=["all", "penalty"])
+@pytest.mark.parametrize(
+    ("shape", "others"),
+    [
+        *(("full", {}), ("shortlist", {}), ("paths", {})),
+        *(("shortlist", OTHERS), ("one word per class", OTHERS), ("huffman 3", OTHERS)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -140,10 +137,10 @@ OTHERS: Options = {"excluded": (2, N - 1), "repetition_penalty": 1.4, "previous"
     ids=str,
 )
 def test_words_to_draw_from_are_those_of_the_definition(
-    shape: str, options: Options, others: Options, mode: str, request: pytest.FixtureRequest
+    shape: str, options: Options, others: Options, mode: str
 ) -> None:
     """The smallest set that reaches top_p; words within the ratio, by the nodes within it."""
-    layer, way = random_layer(shape), request.getfixturevalue("_way")
+    layer = random_layer(shape)
     positions, row = Positions(*layer), layer[2].row_of_word
     if others:
         penalty = Penalty(1.4, row[list(others["previous"])].expand(P, -1))
@@ -163,6 +160,6 @@ def test_words_to_draw_from_are_those_of_the_definition(
     for p, each in enumerate(log_prob):
         probs = restricted(each, **options, **others)
         assert found[p] == probs.argsort(descending=True)[: int((probs > 0).sum())].tolist()
-    if "min_p" in options and mode == "node by node" and not others and way == "compiled":
+    if "min_p" in options and mode == "node by node" and not others:
         cut = log_prob.amax(1, keepdim=True) + math.log(options["min_p"]) / power
         assert positions.num_opened == int((node_log_prob(*layer) >= cut - 1e-12).sum())

@@ -1,7 +1,7 @@
 """The distribution over all words, computed word by word in fp64, for random layers."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -59,6 +59,7 @@ TREES: dict[str, Callable[[int], ClassTree]] = {
 SIGNIFICANCE = 1e-5
 """Significance of one test of about 500: one of them fails for half a percent of seeds."""
 all_shapes = pytest.mark.parametrize("shape", TREES)
+both_ways = pytest.mark.usefixtures("way")
 
 
 def random_layer(
@@ -72,6 +73,17 @@ def random_layer(
         torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes
     )
     return hidden, weight * scale, tree, bias * scale
+
+
+def flat_layer(
+    tree: ClassTree, num_positions: int, bias_of: Mapping[int, float] | None = None
+) -> Layer:
+    """Equally probable children of each node, but for the biases of some rows."""
+    sizes = ((num_positions, H), (tree.num_rows, H), (tree.num_rows,))
+    hidden, weight, bias = (torch.zeros(size, dtype=torch.float64) for size in sizes)
+    for row, value in (bias_of or {}).items():
+        bias[row] = value
+    return hidden, weight, tree, bias
 
 
 def converted(layer: Layer, dtype: torch.dtype) -> Layer:

@@ -28,8 +28,12 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
+@pytest.mark.parametrize(
+    ("threads", "dtype"),
+    [("OpenMP's threads", torch.bfloat16), ("others", torch.float32)],
+    indirect=["threads"],
+)
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_do_not_depend_on_the_number_of_threads(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,11 +42,14 @@ def row_address(rows: Any, i: int) -> int:
     return int(rows.ctypes.data + i * rows.strides[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
-    "tree",
-    [TREES["shortlist"], TREES["balanced"], ClassTree.full(40), two_level(400, 3)],
-    ids=lambda tree: str(tree.num_rows),
+    ("tree", "dtype"),
+    [
+        *((TREES["shortlist"], torch.float64), (TREES["shortlist"], torch.bfloat16)),
+        *((TREES["balanced"], torch.float64), (ClassTree.full(40), torch.float64)),
+        (two_level(400, 3), torch.bfloat16),
+    ],
+    ids=lambda value: str(getattr(value, "num_rows", value)),
 )
 def test_loops_have_the_results_of_python(
     tree: ClassTree, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -169,7 +169,7 @@ def test_the_choice_is_made_while_a_model_is_traced(faulty: bool) -> None:
     expected = loss(hidden) if not faulty else None
     verify._differences.clear()
     if faulty:
-        verify._differences["triton", CPU, KIND] = "wrong"
+        verify._differences["backend triton", CPU, KIND] = "wrong"
     names: list[str] = []
 
     def run(launch: Launch) -> None:
@@ -198,5 +198,5 @@ def test_a_cuda_graph_cannot_capture_the_comparison(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run a step before the capture"):
         BACKENDS["triton"].verified(HALF, torch.device("cuda", 0))
-    verify._differences["triton", torch.device("cuda", 0), KIND] = None
+    verify._differences["backend triton", torch.device("cuda", 0), KIND] = None
     assert BACKENDS["triton"].verified(HALF, torch.device("cuda", 0))
