@@ -22,7 +22,6 @@ In a model of independent sequences, strings and integers are items. Items outsi
 left out; without V, such a step or candidate has log-probability -∞, and the state stays the same.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -37,10 +36,11 @@ from lm.evaluation import evaluate_text
 from lm.figures import Evaluation
 from lm.generation import Sample, Sampling, generate_text, search_text
 from lm.generation.items import Catalogue
-from lm.generation.text import checked_text, encode_prompt, unknown_words
+from lm.generation.text import checked_text, encode_prompt
 from lm.model.reader import read_prefix
 from lm.run import TrainedRun
 from lm.scoring import LineScore, Scorer
+from lm.scoring.unknown import UnknownWords
 from lm.states import Prefix, State, Step, checked_ids, listed, warn_of
 
 Word = str | int
@@ -60,7 +60,7 @@ class LoadedModel:
         vocab_size: N.
         eos_id: token id of the end of a line.
         unk_id: token id of unknown words.
-        num_unseen: number of words that share P(`<unk>`), V - (N - 1); 1 without V.
+        unknown: the probability of each unknown word given `<unk>`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LoadedModel:
             run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary
         )
         self._open_vocabulary, self._warns = open_vocabulary, warn_of_unknown
-        self.num_unseen = self._scorer.num_unseen
+        self.unknown = self._scorer.unknown
         self.vocab_size = self.model.vocab_size
         self.eos_id, self.unk_id = run.tokenizer.eos_id, run.tokenizer.unk_id
 
@@ -102,7 +102,7 @@ class LoadedModel:
 
     def unknown_words(self, text: str) -> list[str]:
         """The distinct words of a text that contain something unknown, in their order."""
-        return unknown_words(self.tokenizer, [text])
+        return UnknownWords(self.tokenizer, [checked_text(text)]).types
 
     def start(self, prefix: str | Sequence[Word] = "") -> State:
         """The state after a text, token ids or items; by default that before the first word."""
@@ -140,7 +140,7 @@ class LoadedModel:
         if len(states) != len(tokens):
             raise ValueError(f"expected a word for each state, got {len(states)} and {len(tokens)}")
         steps = list(map(Step, of_unknown, states))
-        if self._scorer.leaves_out:
+        if self.unknown.leaves_out:
             tokens = [[] if each == [self.unk_id] else each for each in tokens]
         carries = self.model.backbone.carries_state
         for place in range(max(map(len, tokens), default=0)):
@@ -180,8 +180,8 @@ class LoadedModel:
     def log_prob(self, prefix: Prefix = "") -> Tensor:
         """Log-probabilities [N] of all next tokens."""
         log_prob = self.model.output.log_prob(self._state(prefix).hidden)
-        if self.num_unseen > 1:
-            log_prob[self.unk_id] -= math.log(self.num_unseen)
+        if self.unknown.is_shared:
+            log_prob[self.unk_id] += self.unknown.log_share
         return log_prob
 
     @torch.no_grad()
@@ -387,9 +387,9 @@ class LoadedModel:
         num_unknown = [sum(token == self.unk_id for token in each) for each in tokens]
         for i, word in enumerate(words):
             has_no_spelling = self._open_vocabulary and not isinstance(word, str)
-            is_any_word = has_no_spelling or not self._scorer.tells_unknown_apart
+            is_any_word = has_no_spelling or not self.unknown.tells_apart
             if self._warns and num_unknown[i] and is_any_word:
-                warn_of(word, is_left_out=self._scorer.leaves_out)
+                warn_of(word, is_left_out=self.unknown.leaves_out)
                 self._warns = False
             num_unknown[i] *= not has_no_spelling
         log_prob = self._scorer.unknown_log_prob(texts, sum(num_unknown))

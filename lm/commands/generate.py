@@ -120,7 +120,8 @@ def _prompts(options: argparse.Namespace) -> Iterable[list[str]]:
 
 def _generate(options: argparse.Namespace, run: TrainedRun, prompts: list[str]) -> None:
     from lm.generation import Sampling, generate_text, search_text
-    from lm.generation.text import checked_text, unknown_words
+    from lm.generation.text import checked_text
+    from lm.scoring.unknown import UnknownWords
 
     prompts = list(map(checked_text, prompts))
     given = {name: getattr(options, name) for name in _SAMPLING}
@@ -135,7 +136,7 @@ def _generate(options: argparse.Namespace, run: TrainedRun, prompts: list[str]) 
         prompts, unknown = _known_items(run, prompts)
     else:
         what = "unknown words of the prompt, read as <unk>"
-        unknown = unknown_words(tokenizer, prompts)
+        unknown = UnknownWords(tokenizer, prompts).types
     if unknown:
         first = [word[:40] for word in unknown[:MAX_WORDS_NAMED]]
         shown = [word if word.isprintable() else repr(word) for word in first]

@@ -176,12 +176,7 @@ def _models(
     """
     from data_prep.tokenizer.token_file import log_literals
     from lm.loaded import LoadedModel
-    from lm.rescoring.models import (
-        ArpaScores,
-        common_vocabulary_size,
-        num_unknown_types,
-        unknown_rule,
-    )
+    from lm.rescoring.models import ArpaScores, common_vocabulary_size, num_unknown_types
     from lm.scoring.ngram import NGramModel
     from lm.scoring.unknown import UnknownWords
 
@@ -207,8 +202,7 @@ def _models(
         settings = {"vocabulary_size": size, "open_vocabulary": is_open}
         runs.append(LoadedModel(run, **settings, warn_of_unknown=False))  # but of all at once
         rules.append({"run": str(run.folder), "vocabulary_size": size, "types": types})
-        rule = unknown_rule(run.folder, types, runs[-1].num_unseen, size, spelled=is_open)
-        _log.info("%s", rule)
+        _log.info("%s", runs[-1].unknown.sentence(run.folder, types or 0))
         for what, texts in (("hypotheses", hypotheses), ("references", references)):
             if warning := UnknownWords(run.tokenizer, texts).warning(what):
                 _log.warning("%s: %s", run.folder, warning)

@@ -11,12 +11,13 @@ from data_prep.corpus.events import item_word, word_item
 from data_prep.errors import UserError
 from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.tokenizer import Tokenizer
-from lm.generation.text import unknown_words
+from lm.generation.text import checked_text
 from lm.model.language_model import LanguageModel
 from lm.model.reader import Ints, read_lines
 from lm.output.decoding.search import TopK
 from lm.run import TrainedRun
 from lm.scoring.best_items import best_items
+from lm.scoring.unknown import UnknownWords
 from lm.states import warn_caller
 
 
@@ -49,7 +50,7 @@ class Catalogue:
 
     def known(self, text: str) -> str:
         """A text of the words of items without those it lacks; warns of these."""
-        if unknown := unknown_words(self._tokenizer, [text]):
+        if unknown := UnknownWords(self._tokenizer, [checked_text(text)]).types:
             warn_caller(f"not in the catalogue and left out: {unknown}")
         lines, others = text.split("\n"), {*unknown, UNK}
         return "\n".join(" ".join(w for w in line.split() if w not in others) for line in lines)

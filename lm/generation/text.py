@@ -8,7 +8,7 @@ each in one batch as far as their states fit into `STATE_BYTES`.
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, count
 from typing import NamedTuple, SupportsIndex
@@ -69,17 +69,6 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of a prompt: `<eos>`, which precedes every text, and its lines, `<eos>` between."""
     lines = tokenizer.encode_lines(prompt.split("\n")) if checked_text(prompt) else []
     return list(chain.from_iterable([tokenizer.eos_id, *ids] for ids in lines or [[]]))
-
-
-def unknown_words(tokenizer: Tokenizer, texts: Iterable[str]) -> list[str]:
-    """The distinct words of texts, separated by whitespace, that are read as `<unk>` or contain it.
-
-    A literal `<unk>` is not one of them.
-    """
-    words = list(dict.fromkeys(chain.from_iterable(checked_text(text).split() for text in texts)))
-    encoded = tokenizer.encode_lines(words)
-    pairs = zip(words, encoded, strict=True)
-    return [word for word, ids in pairs if tokenizer.unk_id in ids and UNK not in word]
 
 
 class Continuation:

@@ -15,22 +15,19 @@ With an open vocabulary P(w) = P(`<unk>`) P(w | `<unk>`) instead, by the run's s
 model its spellings are those outside the words of the ARPA file.
 """
 
-import math
 from collections.abc import Sequence
 from itertools import compress
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.errors import UserError
 from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.speller import Speller
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.rescoring.nbest import Floats, Ints, NBest
 from lm.rescoring.word_errors import WordErrors
 from lm.scoring.ngram import NO_UNK, NGramModel
-from lm.scoring.unknown import UnknownWords
+from lm.scoring.unknown import UnknownRule, UnknownWords
 
 LOWEST = 10 * NO_UNK
 """Log-probability of a word of probability 0: finite, as 0 · -∞ is a NaN."""
@@ -58,22 +55,6 @@ def common_vocabulary_size(
     if not sizes:
         return None
     return max(known for known, _ in sizes) + max(NUM_UNSEEN, *(types + 1 for _, types in sizes))
-
-
-def unknown_rule(
-    name: Path, num_types: int | None, num_unseen: int, size: int | None, *, spelled: bool
-) -> str:
-    """A sentence: the probability of each unknown word, of which the lists have `num_types`."""
-    if spelled:
-        return f"{name}: each unknown word has its spelling's share of P(<unk>)"
-    if size is None:
-        return f"{name}: each unknown piece has P(<unk>)"
-    if not num_types:
-        return f"{name}: no word of the lists is unknown"
-    return (
-        f"{name}: each of the {num_types:,} unknown words of the lists has"
-        f" 1/{num_unseen:,} of P(<unk>), as by --vocabulary-size={size}"
-    )
 
 
 def unknown_counts(
@@ -112,30 +93,22 @@ class ArpaScores:
         vocabulary_size: int | None = None,
         speller: Speller | None = None,
     ) -> None:
-        self._model, self._vocabulary_size = ngram, vocabulary_size
-        self._speller = speller and speller.outside([*ngram.words, UNK])
-        self.eos_id, self._num_unseen = ngram.eos_id, 1
-        if vocabulary_size is not None:
-            self._num_unseen = vocabulary_size - ngram.num_known
-            if self._num_unseen < 1:
-                raise UserError(
-                    f"vocabulary size {vocabulary_size}: expected at least {ngram.num_known + 1},"
-                    f" one word more than {ngram.path} has"
-                )
+        self._model, self.eos_id = ngram, ngram.eos_id
+        speller = speller and speller.outside([*ngram.words, UNK])
+        owner = str(ngram.path)
+        self.unknown = UnknownRule(ngram.num_known, vocabulary_size, speller, owner=owner)
 
     def rule(self, texts: Sequence[str]) -> str:
-        """The `unknown_rule` for some texts."""
-        num_types, size = len(self._model.unknown_types(texts)), self._vocabulary_size
-        spelled = self._speller is not None
-        return unknown_rule(self._model.path, num_types, self._num_unseen, size, spelled=spelled)
+        """The rule for unknown words and their number in some texts, as a sentence."""
+        return self.unknown.sentence(self._model.path, len(self._model.unknown_types(texts)))
 
     def _ids(self, words: Sequence[str]) -> tuple[Ints, Floats]:
         """Ids of words [n], and nats of log P(word | `<unk>`) of those that are `<unk>`, else 0."""
         ids = self._model.word_ids(words)
         is_unknown, of_unknown = ids == self._model.unk_id, np.zeros(len(ids))
-        of_unknown[is_unknown] = -math.log(self._num_unseen)
-        if self._speller is not None:
-            of_unknown[is_unknown] = self._speller.log_prob(list(compress(words, is_unknown)))
+        of_unknown[is_unknown] = self.unknown.log_prob(
+            int(is_unknown.sum()), lambda: list(compress(words, is_unknown))
+        )
         return ids, of_unknown
 
     def __call__(self, texts: Sequence[str]) -> list[Floats]:

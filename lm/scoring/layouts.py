@@ -78,7 +78,7 @@ class Layout:
         if not num_lines:
             raise DataError(f"{self.source}: there is no line to score")
         oov = num_unknown if by_word else oov
-        left_out = oov if self.scorer.leaves_out else 0
+        left_out = oov if self.scorer.unknown.leaves_out else 0
         count = num_units - left_out if by_word else num_tokens
         summary = {
             "sentences": num_lines,
@@ -90,7 +90,7 @@ class Layout:
             "perplexity_excluding_oov": perplexity(oov_log_prob - log_prob, count - oov + left_out),
             "word_perplexity": perplexity(-log_prob, 0 if left_out else num_units),
         }
-        has_gaps = num_unknown and not self.scorer.tells_unknown_apart and not by_word
+        has_gaps = num_unknown and not self.scorer.unknown.tells_apart and not by_word
         if has_gaps and self.level in ("word", "token"):
             text = "%d of %d words are unknown, without a surprisal: lm/scoring/README.md"
             _log.info(text, num_unknown, summary["words"])
@@ -160,7 +160,7 @@ class Layout:
 
     def _num_oov(self, score: LineScore) -> int:
         """Tokens that are `<unk>` or left out."""
-        return int((score.is_oov if self.scorer.leaves_out else score.is_unk).sum())
+        return int((score.is_oov if self.scorer.unknown.leaves_out else score.is_unk).sum())
 
     def _kenlm(self, id: str, score: LineScore) -> str:
         units = ""
@@ -193,7 +193,7 @@ class Layout:
         num_tokens = np.bincount(score.unit_of_token, minlength=len(position))
         for place, word in enumerate([*score.words, EOS]):
             is_oov, tokens = score.is_oov[place], score.unit_of_token == place
-            is_known = self.scorer.tells_unknown_apart or not is_oov
+            is_known = self.scorer.unknown.tells_apart or not is_oov
             values: dict[str, Any] = {
                 "position": int(position[place]),
                 "word": word,
@@ -205,7 +205,7 @@ class Layout:
             }
             rank, entropy = score.tokens.rank, score.tokens.entropy
             if rank is not None and entropy is not None:
-                has_rank = self.scorer.shares_unknown or not is_oov
+                has_rank = self.scorer.unknown.is_shared or not is_oov
                 values["rank"] = int(rank[tokens].sum()) if has_rank else None
                 values["entropy"] = self._number(entropy[tokens].sum())
                 values["class_log_prob"] = self._number(score.tokens.class_log_prob[tokens].sum())

@@ -7,11 +7,10 @@ separated by whitespace, whatever the tokens, and the score of a unit is the sum
 Items that the catalogue of a model of independent sequences lacks are left out.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +24,8 @@ from lm.evaluation import check_finite
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines, read_text
 from lm.run import TrainedRun
+from lm.scoring.unknown import UnknownRule
 
-MAX_VOCABULARY_SIZE = 1 << 60
-"""Ranks are 64-bit integers."""
 MAX_LOG_PROBS = 1 << 23
 """Largest number of log-probabilities [positions, N] that ranks and entropies are computed from."""
 
@@ -83,17 +81,12 @@ class Scorer:
         tokenizer: the one that the model was trained with.
         context: T that the model was trained with, the windows of a Transformer's stream.
         vocabulary_size: V, number of words that share all probability, with `<eos>` and without
-            `<unk>`: those outside the model's vocabulary of N have 1 / (V - (N - 1)) of P(<unk>)
-            each. None: `<unk>` is one word.
+            `<unk>`, as for `UnknownRule`.
         speller: has the probability of each unknown word given `<unk>`, in place of V.
         leave_out_unknown: whether unknown words are left out of what is read, unless V is given.
 
     Attributes:
-        num_unseen: number of words that share P(`<unk>`), V - (N - 1); 1 without V.
-        shares_unknown: whether V is given.
-        tells_unknown_apart: whether an unknown word has a probability of its own, by V or a
-            speller; else it has that of all unknown words together.
-        leaves_out: whether unknown words are left out, and their probability is 0.
+        unknown: the probability of each unknown word given `<unk>`.
 
     Raises:
         UserError: if V is out of range, or given for pieces of words or with a speller.
@@ -112,24 +105,10 @@ class Scorer:
         leave_out_unknown: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.context = model, tokenizer, context
-        self._speller = speller
-        self.num_unseen = 1
-        self.shares_unknown = vocabulary_size is not None
-        self.tells_unknown_apart = speller is not None or self.shares_unknown
-        self.leaves_out = leave_out_unknown and not self.tells_unknown_apart
-        if vocabulary_size is None:
-            return
-        if speller is not None:
-            raise UserError("a vocabulary size and an open vocabulary exclude each other")
-        if tokenizer.kind != "words":
+        if vocabulary_size is not None and tokenizer.kind != "words":
             raise UserError("a vocabulary size applies to models of words, not of pieces of words")
-        is_whole = isinstance(vocabulary_size, SupportsIndex)
-        if not is_whole or not model.vocab_size <= vocabulary_size <= MAX_VOCABULARY_SIZE:
-            raise UserError(
-                f"vocabulary size {vocabulary_size}: expected at least {model.vocab_size}, one word"
-                f" more than the model has, and at most {MAX_VOCABULARY_SIZE}"
-            )
-        self.num_unseen = vocabulary_size - (model.vocab_size - 1)
+        known, leave_out = model.vocab_size - 1, leave_out_unknown
+        self.unknown = UnknownRule(known, vocabulary_size, speller, leave_out=leave_out)
 
     @classmethod
     def of(cls, run: TrainedRun, *, open_vocabulary: bool = False, **settings: Any) -> "Scorer":
@@ -143,10 +122,12 @@ class Scorer:
 
     def unknown_log_prob(self, lines: Sequence[str], num_unknown: int) -> Floats:
         """Nats of log P(word | `<unk>`) of the `num_unknown` unknown tokens of lines, in order."""
-        if self._speller is None or not num_unknown:
-            return np.full(num_unknown, -np.inf if self.leaves_out else -math.log(self.num_unseen))
-        assert isinstance(self.tokenizer, WordTokenizer)
-        return self._speller.log_prob(self.tokenizer.unknown_occurrences(lines))
+
+        def words() -> list[str]:
+            assert isinstance(self.tokenizer, WordTokenizer)
+            return self.tokenizer.unknown_occurrences(lines)
+
+        return self.unknown.log_prob(num_unknown, words)
 
     def sentences(
         self, lines: Iterable[str], *, details: bool = False, at_once: int | None = None
@@ -171,7 +152,7 @@ class Scorer:
 
     def _aligned(self, line: str) -> AlignedLine:
         words, ids, word_of_id = self.tokenizer.align(line)
-        kept = ids != self.tokenizer.unk_id if self.leaves_out else slice(None)
+        kept = ids != self.tokenizer.unk_id if self.unknown.leaves_out else slice(None)
         return AlignedLine(words, ids[kept], word_of_id[kept])
 
     def stream(
@@ -216,14 +197,14 @@ class Scorer:
 
     def _details(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Rank and entropy [P]; the words that share P(<unk>) count as single words."""
-        unk_id, log_unseen = self.tokenizer.unk_id, math.log(self.num_unseen)
+        unk_id, log_share = self.tokenizer.unk_id, self.unknown.log_share
         log_prob = self.model.output.log_prob(hidden)
         unk = log_prob[:, unk_id].exp().double()
         entropy = torch.special.entr(log_prob.exp()).sum(-1, dtype=torch.float64)
-        log_prob[:, unk_id] -= log_unseen
+        log_prob[:, unk_id] += log_share
         higher = log_prob > log_prob.gather(1, targets[:, None])
-        rank = 1 + higher.sum(1) + (self.num_unseen - 1) * higher[:, unk_id]
-        return rank, entropy + unk * log_unseen
+        rank = 1 + higher.sum(1) + (self.unknown.num_unseen - 1) * higher[:, unk_id]
+        return rank, entropy - unk * log_share
 
     def _line_scores(
         self,
@@ -243,7 +224,7 @@ class Scorer:
             tokens = TokenScores(*(column[part] for column in columns))
             unit = np.append(line.word_of_id, len(line.words))
             first = np.searchsorted(unit, np.arange(num_units))
-            is_left_out = self.leaves_out & (np.bincount(unit, minlength=num_units) == 0)
+            is_left_out = self.unknown.leaves_out & (np.bincount(unit, minlength=num_units) == 0)
             yield LineScore(
                 words=line.words,
                 log_prob=np.bincount(unit, tokens.log_prob, num_units).astype(np.float64),

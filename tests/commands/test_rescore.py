@@ -261,10 +261,8 @@ def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
     _, values = rescored(lstm_run, unknown, "--arpa", path, "--lm-weight=1")
     assert values["unknown"][0]["vocabulary_size"] == size + 4 + NUM_UNSEEN
     options = ["--arpa", str(path), "--lm-weight=1", f"--vocabulary-size={size + 4}"]
-    message = (
-        f"vocabulary size {size + 4}: expected at least {size + 5}, one word more than {path} has"
-    )
-    assert complaint("rescore", lstm_run, unknown, *options) == message
+    message = f"vocabulary size {size + 4}: expected at least {size + 5}, one word more than {path}"
+    assert complaint("rescore", lstm_run, unknown, *options).startswith(message)
 
 
 def test_models_whose_tuned_weight_is_0_are_named(
