@@ -60,6 +60,11 @@ VOCABULARY_SIZE: Options = {
 OPEN_VOCABULARY: Options = {
     "--open-vocabulary": SWITCH | {"help": "spell unknown words, so that each has a probability"}
 }
+ADAPTATION: Options = {
+    "--cache": SWITCH | {"help": "add a cache of the text's words, tuned on the validation split"},
+    "--dynamic": SWITCH
+    | {"help": "learn from the text while it is read (dynamic evaluation), tuned likewise"},
+}
 BY_LINE: Options = {
     "--line-buffered": SWITCH
     | {"help": "answer each line before the next is read, for a program that waits for it"}

@@ -9,6 +9,7 @@ from typing import Any
 
 from data_prep.errors import UserError
 from lm.commands.arguments import (
+    ADAPTATION,
     COMPUTING,
     COUNT,
     EXCLUDE,
@@ -39,6 +40,7 @@ OPTIONS: Options = (
         },
     }
     | OPEN_VOCABULARY
+    | ADAPTATION
     | {
         "--arpa": FILE | {"help": "ARPA model over the same words, to mix with"},
         "--mixture": NUMBER
@@ -81,6 +83,7 @@ def run(options: argparse.Namespace) -> None:
     from data_prep.corpus.reader import read_lines
     from lm.evaluation import encode_text, evaluate_split, evaluate_text
     from lm.figures import as_json
+    from lm.scoring.adaptation import evaluate_adaptation
     from lm.scoring.comparison import TextLosses, check_comparable, compare
     from lm.scoring.frequency import frequency_report
     from lm.scoring.mixture import evaluate_mixture
@@ -99,7 +102,8 @@ def run(options: argparse.Namespace) -> None:
     check_comparable(run, others, open_vocabulary=is_open, lines=lines)
     tables, further = list[str](), dict[str, Any]()
     tokens: Any = None
-    if options.arpa or options.by_frequency or others:
+    adapts = options.cache or options.dynamic
+    if options.arpa or options.by_frequency or others or adapts:
         if lines is None:
             tokens = run.prepared.tokens(options.split)
         else:
@@ -108,6 +112,10 @@ def run(options: argparse.Namespace) -> None:
         path = Path(options.arpa)
         further["mixture"] = mixture = evaluate_mixture(run, path, options.mixture, tokens)
         tables.append(mixture.table(run.folder, path))
+    if adapts:
+        kinds = {"cache": options.cache, "dynamic": options.dynamic}
+        further["adaptation"] = adapted = evaluate_adaptation(run, tokens, **kinds)
+        tables.append(adapted.table())
     settings = {"progress": not options.no_progress, "open_vocabulary": is_open}
     if lines is None:
         result = evaluate_split(run, options.split, **settings)
@@ -184,7 +192,7 @@ def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
 
 def _check_text(options: argparse.Namespace, runs: list[TrainedRun]) -> None:
     """Raises UserError if a run is on independent sequences, and an option is not."""
-    needs_text = ("open_vocabulary", "arpa", "by_frequency", "compare")
+    needs_text = ("cache", "dynamic", "open_vocabulary", "arpa", "by_frequency", "compare")
     given = [f"--{name.replace('_', '-')}" for name in needs_text if getattr(options, name)]
     for run in runs:
         if given and run.is_independent:
@@ -199,7 +207,10 @@ def _check(options: argparse.Namespace) -> None:
     ranks = Path(options.ranks or ".parquet")
     if not (ranks.name.endswith(".parquet") and ranks.parent.is_dir()):
         raise UserError(f"--ranks {ranks}: expected FILE.parquet in a folder that exists")
-    others = (options.text, options.open_vocabulary, options.arpa, options.by_frequency)
+    adapts = options.cache or options.dynamic
+    others = (options.text, options.open_vocabulary, options.arpa, options.by_frequency, adapts)
+    if adapts and options.open_vocabulary:
+        raise UserError("--cache and --dynamic exclude --open-vocabulary")
     if options.ranking and (any(others) or options.compare):
         raise UserError("--ranking excludes --text, --arpa, --compare and other figures of texts")
     if options.mixture is not None and options.arpa is None:

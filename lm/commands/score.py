@@ -5,6 +5,7 @@ import logging
 
 from data_prep.errors import UserError
 from lm.commands.arguments import (
+    ADAPTATION,
     BY_LINE,
     COMPUTING,
     OPEN_VOCABULARY,
@@ -45,6 +46,7 @@ OPTIONS: Options = (
     | BY_LINE
     | VOCABULARY_SIZE
     | OPEN_VOCABULARY
+    | ADAPTATION
     | COMPUTING
 )
 EXCLUSIVE = (*VOCABULARY_SIZE, *OPEN_VOCABULARY)
@@ -65,6 +67,7 @@ def run(options: argparse.Namespace) -> None:
     from lm.device import return_freed_memory
     from lm.figures import ITEM, perplexity_rule, token_unit
     from lm.scoring import Scorer
+    from lm.scoring.adaptation import Adaptation
     from lm.scoring.layouts import Layout
 
     return_freed_memory()
@@ -73,8 +76,12 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"{run.folder} {_NO_END}")
     if options.text != "line" and run.is_independent:
         raise UserError(f"--stream requires a text, but {run.folder} has independent sequences")
+    adaptation = None
+    if options.cache or options.dynamic:
+        adaptation = Adaptation.tuned(run, cache=options.cache, dynamic=options.dynamic)
     scorer = Scorer.of(
         run,
+        adaptation=adaptation,
         vocabulary_size=options.vocabulary_size,
         open_vocabulary=options.open_vocabulary,
     )
@@ -129,5 +136,9 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--level token requires --format tsv or json")
     if options.stream and options.stream_by_id:
         raise UserError("--stream and --stream-by-id exclude each other")
+    if (options.cache or options.dynamic) and not options.stream:
+        raise UserError("--cache and --dynamic require --stream: they adapt to one text")
+    if options.cache and options.details:
+        raise UserError("--cache excludes --details: the cache has no classes")
     options.ids |= options.stream_by_id
     options.text = "id" if options.stream_by_id else "all" if options.stream else "line"

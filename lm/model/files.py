@@ -73,18 +73,21 @@ def load_model(
     folder: Path,
     description: Description | None = None,
     state: dict[str, Tensor] | None = None,
+    *,
+    row_wise: bool = False,
 ) -> tuple[LanguageModel, Description]:
     """Load the model of a run, and its description unless it is given; `state`: other weights.
 
-    The model is on the CPU, in evaluation mode, with dense gradients, its parameters of the dtype
-    that they were trained in. UserError if a file is absent or damaged, or they do not fit.
+    The model is on the CPU, in evaluation mode, its parameters of the dtype that they were trained
+    in; with `row_wise`, gradients have the visited rows only. UserError if a file is absent or
+    damaged, or they do not fit.
     """
     description, weights = description or read_description(folder), folder / WEIGHTS
     if state is None and sha256_file(weights) != description.weights_sha256:
         raise CheckpointError(f"{weights} is damaged, or not described by {DESCRIPTION}")
     config, context = description.model, description.context
     output = replace(description.output, backend="auto")  # of this device, not of the training
-    table = replace(description.word_table, row_wise=False)
+    table = replace(description.word_table, row_wise=row_wise)
     counts, tree, input_tree = None, None, None
     try:
         state = load_file(weights) if state is None else state

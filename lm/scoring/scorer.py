@@ -10,6 +10,7 @@ Items that the catalogue of a model of independent sequences lacks are left out.
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from lm.evaluation import check_finite
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines, read_text
 from lm.run import TrainedRun
+from lm.scoring.adaptation import Adaptation, Mix, adaptable_model, read_dynamic
 from lm.scoring.unknown import UnknownRule
 
 MAX_LOG_PROBS = 1 << 23
@@ -84,6 +86,7 @@ class Scorer:
             `<unk>`, as for `UnknownRule`.
         speller: has the probability of each unknown word given `<unk>`, in place of V.
         leave_out_unknown: whether unknown words are left out of what is read, unless V is given.
+        adaptation: what streams adapt to their text with; with a learning rate, the model changes.
 
     Attributes:
         unknown: the probability of each unknown word given `<unk>`.
@@ -103,10 +106,16 @@ class Scorer:
         vocabulary_size: int | None = None,
         speller: Speller | None = None,
         leave_out_unknown: bool = False,
+        adaptation: Adaptation | None = None,
     ) -> None:
         self.model, self.tokenizer, self.context = model, tokenizer, context
         if vocabulary_size is not None and tokenizer.kind != "words":
             raise UserError("a vocabulary size applies to models of words, not of pieces of words")
+        self._read, self._mixer = read_text, None
+        if adaptation is not None and adaptation.lr:
+            self._read = partial(read_dynamic, lr=adaptation.lr)
+        if adaptation is not None and adaptation.theta is not None:
+            self._mixer = adaptation.mixer
         known, leave_out = model.vocab_size - 1, leave_out_unknown
         self.unknown = UnknownRule(known, vocabulary_size, speller, leave_out=leave_out)
 
@@ -118,7 +127,10 @@ class Scorer:
         """
         speller = run.speller if open_vocabulary and not run.tokenizer.has_bytes else None
         settings |= {"speller": speller, "leave_out_unknown": run.is_independent}
-        return cls(run.model, run.tokenizer, context=run.description.context, **settings)
+        adaptation: Adaptation | None = settings.get("adaptation")
+        learns = adaptation is not None and adaptation.lr
+        model = adaptable_model(run) if learns else run.model
+        return cls(model, run.tokenizer, context=run.description.context, **settings)
 
     def unknown_log_prob(self, lines: Sequence[str], num_unknown: int) -> Floats:
         """Nats of log P(word | `<unk>`) of the `num_unknown` unknown tokens of lines, in order."""
@@ -173,9 +185,11 @@ class Scorer:
                 yield part
 
         figures, num_tokens = list[list[NDArray[Any]]](), 0
-        text = read_text(self.model, parts(), self.tokenizer.eos_id, self.context)
+        mix = self._mixer and self._mixer()
+        text = self._read(self.model, parts(), self.tokenizer.eos_id, self.context)
         for hidden, targets, context in text:
-            figures.append([context, *self._figures(hidden, targets, details)])
+            columns = self._figures(hidden, targets, details, mix)
+            figures.append([context, *columns])
             num_tokens += len(context)
             while batches and batches[0][0] <= num_tokens:
                 size, batch, aligned, ids = batches.popleft()
@@ -184,10 +198,13 @@ class Scorer:
                 figures, num_tokens = [[c[size:] for c in columns]], num_tokens - size
 
     @torch.no_grad()
-    def _figures(self, hidden: Tensor, targets: Tensor, details: bool) -> list[NDArray[Any]]:
+    def _figures(
+        self, hidden: Tensor, targets: Tensor, details: bool, mix: Mix | None = None
+    ) -> list[NDArray[Any]]:
         """Columns of `TokenScores`, from log_prob on, of hidden [P, H] and targets [P]."""
         by_level = -self.model.output.nll_by_level(hidden, targets).double()
-        columns = [by_level.sum(0), by_level[0]]
+        log_prob = by_level.sum(0)
+        columns = [mix(hidden, targets, log_prob) if mix else log_prob, by_level[0]]
         check_finite(columns[0], "the text")
         if details:
             at_once = max(1, MAX_LOG_PROBS // self.model.vocab_size)
