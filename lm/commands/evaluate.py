@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
     _check(options)
     from data_prep.corpus.lines import read_text
     from data_prep.corpus.reader import read_lines
-    from lm.evaluation import encode_text, evaluate_split, evaluate_text
+    from lm.evaluation import evaluate_split, evaluate_text
     from lm.figures import as_json
     from lm.scoring.adaptation import evaluate_adaptation
     from lm.scoring.comparison import TextLosses, check_comparable, compare
@@ -101,20 +101,16 @@ def run(options: argparse.Namespace) -> None:
         lines = list(noted_words(run.tokenizer, read_text(options.text), options.text))
     check_comparable(run, others, open_vocabulary=is_open, lines=lines)
     tables, further = list[str](), dict[str, Any]()
+    adapts = {"cache": options.cache, "dynamic": options.dynamic}
     tokens: Any = None
-    adapts = options.cache or options.dynamic
-    if options.arpa or options.by_frequency or others or adapts:
-        if lines is None:
-            tokens = run.prepared.tokens(options.split)
-        else:
-            tokens, _ = encode_text(run, lines, options.text)
+    if options.arpa or options.by_frequency or others or any(adapts.values()):
+        tokens = _tokens(run, options, lines)
     if options.arpa:
         path = Path(options.arpa)
         further["mixture"] = mixture = evaluate_mixture(run, path, options.mixture, tokens)
         tables.append(mixture.table(run.folder, path))
-    if adapts:
-        kinds = {"cache": options.cache, "dynamic": options.dynamic}
-        further["adaptation"] = adapted = evaluate_adaptation(run, tokens, **kinds)
+    if any(adapts.values()):
+        further["adaptation"] = adapted = evaluate_adaptation(run, tokens, **adapts)
         tables.append(adapted.table())
     settings = {"progress": not options.no_progress, "open_vocabulary": is_open}
     if lines is None:
@@ -139,6 +135,15 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps(values | as_json(further)) if options.json else "\n".join(tables))
     if options.text is None:
         _write(run, f"{options.split}{'-open' * is_open}", values)
+
+
+def _tokens(run: TrainedRun, options: argparse.Namespace, lines: list[str] | None) -> Any:
+    """The tokens [n] of the split, or of the lines of a text."""
+    from lm.evaluation import encode_text
+
+    if lines is None:
+        return run.prepared.tokens(options.split)
+    return encode_text(run, lines, options.text)[0]
 
 
 def _weights(options: argparse.Namespace, run: TrainedRun) -> tuple[str, dict[str, Any]]:

@@ -76,15 +76,11 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"{run.folder} {_NO_END}")
     if options.text != "line" and run.is_independent:
         raise UserError(f"--stream requires a text, but {run.folder} has independent sequences")
-    adaptation = None
-    if options.cache or options.dynamic:
-        adaptation = Adaptation.tuned(run, cache=options.cache, dynamic=options.dynamic)
-    scorer = Scorer.of(
-        run,
-        adaptation=adaptation,
-        vocabulary_size=options.vocabulary_size,
-        open_vocabulary=options.open_vocabulary,
-    )
+    kinds, adaptation = {"cache": options.cache, "dynamic": options.dynamic}, None
+    if any(kinds.values()):
+        adaptation = Adaptation.tuned(run, **kinds)
+    rule = {name: getattr(options, name) for name in ("vocabulary_size", "open_vocabulary")}
+    scorer = Scorer.of(run, adaptation=adaptation, **rule)
     file = options.file or "-"
     layout = Layout(
         scorer=scorer,
@@ -100,12 +96,12 @@ def run(options: argparse.Namespace) -> None:
     )
     if options.line_buffered and options.text != "line" and not run.model.backbone.carries_state:
         raise UserError("--line-buffered: the windows of a Transformer's text depend on its length")
-    rule = _RULES[options.text]
+    read = _RULES[options.text]
     if options.text != "line" and not run.keeps_empty_lines:
-        rule += ", empty lines left out as in training"
+        read += ", empty lines left out as in training"
     unit = "word" if options.format == "kenlm" else token_unit(run.tokenizer)
     if run.is_independent and options.vocabulary_size is None:
-        unit, rule = ITEM, f"{rule}, unknown items left out"
+        unit, read = ITEM, f"{read}, unknown items left out"
     counted = perplexity_rule(unit, options.open_vocabulary)
     if options.vocabulary_size is not None:
         counted = counted.replace("counted as <unk>", "by their shares of P(<unk>)")
@@ -115,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
         if number == 0:  # the text can be read
             _log.info(
                 "%s, <eos> before the first word; log-probabilities in %s; perplexity %s",
-                rule,
+                read,
                 options.unit,
                 counted,
             )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lm.model.language_model import LanguageModel
-from lm.output import ClassTree
+from lm.output import ClassTree, HierarchicalSoftmax
 from lm.run import TrainedRun
 from lm.scoring import adaptation
 from lm.scoring.adaptation import Adaptation, Cache, read_dynamic
@@ -29,14 +29,14 @@ def cached(hidden: Tensor, words: Tensor, t: int, word: int) -> float:
     return sum(w for i, w in weights.items() if words[i] == word) / sum(weights.values())
 
 
-@pytest.mark.parametrize("sizes", [(13,), (1, 5, 7), (1,) * 13])
+@pytest.mark.parametrize("sizes", [[13], [1, 5, 7], [1] * 13])
 def test_a_cache_has_the_probabilities_of_the_definition(
-    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adaptation, "SCORES_AT_ONCE", 40)
     hidden, words = torch.randn(13, 6), torch.randint(3, (13,))
     cache = Cache(WINDOW, [1.0, THETA])
-    parts = zip(hidden.split(sizes), words.split(sizes), strict=True)
+    parts = zip(torch.split(hidden, sizes), torch.split(words, sizes), strict=True)
     found = torch.cat([cache.log_prob(*part)[1] for part in parts])
     assert found[0].isnan()
     expected = [cached(hidden, words, t, int(words[t])) for t in range(1, 13)]
@@ -69,14 +69,14 @@ def test_a_model_learns_from_each_segment_after_it_is_predicted(
 ) -> None:
     """Gradient descent of the whole model, segment by segment, and no token sees later ones."""
     monkeypatch.setattr(adaptation, "SEGMENT", 3)
-    tree, text = (
-        ClassTree.two_level(torch.arange(20) % 5),
-        np.random.default_rng(1).integers(20, size=14),
-    )
+    tree = ClassTree.two_level(torch.arange(20) % 5)
+    text = np.random.default_rng(1).integers(20, size=14)
     models = [small_model(tree, backbone).train() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     found = dynamic(models[0], [text], 0.1)
-    plain, state, expected = models[1], None, list[Tensor]()
+    plain, expected = models[1], list[Tensor]()
+    state: tuple[Tensor, ...] | None = None
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
     stream = torch.from_numpy(np.append(0, text))
     for begin in range(0, 14, 3):
         end = min(14, begin + 3)
@@ -85,11 +85,9 @@ def test_a_model_learns_from_each_segment_after_it_is_predicted(
         state = state and tuple(each.detach() for each in state)
         nll = plain.output.loss(hidden[begin - first :, 0], stream[begin + 1 : end + 1], "none")
         expected.append(-nll.detach())
-        nll.mean().backward()
-        with torch.no_grad():
-            for parameter in plain.parameters():
-                parameter -= 0.1 * parameter.grad
-                parameter.grad = None
+        torch.autograd.backward(nll.mean())
+        optimizer.step()
+        optimizer.zero_grad()
     torch.testing.assert_close(found, torch.cat(expected))
     models[0].load_state_dict(small_model(tree, backbone).state_dict())
     before = {name: value.clone() for name, value in models[0].state_dict().items()}
@@ -107,6 +105,7 @@ def test_rows_that_a_text_visits_change_as_with_dense_gradients(tied: bool) -> N
     values = []
     for row_wise in (False, True):
         model = new_model(tree, {}, tied=tied, row_wise=row_wise, embedding=None if tied else 12)
+        assert isinstance(model.output, HierarchicalSoftmax)
         before = model.output.weight.detach().clone()
         values.append(dynamic(model.train(), [text], 0.5))
         changed = (model.output.weight != before).any(1)
