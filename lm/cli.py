@@ -23,6 +23,7 @@ from lm.commands import (
     generate,
     info,
     new,
+    ngram,
     prepare,
     recommend,
     rescore,
@@ -37,7 +38,7 @@ _VERBS = {
     module.__name__.rpartition(".")[2]: module
     for module in (
         *(new, prepare, train, evaluate, generate, recommend, extend),
-        *(score, rescore, classes, info, config),
+        *(score, rescore, ngram, classes, info, config),
     )
 }
 
