@@ -88,7 +88,7 @@ class Model(torch.nn.Module):
             return vectors
         pieces = self["input_pieces_pieces"][ids]
         each: Tensor = self["input_pieces_weight"][pieces.clamp(min=0)] * (pieces >= 0)[..., None]
-        return vectors + each.sum(-2) * (pieces >= 0).sum(-1, True).clamp(min=1).rsqrt()
+        return vectors.add(each.sum(-2) * (pieces >= 0).sum(-1, True).clamp(min=1).rsqrt())
 
     def forward(self, ids: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """Hidden vectors [T, B, H] of words [T, B], which predict the next, and the state."""
