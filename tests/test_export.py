@@ -116,3 +116,48 @@ def test_items_outside_the_catalogue_are_left_out(
     (score,) = lm.load(tmp_path / "run").score(["a x b c"])
     found = loaded(tmp_path / "export").score("a x b c")
     np.testing.assert_allclose(found, score.tokens.log_prob, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "transformer", "pieces", "huffman"])
+def test_onnx_files_have_the_probabilities_of_the_model(
+    kind: str, letters: Callable[..., Path], tmp_path: Path, printed: Callable[..., str]
+) -> None:
+    """For texts of several lengths at once, and word by word with states; 8 bits are close."""
+    pytest.importorskip("onnx")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    run = letters("onnx", *KINDS[kind])
+    printed("export", run, tmp_path / "export", "--onnx", "--int8")
+    model, files = (
+        lm.load(run),
+        json.loads((tmp_path / "export/manifest.json").read_text())["files"],
+    )
+
+    def session(name: str) -> Any:
+        assert files[name] == sha256_file(tmp_path / "export" / name)
+        return onnxruntime.InferenceSession(tmp_path / "export" / name)
+
+    scores = model.score(TEXT)
+    ids = [score.tokens.id[:-1] for score in scores]
+    lengths = np.array(list(map(len, ids)))
+    x = np.zeros((len(ids), lengths.max()), np.int64)
+    for row, line in zip(x, ids, strict=True):
+        row[: len(line)] = line
+    expected = [-score.tokens.log_prob.sum() for score in scores]
+    for name, error in (("nll.onnx", 1e-4), ("nll.int8.onnx", 1.0)):
+        (nll,) = session(name).run(["nll"], {"x": x, "x_lens": lengths})
+        np.testing.assert_allclose(nll, expected, atol=error)
+    if kind == "transformer":
+        assert "step.onnx" not in files
+        return
+    step, state = session("step.onnx"), model.start()
+    meta = step.get_modelmeta().custom_metadata_map
+    assert int(meta["sos_id"]) == model.eos_id
+    shape = (int(meta["num_layers"]), 2, int(meta["hidden_size"]))
+    h = c = np.zeros(shape, np.float32)
+    for id in [model.eos_id, *ids[0]]:
+        names = ["log_softmax", "next_h0", "next_c0"]
+        both = np.full((2, 1), id)
+        log_softmax, h, c = step.run(names, {"x": both, "h0": h, "c0": c})
+        state = model.start() if id == model.eos_id else model.step(state, id).state
+        for row in log_softmax[:, 0]:
+            np.testing.assert_allclose(row, model.log_prob(state), atol=1e-4)

@@ -17,6 +17,7 @@ from data_prep.storage import sha256_file, write_hashed, write_json_atomically
 from data_prep.tokenizer.punctuation import marks_and_pattern
 from data_prep.tokenizer.serialization import MODEL_FILE, TOKENIZER
 from data_prep.tokenizer.speller import SPELLER
+from lm.export.onnx import check_packages, write_onnx
 from lm.model.files import save_model
 from lm.run import TrainedRun
 
@@ -25,17 +26,23 @@ FORMAT_VERSION = 1
 _RECIPE = ("tokenizer", "classes", "model", "output", "word_table", "optim", "train", "seed")
 
 
-def export(run: TrainedRun, folder: Path, *, bf16: bool = False) -> None:
+def export(
+    run: TrainedRun, folder: Path, *, bf16: bool = False, onnx: bool = False, int8: bool = False
+) -> None:
     """Write the folder of an exported model, which must not exist or be empty.
 
     Args:
         run: a run of a tree of softmaxes whose input vectors are words' or sum paths of that tree.
         folder: where to.
         bf16: whether weights are rounded to bf16, for half of the bytes.
+        onnx: whether ONNX files are written too, see `lm.export.onnx`.
+        int8: whether these are written with weights of 8 bits too.
 
     Raises:
-        UserError: if the model is of another kind, or the folder has files.
+        UserError: if the model is of another kind, the folder has files, or a package is missing.
     """
+    if onnx:
+        check_packages()
     description, tokenizer = run.description, run.tokenizer
     for key, value in (("output.tree", "adaptive"), ("model.input_tree", "two_level")):
         section, name = key.split(".")
@@ -53,8 +60,16 @@ def export(run: TrainedRun, folder: Path, *, bf16: bool = False) -> None:
         weights = {n: t.bfloat16() if t.is_floating_point() else t for n, t in weights.items()}
     save_model(folder, weights, description)
     write_hashed(folder / CARD, [_card(run, bf16=bf16).encode()])
+    _write_manifest(run, folder)
+    if onnx:
+        write_onnx(folder, int8=int8)
+        _write_manifest(run, folder)
+
+
+def _write_manifest(run: TrainedRun, folder: Path) -> None:
+    """Write the checksums of all files, and what the script cannot read from them."""
     marks, pattern = marks_and_pattern()
-    files = sorted(path for path in folder.iterdir() if path.is_file())
+    files = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
     content: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "leaves_out_unknown": run.is_independent,

@@ -100,7 +100,7 @@ class Model(torch.nn.Module):
     def _lstm(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         zeros, ends = x.new_zeros(1, x.shape[1], self.config["hidden"]), []
         for k in range(self.config["layers"]):
-            names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            names = (f"{kind}_{of}" for kind in ("weight", "bias") for of in ("ih", "hh"))
             weights = [self[f"backbone_layers_{k}_{name}_l0"] for name in names]
             start = [part[k : k + 1] for part in state] if state else [zeros, zeros]
             x, *end = torch.lstm(x, start, weights, True, 1, 0.0, False, False, False)
@@ -108,17 +108,18 @@ class Model(torch.nn.Module):
         return x, tuple(map(torch.cat, zip(*ends, strict=True)))
 
     def _transformer(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        past, begin = (state[0].shape[4], state[1]) if state else (0, 0)
+        (past, begin), length = (state[0].shape[4], state[1]) if state else (0, 0), x.shape[0]
         heads, half = self.rules["heads"], self.config["hidden"] // self.rules["heads"] // 2
-        angle = (begin + torch.arange(len(x)))[:, None] * 1e4 ** -(torch.arange(half) / half)
-        key, cos, sin, kept = torch.arange(past + len(x)), angle.cos(), angle.sin(), []
+        angle = (begin + torch.arange(length))[:, None] * 1e4 ** -(torch.arange(half) / half)
+        key, cos, sin, kept = torch.arange(past + length), angle.cos(), angle.sin(), []
         mask = (key <= key[past:, None]) & (key > key[past:, None] - self.context)
 
         def linear(x: Tensor, name: str) -> Tensor:
             return F.linear(x, self[f"backbone_{name}_weight"])
 
         def norm(x: Tensor, name: str) -> Tensor:
-            return F.rms_norm(x, x.shape[-1:], self[f"backbone_{name}_weight"], 1e-6)
+            x = x * x.square().mean(-1, True).add(1e-6).rsqrt()
+            return x.mul(self[f"backbone_{name}_weight"])
 
         def turned(v: Tensor) -> Tensor:
             a, b = v.chunk(2, -1)
@@ -126,21 +127,23 @@ class Model(torch.nn.Module):
 
         x = x if self["backbone_project_weight"] is None else linear(x, "project")
         for k in range(self.config["layers"]):
-            own = f"blocks_{k}_"
-            split = linear(norm(x, own + "attention_norm"), own + "attention_query_key_value")
+            at = f"blocks_{k}_"
+            split = linear(norm(x, at + "attention_norm"), at + "attention_query_key_value")
             query, new, value = split.view(*x.shape[:2], 3, heads, 2 * half).permute(2, 1, 3, 0, 4)
             pair = torch.stack([turned(new), value])
             pair = torch.cat([state[0][k], pair], 3) if state else pair
-            kept.append(pair[:, :, :, max(0, past + len(x) - self.context + 1) :])
+            kept.append(pair[:, :, :, max(0, past + length - self.context + 1) :])
             seen = F.scaled_dot_product_attention(turned(query), pair[0], pair[1], mask)
-            x = x + linear(seen.permute(2, 0, 1, 3).flatten(2), own + "attention_out")
-            inner = linear(norm(x, own + "feedforward_norm"), own + "feedforward_gate_up")
-            gate, up = inner.chunk(2, -1)
-            x = x + linear(F.silu(gate) * up, own + "feedforward_down")
-        return norm(x, "norm"), (torch.stack(kept), begin + len(x))
+            x = x + linear(seen.permute(2, 0, 1, 3).flatten(2), at + "attention_out")
+            both = linear(norm(x, at + "feedforward_norm"), at + "feedforward_gate_up").chunk(2, 2)
+            x = x + linear(F.silu(both[0]) * both[1], at + "feedforward_down")
+        return norm(x, "norm"), (torch.stack(kept), begin + length)
 
-    def log_prob(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities in nats [..., N] of all words after hidden vectors [..., H]."""
+    def log_prob(self, hidden: Tensor, words: Tensor | None = None) -> Tensor:
+        """Log-probabilities in nats after hidden vectors [..., H]: all [..., N], or of words [...].
+
+        It forms the logits of all rows of the weight.
+        """
         weight = self["output_weight"][:, : hidden.shape[-1]]
         rows = F.linear(hidden, weight, self["output_bias"])
         node = self.node_of_row.expand_as(rows)
@@ -148,7 +151,10 @@ class Model(torch.nn.Module):
         top = top.scatter_reduce(-1, node, rows, "amax")
         total = torch.zeros_like(top).scatter_add(-1, node, (rows - top.gather(-1, node)).exp())
         rows = rows - (top + total.log()).gather(-1, node)
-        return (rows[..., self.path.clamp(min=0)] * (self.path >= 0)).sum(-1)
+        path = self.path if words is None else self.path[words]
+        inside = path.clamp(min=0)
+        each = rows[..., inside] if words is None else rows.gather(-1, inside)
+        return (each * (path >= 0)).sum(-1)
 
     @torch.no_grad()
     def read(self, ids: list[int], state: Any = None) -> tuple[Tensor, Any]:
@@ -160,8 +166,7 @@ class Model(torch.nn.Module):
     def score(self, line: str) -> Tensor:
         """Log-probabilities in nats [T + 1] of the tokens of a line and of <eos>."""
         ids = self.encode(line)
-        each = zip(self.read(ids)[0], [*ids, self.eos_id], strict=True)
-        return torch.stack([self.log_prob(hidden)[id] for hidden, id in each])
+        return self.log_prob(self.read(ids)[0], torch.tensor([*ids, self.eos_id]))
 
 
 if __name__ == "__main__":
