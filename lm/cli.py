@@ -19,6 +19,7 @@ from lm.commands import (
     classes,
     config,
     evaluate,
+    export,
     extend,
     generate,
     info,
@@ -38,7 +39,7 @@ _VERBS = {
     module.__name__.rpartition(".")[2]: module
     for module in (
         *(new, prepare, train, evaluate, generate, recommend, extend),
-        *(score, rescore, ngram, classes, info, config),
+        *(score, rescore, ngram, classes, info, export, config),
     )
 }
 

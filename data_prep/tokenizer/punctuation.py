@@ -30,6 +30,11 @@ _AFTER = f"{_BOTH}.)]}}%"
 """Marks that are separated from both sides of a word, and from the word before them."""
 
 
+def marks_and_pattern() -> tuple[str, str]:
+    """The marks that are single words, and the pattern of `separate_words`, for other programs."""
+    return _AFTER, _punctuation_pattern().pattern
+
+
 @cache
 def _punctuation_pattern() -> re.Pattern[str]:
     """Match a word, a mark before one, or at once all marks after one, in time ∝ the text."""

@@ -113,7 +113,7 @@ def _with_begins(tokens: NDArray[Any], begin: int, eos_id: int, order: int) -> I
 
 
 def _count(stream: Index, begin: int, thresholds: Sequence[int]) -> list[_Order]:
-    """The n-grams of each order, from a text with `<s>`; of order 1 all N words and `<s>`, by id."""
+    """The n-grams of each order, from a text with `<s>`; of order 1 all words and `<s>`, by id."""
     order, size = len(thresholds), begin + 1
     places, shared, valid = _sorted_places(stream, size, order)
     node = stream[:-order].copy()  # of the n-gram at each place, as n grows
@@ -141,9 +141,10 @@ def _count(stream: Index, begin: int, thresholds: Sequence[int]) -> list[_Order]
 
 
 def _sorted_places(stream: Index, size: int, order: int) -> tuple[Index, Bytes, Bytes]:
-    """The places [T] of a text by the `order` words from each on, and by place in that order:
+    """The places [T] of a text by the `order` words from each on, and two figures of each.
 
-    with how many words they begin as the place before, and how many words precede the next `<s>`.
+    The first one is how many words it shares with the place before it in that order, the second
+    how many words from it on precede the next `<s>`.
     """
     places = np.arange(len(stream) - order, dtype=np.uint32)
     other = np.empty_like(places)
@@ -225,7 +226,7 @@ def _discounts(adjusted: Index) -> Floats:
 def _estimate(
     ngrams: _Order, discounts: Floats, lower: Floats, prob: Floats, backoff: Floats
 ) -> None:
-    """Equation (1) of the n-grams [g] that are kept, and b of each history; `lower`: P by suffix."""
+    """Equation (1) of the n-grams [g] that are kept, and b of each history, from P by suffix."""
     for h in range(len(backoff)):
         children = range(ngrams.first[h], ngrams.first[h + 1])
         total, reserved = 0.0, 0.0

@@ -88,9 +88,7 @@ def evaluate_mixture(
             valid_perplexity = perplexity(-total, len(valid))
         ngram, length = ngram_log_probs(arpa, run.tokenizer, tokens), np.zeros(len(tokens), int)
     mixture = mixed(model, ngram, weights[length])
-    perplexities = [
-        perplexity(-float(each.sum()), len(tokens)) for each in (model, ngram, mixture)
-    ]
+    perplexities = [perplexity(-float(each.sum()), len(tokens)) for each in (model, ngram, mixture)]
     return MixtureEvaluation(
         weight=float(weights[length].mean() if len(weights) > 1 else weights[0]),
         weights=weights.tolist(),
@@ -100,5 +98,3 @@ def evaluate_mixture(
         perplexity_ngram=perplexities[1],
         perplexity=perplexities[2],
     )
-
-

@@ -13,7 +13,7 @@ alone, and has all that equation (1) needs. A line begins in the context of `<s>
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,7 +100,7 @@ def _extend_all(arrays: Arrays, nodes: Ints, words: Ints, values: Floats, after:
 
 @compiled
 def _read(
-    arrays: Arrays, tokens: NDArray[np.unsignedinteger], eos_id: int, start: int, values: Floats,
+    arrays: Arrays, tokens: NDArray[Any], eos_id: int, start: int, values: Floats,
     nodes: Ints,
 ) -> None:  # fmt: skip
     """Log-probabilities of tokens of lines, and the context of each."""
@@ -131,11 +131,15 @@ class NGramTree:
         self.start = 1 + self.vocab_size
         self._begins = np.cumsum([0, 1, *sizes])  # of the nodes of each length
 
-    def read(self, tokens: NDArray[np.unsignedinteger]) -> tuple[Floats, Ints]:
+    def read(self, tokens: NDArray[Any]) -> tuple[Floats, Ints]:
         """Log-probabilities [n] of a text, `eos_id` at the end of each line, and the contexts."""
         values, nodes = np.empty(len(tokens)), np.empty(len(tokens), np.int64)
         _read(self.arrays, np.asarray(tokens), self.eos_id, self.start, values, nodes)
         return values, nodes
+
+    def context(self, tokens: Ints) -> int:
+        """The context after tokens [n] of lines."""
+        return int(self.read(np.append(tokens, self.eos_id))[1][-1])
 
     def extend(self, contexts: Ints, words: Ints) -> tuple[Floats, Ints]:
         """Log-probabilities of words [P], each in its context [P], and the contexts after them."""

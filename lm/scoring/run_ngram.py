@@ -9,7 +9,7 @@ so that the probabilities of all words add up to 1. Both models predict the same
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,13 +51,18 @@ class RunNGram:
         tree: the n-gram model.
         weights: λ by the length of the context, [order].
         valid_perplexity: that of the mixture on the validation split, if λ was tuned there.
+        sha256: checksum of `ngram.npy`.
     """
 
     def __init__(
-        self, tree: NGramTree, weights: Sequence[float], valid_perplexity: float | None = None
+        self,
+        tree: NGramTree,
+        weights: Sequence[float],
+        valid_perplexity: float | None = None,
+        sha256: str = "",
     ) -> None:
         self.tree, self.weights = tree, np.array(weights, np.float64)
-        self.valid_perplexity = valid_perplexity
+        self.valid_perplexity, self.sha256 = valid_perplexity, sha256
 
     @classmethod
     def count(
@@ -71,9 +76,7 @@ class RunNGram:
         Raises:
             UserError: if there is no text to count, no such split, or λ is out of range.
         """
-        if run.is_independent:
-            problem = f"requires a text, but {run.folder} has independent sequences"
-            raise UserError(f"lm ngram {problem}")
+        _check_text(run)
         check_weight(run, weight)
         prepared = run.prepared
         tokens = prepared.tokens("train")
@@ -113,6 +116,7 @@ class RunNGram:
             UserError: if there is none, a file is damaged, or it belongs to another tokenizer or to
                 other weights.
         """
+        _check_text(run)
         path, again = run.folder / DESCRIPTION, f"run `lm ngram {run.folder}`"
         if not path.exists():
             raise DataError(f"{run.folder} has no n-gram model: {again}")
@@ -127,14 +131,14 @@ class RunNGram:
             raise DataError(f"{path} is damaged: its sizes do not belong together")
         values = map_array(run.folder / NODES, found.nodes, verify=True)
         tree = NGramTree(Arrays.of(values, *counts), found.sizes, found.eos_id)
-        return cls(tree, found.weights, found.valid_perplexity)
+        return cls(tree, found.weights, found.valid_perplexity, found.nodes.sha256)
 
-    def read(self, tokens: NDArray[np.unsignedinteger]) -> tuple[Floats, Ints]:
+    def read(self, tokens: NDArray[Any]) -> tuple[Floats, Ints]:
         """Log-probabilities [n] of the n-gram model for a text, and the lengths of its contexts."""
         log_prob, contexts = self.tree.read(tokens)
         return log_prob, self.tree.length(contexts)
 
-    def mixed(self, tokens: NDArray[np.unsignedinteger], log_prob: Floats) -> Floats:
+    def mixed(self, tokens: NDArray[Any], log_prob: Floats) -> Floats:
         """Equation (1) of a text of lines [n], given log P_model."""
         ngram, length = self.read(tokens)
         return mixed(log_prob, ngram, self.weights[length])
@@ -144,3 +148,8 @@ class RunNGram:
         weights = self.weights[self.tree.length(contexts)]
         return mixed(log_prob, ngram, weights.reshape(-1, *[1] * (log_prob.ndim - 1)))
 
+
+def _check_text(run: TrainedRun) -> None:
+    if run.is_independent:
+        problem = f"requires a text, but {run.folder} has independent sequences"
+        raise UserError(f"an n-gram model {problem}")

@@ -1,0 +1,27 @@
+"""`lm export`: a trained model as files that need nothing of this package."""
+
+import argparse
+from pathlib import Path
+
+from data_prep.errors import UserError
+from lm.commands.arguments import RUN, SWITCH, Options, open_run
+
+HELP = "a trained model with a script of 150 lines that computes it without this package"
+OPTIONS: Options = RUN | {
+    "folder": {"metavar": "DIR", "help": "new folder to write"},
+    "--bf16": SWITCH | {"help": "round weights to bf16"},
+    "--onnx": SWITCH | {"help": "also nll.onnx, and of an LSTM step.onnx, for recognisers"},
+    "--int8": SWITCH | {"help": "with --onnx: also files with weights in 8 bits"},
+}
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the folder; print it."""
+    if options.int8 and not options.onnx:
+        raise UserError("--int8 requires --onnx")
+    from lm.export import export
+
+    options.device, options.threads = "cpu", None
+    kinds = {name: getattr(options, name) for name in ("bf16", "onnx", "int8")}
+    export(open_run(options), Path(options.folder), **kinds)
+    print(options.folder)

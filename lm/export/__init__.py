@@ -1,0 +1,107 @@
+"""Exports of a run: what computes its probabilities without this package.
+
+A folder with the weights and their trees, the tokenizer, `score.py`, a card and a manifest:
+`lm/export/README.md` has the names and layouts. `score.py` is not imported here.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from shutil import copyfile
+from typing import Any
+
+import yaml
+
+from data_prep.errors import UserError
+from data_prep.storage import sha256_file, write_hashed, write_json_atomically
+from data_prep.tokenizer.punctuation import marks_and_pattern
+from data_prep.tokenizer.serialization import MODEL_FILE, TOKENIZER
+from data_prep.tokenizer.speller import SPELLER
+from lm.export.onnx import check_packages, write_onnx
+from lm.model.files import save_model
+from lm.run import TrainedRun
+
+SCORE, CARD, MANIFEST = "score.py", "README.md", "manifest.json"
+FORMAT_VERSION = 1
+_RECIPE = ("tokenizer", "classes", "model", "output", "word_table", "optim", "train", "seed")
+
+
+def export(
+    run: TrainedRun, folder: Path, *, bf16: bool = False, onnx: bool = False, int8: bool = False
+) -> None:
+    """Write the folder of an exported model, which must not exist or be empty.
+
+    Args:
+        run: a run of a tree of softmaxes whose input vectors are words' or sum paths of that tree.
+        folder: where to.
+        bf16: whether weights are rounded to bf16, for half of the bytes.
+        onnx: whether ONNX files are written too, see `lm.export.onnx`.
+        int8: whether these are written with weights of 8 bits too.
+
+    Raises:
+        UserError: if the model is of another kind, the folder has files, or a package is missing.
+    """
+    if onnx:
+        check_packages()
+    description, tokenizer = run.description, run.tokenizer
+    for key, value in (("output.tree", "adaptive"), ("model.input_tree", "two_level")):
+        section, name = key.split(".")
+        if getattr(getattr(description, section), name) == value:
+            raise UserError(f"{run.folder} has {key}: {value}, which {SCORE} does not compute")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists: an export is a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (TOKENIZER, MODEL_FILE[tokenizer.kind], SPELLER):
+        if (run.folder / name).exists():
+            copyfile(run.folder / name, folder / name)
+    copyfile(Path(__file__).parent / SCORE, folder / SCORE)
+    weights = run.model.state_dict()
+    if bf16:
+        weights = {n: t.bfloat16() if t.is_floating_point() else t for n, t in weights.items()}
+    save_model(folder, weights, description)
+    write_hashed(folder / CARD, [_card(run, bf16=bf16).encode()])
+    _write_manifest(run, folder)
+    if onnx:
+        write_onnx(folder, int8=int8)
+        _write_manifest(run, folder)
+
+
+def _write_manifest(run: TrainedRun, folder: Path) -> None:
+    """Write the checksums of all files, and what the script cannot read from them."""
+    marks, pattern = marks_and_pattern()
+    files = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
+    content: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "leaves_out_unknown": run.is_independent,
+        "marks": marks,
+        "pattern": pattern,
+        "heads": getattr(run.model.backbone, "heads", None),
+        "files": {path.name: sha256_file(path) for path in files},
+    }
+    write_json_atomically(folder / MANIFEST, content)
+
+
+def _card(run: TrainedRun, *, bf16: bool) -> str:
+    """What the model is, how it is used, its figures and its recipe, as Markdown."""
+    description, backbone = run.description, run.description.model
+    size = sum(parameter.numel() for parameter in run.model.parameters())
+    about = (
+        f"{backbone.backbone} {backbone.layers} × {backbone.hidden}, {run.model.vocab_size:,}"
+        f" {'pieces' if run.tokenizer.kind != 'words' else 'words'}, {size:,} parameters in"
+        f" {'bf16' if bf16 else description.word_table.dtype}, after {description.step:,} steps"
+    )
+    usage = f"python {SCORE} . < sentences.txt  # log-probabilities in nats"
+    parts = [f"# {run.folder.resolve().name}", about, f"```sh\n{usage}\n```", "## Figures"]
+    figures = {"validation perplexity": description.valid_perplexity}
+    for path in sorted(run.folder.glob("evaluate-*.json")):
+        values = json.loads(path.read_text())
+        split = path.stem.removeprefix("evaluate-")
+        kinds = ("perplexity", "word_perplexity", "bits_per_byte")
+        figures |= {f"{split}: {kind}": values.get(kind) for kind in kinds}
+    rows = [f"| {name} | {value:.4g} |" for name, value in figures.items() if value is not None]
+    parts.append("\n".join(["| figure | value |", "|---|---|", *rows]))
+    if run.has_config:
+        recipe = {name: value for name, value in asdict(run.config).items() if name in _RECIPE}
+        text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+        parts += ["## Recipe", f"```yaml\n{text}```"]
+    return "\n\n".join(parts) + "\n"

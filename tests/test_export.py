@@ -1,0 +1,163 @@
+"""Exports: the figures of `lm score`, computed without this package."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lm
+from data_prep.storage import sha256_file
+from tests.conftest import LETTERS, OTHER_LETTERS, PIECES_WITH_BYTES
+
+NEW = [  # as `lm new` writes it
+    "--word_table.tied=true",
+    "--model={hidden: 8, layers: 1, input_embedding: path_sum, input_pieces: 12}",
+]
+KINDS = {
+    "lstm": NEW,
+    "untied": ["--model.layers=2", "--model.embedding=6"],
+    "path sums of their own": ["--model.input_embedding=path_sum", "--classes.shortlist=2"],
+    "residual": ["--word_table.tied=true", "--model.residual=true"],
+    "transformer": ["--model={backbone: transformer, hidden: 8, layers: 2, heads: 2}"],
+    "projected": ["--model={backbone: transformer, hidden: 8, layers: 1, embedding: 5}"],
+    "punctuation": ["--tokenizer={lowercase: true, split_punctuation: true, min_count: 2}"],
+    "pieces": PIECES_WITH_BYTES,
+    "huffman": ["--output.tree=huffman"],
+    "bf16": ["--word_table={dtype: bf16, tied: true, optimizer: adagrad, lr: 0.1}"],
+}
+TEXT = [*LETTERS[:6], *OTHER_LETTERS, "ab, «Ba». ab?! (b)", "▁ab <unk>,b", "ab " * 11]
+
+
+def loaded(folder: Path) -> Any:
+    """The model of an exported folder, by its own script."""
+    spec = importlib.util.spec_from_file_location("score", folder / "score.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Model(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_has_the_probabilities_of_the_model(
+    kind: str, letters: Callable[..., Path], tmp_path: Path, printed: Callable[..., str]
+) -> None:
+    run = letters("export", *KINDS[kind])
+    folder = Path(printed("export", run, tmp_path / "export").strip())
+    model, own = lm.load(run), loaded(folder)
+    for line, score in zip(TEXT, model.score(TEXT), strict=True):
+        found = own.score(line).double().numpy()
+        assert own.encode(line) == score.tokens.id[:-1].tolist()
+        np.testing.assert_allclose(found, score.tokens.log_prob, rtol=1e-5, atol=1e-6)
+    ids = own.encode("ab ab b ba ab b aab ab ba b")
+    whole, _ = own.read(ids)
+    parts, state = own.read(ids[:3])
+    for id in ids[3:]:  # a token at a time, past the context of a Transformer
+        hidden, state = own.read([id], state)
+        parts = torch.cat([parts, hidden])
+    torch.testing.assert_close(parts, whole)
+    log_prob = own.log_prob(whole[5])
+    torch.testing.assert_close(log_prob, model.log_prob(ids[:5]).float(), rtol=1e-5, atol=1e-5)
+    assert float(log_prob.exp().sum()) == pytest.approx(1, abs=1e-5)
+
+
+def test_an_export_is_computed_where_this_package_is_absent(
+    lstm_run: Path, tmp_path: Path, printed: Callable[..., str]
+) -> None:
+    """And its manifest has the checksums of its files; weights in bf16 take half of the bytes."""
+    folders = tmp_path / "fp32", tmp_path / "bf16"
+    printed("export", lstm_run, folders[0])
+    printed("export", lstm_run, folders[1], "--bf16")
+    lines = ["the old cat sees a dog now", "a zebra"]
+    blocked = "import sys; sys.modules |= dict.fromkeys(['lm', 'data_prep', 'numba', 'lightning'])"
+    call = "runpy.run_path('score.py', None, '__main__')"
+    program = f"{blocked}; sys.argv[1:] = ['.']; import runpy; {call}"
+    expected = [each.log_prob.sum() for each in lm.load(lstm_run).score(lines)]
+    sizes = []
+    for folder, error in zip(folders, (1e-5, 0.1), strict=True):
+        out = subprocess.run(
+            [sys.executable, "-c", program],
+            input="\n".join(lines),
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        np.testing.assert_allclose(np.array(out.split(), float), expected, atol=error)
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+        assert files == {
+            path.name: sha256_file(path) for path in folder.iterdir() if path.name in files
+        }
+        assert {"score.py", "model.safetensors", "model.json", "README.md"} < files.keys()
+        weights = load_file(folder / "model.safetensors").values()
+        sizes.append(sum(value.nbytes for value in weights if value.is_floating_point()))
+    assert sizes[1] * 2 == sizes[0]
+
+
+def test_items_outside_the_catalogue_are_left_out(
+    tmp_path: Path, printed: Callable[..., str]
+) -> None:
+    (tmp_path / "lines.txt").write_text("a b c d\nb c d a\nc d a b\n" * 5)
+    (tmp_path / "items.yaml").write_text(
+        f"name: items\ndata: {{dir: {tmp_path}, files: {{train: lines.txt}}, split: files,\n"
+        "  sequences: independent, predict_eos: true}\nmodel: {hidden: 8, layers: 1}\n"
+        f"run_dir: {tmp_path / 'run'}\ntrain: {{max_steps: 3, batch_size: 4, seq_len: 8}}\n"
+    )
+    printed("train", tmp_path / "items.yaml", "--no-progress")
+    printed("export", tmp_path / "run", tmp_path / "export")
+    (score,) = lm.load(tmp_path / "run").score(["a x b c"])
+    found = loaded(tmp_path / "export").score("a x b c")
+    np.testing.assert_allclose(found, score.tokens.log_prob, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "transformer", "pieces", "huffman"])
+def test_onnx_files_have_the_probabilities_of_the_model(
+    kind: str, letters: Callable[..., Path], tmp_path: Path, printed: Callable[..., str]
+) -> None:
+    """For texts of several lengths at once, and word by word with states; 8 bits are close."""
+    pytest.importorskip("onnx")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    run = letters("onnx", *KINDS[kind])
+    printed("export", run, tmp_path / "export", "--onnx", "--int8")
+    model, files = (
+        lm.load(run),
+        json.loads((tmp_path / "export/manifest.json").read_text())["files"],
+    )
+
+    def session(name: str) -> Any:
+        assert files[name] == sha256_file(tmp_path / "export" / name)
+        return onnxruntime.InferenceSession(tmp_path / "export" / name)
+
+    scores = model.score(TEXT)
+    ids = [score.tokens.id[:-1] for score in scores]
+    lengths = np.array(list(map(len, ids)))
+    x = np.zeros((len(ids), lengths.max()), np.int64)
+    for row, line in zip(x, ids, strict=True):
+        row[: len(line)] = line
+    expected = [-score.tokens.log_prob.sum() for score in scores]
+    for name, error in (("nll.onnx", 1e-4), ("nll.int8.onnx", 1.0)):
+        (nll,) = session(name).run(["nll"], {"x": x, "x_lens": lengths})
+        np.testing.assert_allclose(nll, expected, atol=error)
+    if kind == "transformer":
+        assert "step.onnx" not in files
+        return
+    step, state = session("step.onnx"), model.start()
+    meta = step.get_modelmeta().custom_metadata_map
+    assert int(meta["sos_id"]) == model.eos_id
+    shape = (int(meta["num_layers"]), 2, int(meta["hidden_size"]))
+    h = c = np.zeros(shape, np.float32)
+    for id in [model.eos_id, *ids[0]]:
+        names = ["log_softmax", "next_h0", "next_c0"]
+        both = np.full((2, 1), id)
+        log_softmax, h, c = step.run(names, {"x": both, "h0": h, "c0": c})
+        state = model.start() if id == model.eos_id else model.step(state, id).state
+        for row in log_softmax[:, 0]:
+            np.testing.assert_allclose(row, model.log_prob(state), atol=1e-4)
