@@ -55,7 +55,7 @@ class Arrays(NamedTuple):
 
     @staticmethod
     def dtypes() -> tuple[type, ...]:
-        """Those of the fields, of 4 bytes each."""
+        """Types of the fields, of 4 bytes each."""
         return np.uint32, np.float32, np.float32, np.uint32, np.uint32
 
 
@@ -86,9 +86,9 @@ def _extend(arrays: Arrays, node: int, word: int) -> tuple[float, int]:
         child = _find(arrays, node, word)
     log_prob += arrays.log_prob[child]
     if child >= len(arrays.suffix):
-        child = _find(arrays, np.int64(arrays.suffix[node]), word)  # type: ignore[arg-type]
+        child = _find(arrays, np.int64(arrays.suffix[node]), word)
     while arrays.first[child] == arrays.first[child + 1]:
-        child = np.int64(arrays.suffix[child])  # type: ignore[assignment]
+        child = np.int64(arrays.suffix[child])
     return log_prob, child
 
 
