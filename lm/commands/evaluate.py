@@ -221,9 +221,7 @@ def _check(options: argparse.Namespace) -> None:
     if adapts and options.open_vocabulary:
         raise UserError("--cache and --dynamic exclude --open-vocabulary")
     if options.ranking and (any(others) or options.compare):
-        raise UserError(
-            "--ranking excludes --text, --arpa, --ngram, --compare and others of texts"
-        )
+        raise UserError("--ranking excludes --text, --arpa, --ngram, --compare and others of texts")
     if options.mixture is not None and mixed is None:
         raise UserError("--mixture requires --arpa or --ngram")
     if options.arpa and options.ngram:

@@ -97,7 +97,8 @@ def test_probabilities_add_up_to_1_and_agree_in_all_methods(
     lines = ["the old cat sees a zebra", "a dog", ""]
     for line, score in zip(lines, model.score(lines), strict=True):
         state, total = model.start(), 0.0
-        for word in [*line.split(), model.eos_id]:
+        units: list[str | int] = [*line.split(), model.eos_id]
+        for word in units:
             before, state = model.step(state, word)
             total += before
         assert score.log_prob.sum() == pytest.approx(total, abs=1e-4)
@@ -117,7 +118,7 @@ def test_the_mixture_is_that_of_the_commands(
     expected = [score.log_prob.sum() for score in model.score(lines)]
     options = ["--ngram", "--vocabulary-size=2000", "--unit=nats", "--format=json"]
     rows = printed("score", folder, text, *options).splitlines()
-    assert [json.loads(row)["log_prob"] for row in rows] == pytest.approx(expected, abs=1e-3)
+    assert [json.loads(row)["log_prob"] for row in rows[:-1]] == pytest.approx(expected, abs=1e-3)
     options = ["--ngram", "--vocabulary-size=2000", "--lm-weight=1", "--all"]
     rows = printed("rescore", folder, nbest, *options).splitlines()
     found = {row.split("\t")[3]: float(row.split("\t")[2]) for row in rows}
