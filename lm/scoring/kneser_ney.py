@@ -11,7 +11,7 @@ before g. With n_k the number of n-grams of an order with a(g) = k, Y = n_1 / (n
     D(k) = k - (k + 1) Y n_{k+1} / n_k     for k = 1, 2, 3, and D(k) = D(3) for k > 3            (2)
 
 or D(k) = Y for all k if one of n_1, n_2, n_3 or D(k) is not positive, in a very small text, which
-KenLM refuses.
+KenLM refuses; Y is then 1/2 if n_1 or n_2 is 0, so that every word has a probability above 0.
 
 An n-gram is kept if it occurs more often than the threshold of its order, as with KenLM's --prune:
 occurrences and not a(g), so that all parts of an n-gram that is kept are kept. D and the sums are
@@ -214,7 +214,7 @@ def _lengthen(
 def _discounts(adjusted: Index) -> Floats:
     """D(0), …, D(3), equation (2)."""
     _, ones, twos, threes, fours = (int((adjusted == k).sum()) for k in range(5))
-    y = ones / max(1, ones + 2 * twos)
+    y = ones / (ones + 2 * twos) if ones and twos else 0.5
     ratios = twos / max(1, ones), threes / max(1, twos), fours / max(1, threes)
     by_count = [k - (k + 1) * y * ratio for k, ratio in enumerate(ratios, 1)]
     if min(ones, twos, threes, *by_count) <= 0:

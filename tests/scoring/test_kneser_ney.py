@@ -51,7 +51,7 @@ class Definition:
     def discount(self, n: int, count: int) -> float:
         """The function D."""
         number = self.counts_of_counts[n - 1]
-        y = number[1] / (number[1] + 2 * number[2])
+        y = number[1] / (number[1] + 2 * number[2]) if number[1] and number[2] else 0.5
         values = [0.0] + [k - (k + 1) * y * number[k + 1] / max(1, number[k]) for k in (1, 2, 3)]
         if min(number[1], number[2], number[3], *values[1:]) <= 0:
             values = [0.0, y, y, y]
@@ -117,6 +117,15 @@ def test_an_arpa_file_has_the_same_probabilities(prune: list[int], tmp_path: Pat
     assert tree.read(text)[0] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(UserError, match="has a word </s>"):
         tree.write_arpa(tmp_path / "arpa", ["</s>", "</s>", *names[2:], "<s>"])
+
+
+def test_every_word_has_a_probability_also_if_nothing_occurs_once() -> None:
+    text = [[1, 2]] * 9
+    tree = estimate(joined(text), NUM_WORDS, EOS, 3)
+    for before in ([], [1], [1, 2], [7]):
+        log_prob = tree.log_prob(tree.context(np.array(before, np.int64)))
+        assert np.isfinite(log_prob).all()
+        assert np.exp(log_prob).sum() == pytest.approx(1, abs=1e-6)
 
 
 def test_nothing_to_count_is_refused() -> None:
