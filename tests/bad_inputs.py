@@ -13,7 +13,7 @@ WRONG_VALUES = """\
 --optim.betas=[0.9,1.5] --optim.clip=-1 --optim.momentum=2 --optim.schedule=linear
 --optim.warmup_steps=-1 --optim.decay=2 --train.max_steps=0 --train.max_minutes=0
 --train.batch_size=0 --train.seq_len=0 --train.accumulate=0
---train.precision=int8 --train.precision=16-mixed --train.accelerator=tpu --train.devices=0
+--train.precision=int8 --train.accelerator=tpu --train.devices=0
 --train.strategy=fsdp --train.threads=0 --train.threads=100000
 --train.keep_checkpoints=-1 --train.cuda_graph=maybe
 --train.skip_nonfinite_steps=-1 --train.checkpoint_every_steps=0 --train.val_every_steps=0
@@ -147,6 +147,13 @@ BAD_INPUTS = """\
 2 | train {tiny} --seed=a\x01 | --seed: not valid YAML: … #x0001: special … allowed at position 1
 2 | train {tiny} --name=a\x01 | name must be a plain file name, got 'a\\x01'
 2 | train {tiny} --name=caf\udce9 | --name='caf\\udce9': not UTF-8
+2 | train {tiny} --output.bias=false | unknown key output.bias
+2 | train {tiny} --classes.column_cost=0.1 | unknown key classes.column_cost
+2 | train {tiny} {data} --train.accelerator=gpu | gpu, train.devices: 1: expected at most 0
+2 | train {tiny} {data} --output.backend=triton | output.backend: triton requires a GPU
+2 | train {tiny} {data} --output.backend=triton --train.accelerator=cpu | triton requires a GPU
+2 | train {tiny} {data} --train.precision=16-mixed | 16-mixed requires a GPU; use bf16-mixed
+2 | train {tiny} {data} --train.precision=16-mixed --train.accelerator=cpu | requires a GPU
 2 | train {tiny} --optim.schedule=no | 'constant', 'cosine', 'step' or 'plateau', got 'no'
 2 | train utf16.txt | the configuration: … iconv -f UTF-16 -t UTF-8 … utf16.txt > NEW$
 2 | train gzip.txt | gzip.txt: cannot read the configuration: it is compressed, … : decompress it$

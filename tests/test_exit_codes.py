@@ -61,6 +61,7 @@ def problem(
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     names = {name: name if "." in name else f"{name}.txt" for name in [*FILES, "absent"]}
     places: dict[str, object] = {name: tmp_path / file for name, file in names.items()}
     places |= {"tiny": tiny, "run": lstm_run, "pieces": pieces_run, "items": items_run}

@@ -19,8 +19,6 @@ from data_prep.tokenizer.serialization import save_tokenizer
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from tests.data_prep.conftest import FILES, VOCABULARY, Corpus
 
-Contents = Callable[[Path], dict[str, str]]
-
 
 def test_sentencepiece_is_prepared_the_same_way(corpus: Corpus) -> None:
     corpus.tokenizer = TokenizerConfig(kind="sentencepiece", vocab_size=15)

@@ -321,7 +321,7 @@ def test_an_end_of_a_sequence_that_was_not_learned_is_not_drawn(
     assert texts[0].startswith("item%203 item%204 item%20")
 
 
-def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path, tmp_path: Path) -> None:
+def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path) -> None:
     run = TrainedRun(items_run, "cpu")
     lines = list(read_lines(run.config.data, "test"))
     assert lines[0].count("\t") == 1

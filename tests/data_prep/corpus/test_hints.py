@@ -16,7 +16,6 @@ from data_prep.errors import UserError
 ROWS = [{"id": number, "title": f"t{number}", "text": "the cat sat"} for number in range(3)]
 ONE = [{"id": number, "sentence": "the cat sat"} for number in range(3)]
 TWO = [{"key": f"k{number}", "sentence": "the cat sat"} for number in range(3)]
-UNCLEAR = [{"title": "the dog", "body": "the cat sat"}] * 3
 
 
 def lines(rows: Sequence[Mapping[str, object]]) -> str:
