@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.errors import UserError
 from data_prep.prepare import prepare
 from data_prep.prepared import Prepared
 from data_prep.sequences import find_sequences
@@ -66,22 +65,6 @@ def test_a_damaged_record_of_known_items_is_made_again(tmp_path: Path) -> None:
     path.write_bytes(content[:-1] + b"\1")
     assert prepared(tmp_path, **texts).sequences("valid").num_known.tolist() == [1]
     assert path.read_bytes() == content
-
-
-@pytest.mark.parametrize(
-    ("texts", "problem"),
-    [
-        ({"train": "a b\n\na\tb\n"}, r"train, 'a\\tb': a tab, expected none in the training split"),
-        ({"train": "a b\n", "valid": "a\tb\ta\n"}, r"valid, 'a\\tb\\ta': a tab, expected at most"),
-        ({"train": "a <eos> b\n"}, "train, 'a <eos> b': <eos> is no item"),
-        ({"train": "a\n", "valid": "a\tb <EOS> b\n"}, "valid, .*: <eos> is no item"),
-    ],
-)
-def test_other_tabs_and_ends_are_refused(
-    texts: dict[str, str], problem: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=problem):
-        prepared(tmp_path, **texts)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_scores_that_are_not_finite_are_refused(
 
 
 def test_a_checkpoint_is_evaluated_in_place_of_the_model(
-    items_run: Path, printed: Callable[..., str], complaint: Callable[..., str], tmp_path: Path
+    items_run: Path, printed: Callable[..., str], tmp_path: Path
 ) -> None:
     run = shutil.copytree(items_run, tmp_path / "run")
     kept = evaluated(run, printed)
@@ -155,5 +155,4 @@ def test_a_checkpoint_is_evaluated_in_place_of_the_model(
         assert evaluated(run, printed, f"--checkpoint={name}") == kept | {"checkpoint": str(last)}
     assert (run / "evaluate-test-ranking-seen-step-30.json").exists()
     assert f"the model of step 30 of 30 ({last})\n" in printed("evaluate", run, "--checkpoint=last")
-    assert complaint("evaluate", run, "--checkpoint=x.ckpt").startswith("x.ckpt: cannot read the")
     assert TrainedRun(run).description.step == 30

@@ -1,7 +1,7 @@
 """Tables of events: formats, order, splits, items as they are, and what is refused."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -127,26 +127,6 @@ def test_by_default_80_and_90_percent_of_the_events_are_before_the_limits(tmp_pa
             lines(data, split="time", valid_from=given, test_from="4")
 
 
-@pytest.mark.parametrize(
-    ("times", "settings", "problem"),
-    [
-        ([1], {"split": "leave_one_out"}, "no user has three events"),
-        (
-            ["2024-02-01"] + ["2024-02-03"] * 19,
-            {"split": "time"},
-            "data.valid_from 2024-02-03T00:00:00 and data.test_from 2024-02-03T00:00:00 leave a"
-            " split empty: times are 2024-02-01T00:00:00 to 2024-02-03T00:00:00",
-        ),
-        (range(9), {"split": "time", "test_from": "30"}, "data.valid_from 7 and data.test_from 30"),
-    ],
-)
-def test_a_split_without_an_event_is_refused_with_the_reason(
-    times: Sequence[Any], settings: dict[str, str], problem: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=re.escape(problem)):
-        lines(write(tmp_path, "csv", at(times)), **settings)
-
-
 START = 1_600_000_000
 """A time in seconds since 1970."""
 SPACED: list[Row] = [("u1", "a b", 1), ("u1 ", "a", 2), ("u2", "a\u00a0 b", 3), ("u3", "ab", 4)]
@@ -222,33 +202,6 @@ def test_items_are_kept_as_they_are(tmp_path: Path) -> None:
     assert list(map(word_item, words)) == items
     assert list(map(item_word, items)) == words
     assert line.split() == words
-
-
-@pytest.mark.parametrize(
-    ("rows", "problem"),
-    [
-        ([("u", 1.5, 1)], "data.item_field what: expected text or integers, got double"),
-        (
-            [("u", 1, 1), (None, None, 2), ("u", None, 3)],
-            "rows without a value (data.user_field who: 1, the first in row 2,"
-            " data.item_field what: 2, the first in row 2; row 1 is the first): remove them",
-        ),
-        ([("", 1, 1)], "data.user_field who: row 1 is empty"),
-        ([("u", 1, "")], "data.time_field when: row 1 is empty"),
-        (
-            at(["10/06/2024"] * 2),
-            "events.json: data.time_field when: expected a number, or 2024-10-06 (ISO 8601), got"
-            " 10/06/2024 in row 1",
-        ),
-        (at(["2024-10-06", "soon"]), "expected a time like 2024-10-06 of row 1, got soon in row 2"),
-        ([("u", 1, float("inf"))], "when: expected a number, or 2024-10-06 (ISO 8601), got inf"),
-        ([("u", 1, True)], "when: expected a number, or 2024-10-06 (ISO 8601), got True"),
-        ([("u", 10**25, 1)], "events.json cannot be read: OverflowError: "),
-    ],
-)
-def test_values_of_other_types_are_refused(rows: list[Row], problem: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=re.escape(problem)):
-        list(read_lines(write(tmp_path, "json", rows), "train"))
 
 
 @pytest.mark.parametrize("format", ["csv", "parquet"])
