@@ -48,7 +48,7 @@ def test_exported_functions_are_those_of_the_layer(
     module, path = Module(TREES[tree], call).eval(), tmp_path / "module.onnx"
     names: dict[str, Any] = {"input_names": ["x", "target"], "dynamo": dynamo, "opset_version": 18}
     batch = torch.export.Dim("batch")
-    axes = {"dynamic_shapes": ({0: batch}, {0: batch})}
+    axes: dict[str, Any] = {"dynamic_shapes": ({0: batch}, {0: batch})}
     if not dynamo:
         axes = {"dynamic_axes": {"x": {0: "batch"}, "target": {0: "batch"}}}
     inputs = torch.randn(4, 5), torch.randint(30, (4,))
