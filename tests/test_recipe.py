@@ -247,6 +247,12 @@ def fitted(
     return config
 
 
+def test_a_large_text_is_validated_ten_times_an_epoch() -> None:
+    intervals = {5_000_000: 500, 65_000_000: 1_586}  # steps of 64 · 64 tokens
+    for tokens, steps in intervals.items():
+        assert fitted(tokens, 100_000).train.val_every_steps == steps
+
+
 def test_words_of_an_lstm_have_pieces_from_20_000_tokens_on() -> None:
     words = {10_000: None, 30_000: 1_000, 400_000: 4_000, 40_000_000: 4_000}
     for tokens, pieces in words.items():
