@@ -26,6 +26,7 @@ from lm.commands import (
     new,
     prepare,
     recommend,
+    report,
     rescore,
     score,
     train,
@@ -38,7 +39,7 @@ _VERBS = {
     module.__name__.rpartition(".")[2]: module
     for module in (
         *(new, prepare, train, evaluate, generate, recommend, extend),
-        *(score, rescore, classes, info, export, config),
+        *(score, rescore, classes, info, report, export, config),
     )
 }
 
