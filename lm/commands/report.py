@@ -76,12 +76,13 @@ def _table(head: list[str], rows: list[list[Any]]) -> str:
     """A table; numbers are aligned to the right."""
     lines = [f"<tr>{''.join(f'<th>{escape(cell)}' for cell in head)}"] if head else []
     for row in rows:
-        cells = [
-            f"<td class=n>{cell:,.6g}" if isinstance(cell, int | float) else f"<td>{cell}"
-            for cell in row
-        ]
+        cells = [f"<td>{x}" if isinstance(x, str) else f"<td class=n>{_number(x)}" for x in row]
         lines.append(f"<tr>{''.join(cells)}")
     return f"<table>{''.join(lines)}</table>"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4f}"
 
 
 def _training(run: TrainedRun) -> list[str]:
@@ -179,7 +180,7 @@ def _classes(run: TrainedRun) -> list[str]:
         words = _items(words) if run.is_independent else words
         share = 100 * node["token_mass"]
         bar = f'<div class=bar style="width:{max(1, round(20 * share))}px"></div>'
-        rows.append([bar, f"{share:.2f} %", node["words"], escape(" · ".join(words))])
+        rows.append([bar, f"{share:.2f}&nbsp;%", node["words"], escape(" · ".join(words))])
     about = f"{report['num_nodes']:,} softmaxes, {report['columns_per_token']:.0f} scores a token"
     return [f"<p>{about}.</p>", _table(["tokens", "", "words", "most frequent"], rows)]
 

@@ -40,7 +40,7 @@ def test_a_page_has_the_figures_of_a_run_and_no_other_file(
     assert not page.tags & {"script", "link", "b"}  # the name of the folder is escaped
     assert "a <b>" in page.shown
     description = TrainedRun(run, "cpu").description
-    assert f"{description.valid_perplexity:,.6g}" in page.shown
+    assert f"{description.valid_perplexity:,.4f}" in page.shown
     titles = ["Training", "Figures", "Classes", "Settings"]
     titles += [] if ranking else ["Where the loss is", "Samples"]
     if name == "pieces_run":
