@@ -189,7 +189,7 @@ def _samples(run: TrainedRun, number: int) -> list[str]:
     from lm.generation import Sampling, generate_text
 
     sampling = Sampling(temperature=0.8, excluded=run.never_drawn())
-    sizes = {"num_tokens": 40, "num_samples": number}
+    sizes: dict[str, Any] = {"num_tokens": 40, "num_samples": number}
     (texts,) = generate_text(run.model, run.tokenizer, [""], **sizes, sampling=sampling, seed=1)
     return [f"<pre>{escape(each.text)}</pre>" for each in texts]
 
