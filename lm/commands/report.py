@@ -139,7 +139,7 @@ def _losses(run: TrainedRun) -> list[str]:
         return []
     tokens = run.prepared.tokens(split)[:NUM_TOKENS]
     nats = -token_log_probs(run, tokens)
-    rows = [
+    rows: list[list[Any]] = [
         [f"{each.first_rank:,} … {each.last_rank:,}", each.tokens, each.nll_nats]
         for each in frequency_report(run.prepared, tokens, nats).target
     ]
