@@ -118,7 +118,7 @@ def test_the_mixture_is_that_of_the_commands(
     expected = [score.log_prob.sum() for score in model.score(lines)]
     options = ["--ngram", "--vocabulary-size=2000", "--unit=nats", "--format=json"]
     rows = printed("score", folder, text, *options).splitlines()
-    assert [json.loads(row)["log_prob"] for row in rows] == pytest.approx(expected, abs=1e-3)
+    assert [json.loads(row)["log_prob"] for row in rows[:-1]] == pytest.approx(expected, abs=1e-3)
     options = ["--ngram", "--vocabulary-size=2000", "--lm-weight=1", "--all"]
     rows = printed("rescore", folder, nbest, *options).splitlines()
     found = {row.split("\t")[3]: float(row.split("\t")[2]) for row in rows}
