@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lm
 from lm.cli import main
-from lm.extension import PENALTY
+from lm.extension.rows import PENALTY
 from lm.loaded import LoadedModel
 from lm.output import HierarchicalSoftmax
 
@@ -39,7 +39,7 @@ SHAPES = {
 def sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The items of users, with new ones; `new.csv` has all, `old.csv` lacks the new ones."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lm.extension.LINES", 2)  # some parts have no new item
+    monkeypatch.setattr("lm.extension.contexts.LINES", 2)  # some parts have no new item
     rng = np.random.default_rng(0)
     items = np.array([*OLD, *NEW])
     users = [rng.choice(items, size=rng.integers(3, 9)).tolist() for _ in range(30)]
@@ -218,17 +218,11 @@ def test_items_outside_the_catalogue_are_no_events_and_all_others_are_counted(
         ({}, ["--data.files.train=new.csv"], "--run_dir=FOLDER"),
         ({}, ["--run_dir=taken", "--data.files.train=new.csv"], "taken already exists"),
         ({}, ["--run_dir=x", "--optim.lr=1"], "the data alone, not optim.lr: 0.5 → 1.0"),
-        ({"output.tree": "adaptive"}, ["--run_dir=x"], "output.tree: two_level"),
-        ({"classes.shortlist": "11"}, ["--run_dir=x"], "requires a class: classes.shortlist has"),
+        ({"output.tree": "adaptive"}, ["--run_dir=x"], "output.tree: full, two_level or multi_lev"),
         (
             {"data.split": "files", "data.predict_eos": "true"},
             ["--run_dir=x"],
             "data.predict_eos: false",
-        ),
-        (
-            {"model.input_embedding": "word", "model.input_pieces": "30"},
-            ["--run_dir=x"],
-            "cannot extend model.input_tree",
         ),
     ],
 )

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 from data_prep.errors import CheckpointError, UserError
+from data_prep.meta import check_not_given
 from data_prep.storage import write_hashed, write_json_atomically
 from lm.config import Config, differences, load_run_config, to_yaml
 from lm.model.build import check_tree
@@ -64,7 +65,8 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
         if refused:
             raise UserError(
                 f"{each.parent} was started with another configuration ({', '.join(refused)}):"
-                " set these back to continue it, or start a new run in another folder"
+                " set these back to continue it, or start a new run in another folder (with"
+                f" --init-from {each.parent} it begins with these weights, on another text too)"
             )
     return checkpoint
 
@@ -77,6 +79,7 @@ def prepare_run(run: Run, resume: str | None, *, progress: bool = True) -> Run:
     checkpoint = check_folder(run.config, resume)
     if checkpoint is None:
         check_tree(run.config.output)
+        check_not_given(run.config.prepared_path)
     return run.prepare(keep=checkpoint is not None, progress=progress)
 
 
