@@ -13,7 +13,7 @@ and all other words remain as they are, but for the biases of classes:
       Σ -log P(word | class, h) over all events of their classes, plus λ/2 Σ ‖w - w₀‖²
 
   where w₀ is the mean of the rows of the class's old words, weighted by events. The problem is
-  convex; L-BFGS begins at w₀.
+  convex; L-BFGS begins at w₀. Of a text, every old word counts as `rows.PRIOR` events more.
 - The input vector of a new word is its row if the run ties them, and else the mean of those of its
   class, to which its pieces (`model.input_pieces`) add theirs.
 

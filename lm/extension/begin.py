@@ -57,8 +57,7 @@ def begin_from(
         levels = None if config.needed_classes is None else found.levels
         origin = trained.description.weights_sha256
         given = Given(origin, found.tokenizer, found.counts, levels, None)
-        *sections, folder = config.preparation
-        prepared = prepare_with(*sections, folder, given, progress=progress)
+        prepared = prepare_with(*config.preparation, given, progress=progress)
         num_kept = old.vocab_size
         _log.info("%s: %d words kept, %d new", trained.folder, num_kept, found.num_new)
         model, _ = load_model(trained.folder, trained.description, found.state)

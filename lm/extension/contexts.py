@@ -40,8 +40,8 @@ class Contexts(NamedTuple):
             lines = [line for line in chunk if (line >= num_old).any()]
             if not lines:
                 continue
-            is_new = [line >= num_old for line in lines]
-            if self._are_items:
+            is_new: list[NDArray[np.bool_]] = [line >= num_old for line in lines]
+            if self.are_items:
                 known = [np.append(line[line < num_old], eos_id) for line in lines]
                 before = [np.cumsum(~each)[each] for each in is_new]
             else:
@@ -62,7 +62,8 @@ class Contexts(NamedTuple):
                 yield hidden, target
 
     @property
-    def _are_items(self) -> bool:
+    def are_items(self) -> bool:
+        """Whether a line is a sequence of items."""
         return self.config.data.sequences == "independent"
 
     def _chunks(self, model: LanguageModel, purpose: str) -> Iterator[Lines]:
@@ -71,11 +72,11 @@ class Contexts(NamedTuple):
         lines = iter(tqdm(read_corpus(self.config.data, "train"), purpose, disable=disable))
         while chunk := list(islice(lines, LINES)):
             ids: Any = map(np.array, self.tokenizer.encode_lines(chunk))
-            if self._are_items:
+            if self.are_items:
                 ids = (line[line != self.tokenizer.unk_id] for line in ids)
             else:
                 ids = (np.append(line, self.tokenizer.eos_id).astype(np.int64) for line in ids)
-            if not self._are_items and not model.backbone.carries_state:
+            if not self.are_items and not model.backbone.carries_state:
                 size = self.context
                 ids = (line[at : at + size] for line in ids for at in range(0, len(line), size))
             yield [line for line in ids if len(line)]

@@ -19,7 +19,7 @@ from data_prep.tokenizer.vocabulary import count_words
 from data_prep.tokenizer.word_index import WordIndex
 from lm.config import Config
 from lm.extension.contexts import Contexts
-from lm.extension.rows import find_rows, logits
+from lm.extension.rows import PRIOR, find_rows, logits
 from lm.model.files import load_model
 from lm.model.input_pieces import PIECES
 from lm.model.language_model import LanguageModel
@@ -61,7 +61,8 @@ def extended(trained: TrainedRun, config: Config, *, progress: bool = True) -> E
             new = [words[id] for id in range(num_old, len(words))]
             pieces = extended_pieces(trained, pieces, new)
     levels = levels_of(tree, node)
-    state = extended_state(model, node, levels, torch.from_numpy(counts))
+    prior = 1.0 if contexts.are_items else PRIOR
+    state = extended_state(model, node, levels, torch.from_numpy(counts), prior)
     if pieces is not None:
         state[PIECES] = pieces
     if num_new:
@@ -138,7 +139,7 @@ def _node_log_prob(model: LanguageModel, hidden: Tensor) -> Tensor:
         found.index_add_(1, node, output.log_prob(hidden).exp().type_as(found))
         return found.clamp(min=torch.finfo(found.dtype).tiny).log()
     parent = tree.node_of_row[tree.row_of_node[1:]]
-    for node in parent.unique().tolist():  # parents are before their children
+    for node in torch.unique(parent).tolist():  # parents are before their children
         first = int(tree.first_row[node])
         rows = slice(first, first + int(tree.num_children[node]))
         children = 1 + (parent == node).nonzero().flatten()
@@ -164,7 +165,7 @@ def levels_of(tree: ClassTree, node: Tensor | None = None) -> NDArray[np.int32]:
     order = (above < 0).long().argsort(dim=1, stable=True)
     levels = torch.full((max(1, tree.depth - 1), tree.vocab_size), -1)
     for level, nodes in zip(levels, above.gather(1, order).T.cpu(), strict=False):
-        level[nodes >= 0] = nodes[nodes >= 0].unique(return_inverse=True)[1]
+        level[nodes >= 0] = torch.unique(nodes[nodes >= 0], return_inverse=True)[1]
     example = torch.empty(tree.num_nodes, dtype=torch.int64)  # a word of each node
     example[tree.node_of_row[tree.row_of_word].cpu()] = torch.arange(tree.vocab_size)
     return torch.cat([levels, levels[:, example[node]]], dim=1).int().numpy()
@@ -172,7 +173,11 @@ def levels_of(tree: ClassTree, node: Tensor | None = None) -> NDArray[np.int32]:
 
 @torch.no_grad()
 def extended_state(
-    model: LanguageModel, node: Tensor, levels: NDArray[np.int32], counts: Tensor
+    model: LanguageModel,
+    node: Tensor,
+    levels: NDArray[np.int32],
+    counts: Tensor,
+    prior: float,
 ) -> State:
     """The state of a model with M new words, whose vectors are means of their classes.
 
@@ -181,6 +186,7 @@ def extended_state(
         node: [M] of their classes.
         levels: [levels, N + M], the result of `levels_of`.
         counts: [N + M] events of all words.
+        prior: number of events that each word has in addition, in the growth of classes.
     """
     output, classes, num_old = model.output, _classes(model), model.vocab_size
     assert isinstance(output, HierarchicalSoftmax)
@@ -218,8 +224,9 @@ def extended_state(
     tree, larger = trees["output.tree."]
     bias = output.bias[tree.row_of_word].double() - old.log()
     state["output.bias"] = moved(output.bias, "output.tree.", mean(bias) + count[num_old:].log())
-    before = tree.sum_below(old)
-    growth = (larger.to(count.device).sum_below(count) / before).log()[1:].to(output.bias.dtype)
+    events = count - 1 + prior
+    after = larger.to(count.device).sum_below(events)
+    growth = (after / tree.sum_below(events[:num_old])).log()[1:].to(output.bias.dtype)
     state["output.bias"][larger.row_of_node[1:].to(node.device)] += growth
     state["output.weight"] = moved(output.weight, "output.tree.")
     if model.embedding is not None:

@@ -98,7 +98,7 @@ def test_both_commands_give_new_words_the_same_rows_and_old_ones_keep_their_rati
     assert now.exp().sum().item() == pytest.approx(1, abs=1e-5)
     tree, larger = softmax(before).tree, softmax(after).tree
     node = tree.node_of_row[tree.row_of_word]
-    for each in node.unique().tolist():  # the words of a class, or of the shortlist
+    for each in torch.unique(node).tolist():  # the words of a class, or of the shortlist
         ids = (node == each).nonzero().flatten()
         ratios = [found[ids] - found[ids[0]] for found in (was, now)]
         torch.testing.assert_close(*ratios, rtol=0, atol=1e-4)
