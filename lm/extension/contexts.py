@@ -40,7 +40,7 @@ class Contexts(NamedTuple):
             lines = [line for line in chunk if (line >= num_old).any()]
             if not lines:
                 continue
-            is_new: list[NDArray[np.bool_]] = [line >= num_old for line in lines]
+            is_new: list[Any] = [line >= num_old for line in lines]
             if self.are_items:
                 known = [np.append(line[line < num_old], eos_id) for line in lines]
                 before = [np.cumsum(~each)[each] for each in is_new]
