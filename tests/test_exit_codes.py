@@ -82,6 +82,7 @@ BAD_INPUTS = """\
 2 | extend {run} --run_dir={folder} --text={text} | empty already exists
 3 | extend {run} --run_dir=x --text={absent} | absent
 3 | extend {run} --run_dir=x --text={binary} | binary.txt
+2 | train {run} --resume=auto --data.keep_empty_lines=false | in another folder, with --init-from
 2 | train {tiny} --init-from | argument --init-from: expected one argument
 4 | train {tiny} {data} --init-from={absent} | no trained model here
 4 | train {tiny} {data} --init-from={tiny} | tiny.yaml is a file, not the folder of a run

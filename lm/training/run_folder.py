@@ -61,12 +61,16 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
         return None
     for each in (written, checkpoint.absolute().parent.parent / "config.yaml"):
         changes = _changes(each, config)
-        refused = [text for key, text in changes.items() if not key.startswith(_FREE_ON_RESUME)]
+        refused = {
+            key: text for key, text in changes.items() if not key.startswith(_FREE_ON_RESUME)
+        }
         if refused:
+            is_other_text = any(key.startswith("data.") for key in refused)
+            begin = f", with --init-from {each.parent} from its weights" * is_other_text
             raise UserError(
-                f"{each.parent} was started with another configuration ({', '.join(refused)}):"
-                " set these back to continue it, or start a new run in another folder (with"
-                f" --init-from {each.parent} it begins with these weights, on another text too)"
+                f"{each.parent} was started with another configuration"
+                f" ({', '.join(refused.values())}): set these back to continue it, or start a new"
+                f" run in another folder{begin}"
             )
     return checkpoint
 
