@@ -62,7 +62,29 @@ BAD_INPUTS = """\
 3 | classes {tiny} | data is not a prepared folder: it has no meta.json
 2 | classes {folder} | no run here (config.yaml is missing): lm train CONFIG begins
 4 | extend {tiny} | tiny.yaml is a file, not the folder of a run
-2 | extend {run} --run_dir=x | lm extend requires a run with data.sequences: independent
+2 | extend {pieces} --run_dir=x --text={text} | lm extend requires tokenizer.kind: words
+2 | extend {run} --run_dir=x --text={text} --min-count=2 | text.txt (--min-count 2)
+2 | extend {run} --run_dir=x --text={text} --min-count=0 | --min-count: must be at least 1
+2 | extend {run} --run_dir=x --text={text} --tokenizer.min_count=2 | tokenizer.min_count: 1 → 2
+2 | extend {run} --text={text} | lm extend writes another run: name its folder, --run_dir=FOLDER
+2 | extend {run} --run_dir={folder} --text={text} | empty already exists
+3 | extend {run} --run_dir=x --text={absent} | absent
+3 | extend {run} --run_dir=x --text={binary} | binary.txt
+2 | train {run} --resume=auto --data.keep_empty_lines=false | in another folder, with --init-from
+2 | train {tiny} --init-from | argument --init-from: expected one argument
+4 | train {tiny} {data} --init-from={absent} | no trained model here
+4 | train {tiny} {data} --init-from={tiny} | tiny.yaml is a file, not the folder of a run
+2 | train {tiny} --init-from={run} --model.hidden=16 | has another model (model.hidden: 12 → 16)
+2 | train {tiny} --init-from={run} --model.layers=1 | has another model (model.layers: 2 → 1)
+2 | train {tiny} --init-from={run} --output.tree=full | (output.tree: two_level → full)
+2 | train {tiny} --init-from={run} --word_table.tied=true | (word_table.tied: False → True)
+2 | train {tiny} --init-from={run} --classes.shortlist=2 | (classes.shortlist: 0 → 2)
+2 | train {tiny} --init-from={run} --tokenizer.lowercase=true | (tokenizer.lowercase: False → True
+2 | train {tiny} --init-from={run} --model.backbone=transformer | model.backbone: lstm → transformer
+2 | train {tiny} --init-from={run} --train.precision=64-true | train.precision: 32-true → 64-true
+2 | train {tiny} --init-from={run} --data.sequences=independent | data.sequences: stream → indep
+2 | train {tiny} --init-from={pieces} | tokenizer.kind: sentencepiece → words
+3 | train {tiny} {data} --init-from={run} | has data already, and --init-from prepares others
 2 | evaluate | the following arguments are required: RUN
 4 | evaluate {absent} | no trained model here (model.json is missing); there is no such folder
 4 | evaluate {folder} | no trained model here (model.json is missing); `lm train CONFIG` trains one
