@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from data_prep.corpus import events
+from data_prep.corpus import event_table
 from data_prep.corpus.events import item_word, word_item
 from data_prep.corpus.reader import read_lines
 from data_prep.errors import UserError
@@ -75,7 +75,7 @@ BY_TIME = {
 def test_splits_by_the_last_items_and_by_time(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "ROWS", 3)  # that are read at once
+    monkeypatch.setattr(event_table, "ROWS", 3)  # that are read at once
     data = write(tmp_path, format, EVENTS)
     assert lines(data, split="leave_one_out") == LEAVE_ONE_OUT
     assert lines(data, split="time", valid_from="15", test_from="40") == BY_TIME
