@@ -104,20 +104,84 @@ def user_lines(data: DataConfig, split: str) -> Iterator[tuple[str, str]]:
     """
     events = _read(data, split, warn=split == "train" or data.split == "files")
     words, num_events = events.words, events.end - events.begin
-    if data.split == "files" and split != "train" and data.files.train:
-        users = replace(data, item_field=str(data.user_field), time_field=None)
-        if both := len({*events.names} & {*_read(users, "train").names}):
-            found = f"{both:,} of {len(events.names):,} users are in data.files.train too"
-            log_once(f"{split}: {found}: what they did there is not known here")
     if data.split == "leave_one_out" and split == "valid" and (num_events < 3).any():
         text = "%d of %d users have fewer than three events and are in training alone"
         _log.info(text, (num_events < 3).sum(), len(num_events))
-    cuts = [each.tolist() for each in (events.begin, *_cuts(events, data)[split])]
+    to_predict, ends = _cuts(events, data)[split]
+    if data.split == "files":
+        to_predict = to_predict + _num_known(events, data, split)
+    cuts = [each.tolist() for each in (events.begin, to_predict, ends)]
     for name, first, cut, last in zip(events.names, *cuts, strict=True):
         if cut < last:
             parts = [" ".join(words[events.item[a:b]]) for a, b in ((first, cut), (cut, last))]
             has_known = split != "train" and data.split != "files"
-            yield name, "\t".join(parts) if has_known else parts[1]
+            yield name, "\t".join(parts) if has_known or first < cut else parts[1]
+
+
+def _num_known(events: _Events, data: DataConfig, split: str) -> Ints:
+    """Events of each user [U] up to the last one that the files of an earlier split have too.
+
+    With times, it is one of the same user, item and time. Without, all of the user's events there
+    have to be the first ones here. The log has the numbers.
+    """
+    known = np.zeros(len(events.begin), np.int64)
+    for other in SPLITS[: SPLITS.index(split)]:
+        if not getattr(data.files, other):
+            continue
+        earlier, key = _read(data, other), f"data.files.{other}"
+        user, item = (
+            np.array([place.get(each, -1) for each in mine], np.int64)
+            for mine, place in (
+                (events.names, {each: place for place, each in enumerate(earlier.names)}),
+                (events.words, {each: place for place, each in enumerate(earlier.words)}),
+            )
+        )
+        columns = [(user[events.user], earlier.user), (item[events.item], earlier.item)]
+        is_shared = _are_in(columns)
+        if data.time_field is None:
+            is_same = _continued(events, earlier, user, columns[1])
+        elif (events.time.dtype.kind == "M") != (earlier.time.dtype.kind == "M"):
+            problem = "the times of one are dates, those of the other numbers"
+            raise UserError(f"data.files.{split} and {key}: {problem}")
+        else:
+            is_same = _are_in([*columns, (events.time, earlier.time)])
+        num_known, same = np.zeros_like(known), np.flatnonzero(is_same)
+        np.maximum.at(num_known, events.user[same], same + 1 - events.begin[events.user[same]])
+        if num_users := int((num_known > 0).sum()):
+            text = f"{num_known.sum():,} events of {num_users:,} users are known from {key}"
+            log_once(f"{split}: {text}: they are not predicted")
+        is_other = (user >= 0) & (num_known == 0)
+        if num_users := int(is_other.sum()):
+            text = f"{num_users:,} of {len(user):,} users are in {key} too"
+            log_once(f"{split}: {text}: what they did there is not known here")
+        if data.time_field is None and (doubled := int((is_shared & is_other[events.user]).sum())):
+            text = f"{doubled:,} events of them have the user and item of one in {key}"
+            log_once(f"{split}: {text}: they are predicted, remove those that are the same")
+        known = np.maximum(known, num_known)
+    return known
+
+
+def _are_in(columns: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Any:
+    """Whether each row of some columns [n] is one of the others' rows."""
+    keys = np.zeros(sum(map(len, columns[0])), np.int64)
+    for column in map(np.concatenate, columns):
+        _, values = np.unique(column, return_inverse=True)
+        _, keys = np.unique(keys * len(keys) + values, return_inverse=True)
+    size = len(columns[0][0])
+    return np.isin(keys[:size], keys[size:])
+
+
+def _continued(events: _Events, others: _Events, user: Ints, items: tuple[Ints, Ints]) -> Any:
+    """Whether each event [n] is one of those of all of its user's others, if it begins with these.
+
+    `user` [U] has the place among the others, or -1; `items`, the items of both, by others' places.
+    """
+    found = np.zeros(len(events.item), bool)
+    for mine in np.flatnonzero(user >= 0).tolist():
+        theirs = items[1][others.begin[user[mine]] : others.end[user[mine]]]
+        rows = slice(events.begin[mine], min(events.begin[mine] + len(theirs), events.end[mine]))
+        found[rows] = np.array_equal(items[0][rows], theirs)
+    return found
 
 
 def _cuts(events: _Events, data: DataConfig) -> dict[str, tuple[Ints, Ints]]:

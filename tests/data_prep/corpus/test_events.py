@@ -11,7 +11,8 @@ import pytest
 from pyarrow import parquet
 
 from data_prep.corpus import event_table
-from data_prep.corpus.events import item_word, word_item
+from data_prep.corpus.events import event_lines, item_word, word_item
+from data_prep.corpus.lines import log_once
 from data_prep.corpus.reader import read_lines
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig, SplitFiles
@@ -203,11 +204,55 @@ def test_random_ties_do_not_depend_on_the_order_of_the_rows(tmp_path: Path) -> N
     assert lines(events, split="leave_one_out", ties="random")["test"][0] == "3 5 7\t7"
 
 
+KNOWN = " events of 2 users are known from data.files.train: they are not predicted"
+
+
+@pytest.mark.parametrize(
+    ("time_field", "train", "valid", "test", "problem"),
+    [  # numbers of rows of EVENTS in the files of train and valid; all are in that of test
+        ("when", [2, 4, 1], [2, 4, 1, 5, 6], ["3 5 7\t7", "1 2\t3", "9"], f"test: 3{KNOWN}"),
+        (None, [0, 2, 1], [1, 6], ["7 3\t5 7", "1 2\t3", "9"], f"test: 3{KNOWN}"),
+        ("when", [6, 0], [], ["1 2\t3", "9"], f"test: 6{KNOWN}"),
+        (None, [1, 6, 7, 0], [], ["7\t3 5 7", "9"], f"test: 4{KNOWN}"),
+        (None, [6, 1], [], ["7 3 5 7", "1 2 3", "9"], "2 events of them have the user and item"),
+        ("when", [3, 2, 4, 5, 0, 1, 6], [7], [], f"test: 7{KNOWN.replace('2', '3')}"),
+    ],
+)
+def test_events_of_earlier_files_are_known(
+    time_field: str | None,
+    train: list[int],
+    valid: list[int],
+    test: list[str],
+    problem: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data, files = write(tmp_path, "csv", EVENTS), {"test": "events.csv"}
+    for name, rows in {"train": train, "valid": valid}.items():
+        if rows:
+            files[name] = f"{name}.csv"
+            found = [dict(zip(("who", "what", "when"), EVENTS[i], strict=True)) for i in rows]
+            write_table(tmp_path / files[name], found)
+    log_once.cache_clear()
+    given = {"files": SplitFiles(**files), "time_field": time_field}
+    assert list(event_lines(DataConfig(**{**vars(data), **given}), "test")) == test
+    assert problem in caplog.text
+
+
+def test_times_of_two_files_have_one_kind(tmp_path: Path) -> None:
+    data = write(tmp_path, "csv", EVENTS)
+    write_table(tmp_path / "old.csv", [{"who": "ann", "what": 3, "when": "2024-02-01"}])
+    files = SplitFiles(train="old.csv", test="events.csv")
+    with pytest.raises(UserError, match=r"test and data\.files\.train: the times of one are dates"):
+        list(read_lines(DataConfig(**{**vars(data), "files": files}), "test"))
+
+
 def test_users_in_two_files_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = write(tmp_path, "csv", EVENTS)
     (tmp_path / "events.csv").rename(tmp_path / "test.csv")
     write(tmp_path, "csv", [("bob", 1, 1), ("dan", 1, 1)])
     files = SplitFiles(train="events.csv", test="test.csv")
+    log_once.cache_clear()
     list(read_lines(DataConfig(**{**vars(data), "files": files}), "test"))
     assert "test: 1 of 3 users are in data.files.train too" in caplog.text
 
