@@ -80,7 +80,7 @@ def test_a_validation_without_items_of_the_catalogue_is_a_mistake_of_the_user(
 def test_without_a_time_the_order_is_that_of_the_rows(printed: Callable[..., str]) -> None:
     write("a.jsonl", "u", "i", "t", [3, 4])
     summary = printed("new", "my.yaml", "--text=a.jsonl", "--items", "u", "i")
-    assert "with 4 items, in the order of the rows\n" in summary
+    assert "with 4 items (2 in valid and test alone), in the order of the rows\n" in summary
     assert "runs/my --ranking\n" in summary
     data = load_config("my.yaml").data
     assert (data.format, data.user_field, data.item_field) == ("json", "u", "i")
@@ -142,6 +142,11 @@ def test_what_does_not_fit_is_refused(
     new, columns = ("new", "my.yaml", "--text=a.csv"), ("--items", "who", "what", "when")
     hint = complaint("new", "my.yaml", "--text=b.csv")
     assert "(those of a table of events: --items USER ITEM TIME), --text-field=NAME, of" in hint
+    assert "are one column, 'who'" in complaint(*new, "--items", "who", "who", "when")
+    Path("c.csv").write_text("u0,i0,17\nu1,i1,18\n")
+    assert "c.csv: the first row looks like data, not names: name" in complaint(
+        "new", "my.yaml", "--text=c.csv"
+    )
     assert "--items excludes --text-field" in complaint(*new, *columns, "--text-field=who")
     assert complaint(*new, "--items", "who").startswith("--items: expected USER ITEM [TIME], got 1")
     assert "no user has three events" in complaint(*new, *columns)

@@ -6,6 +6,7 @@ An item is one word of its line. `item_word` writes white space and `%` in it as
 
 import logging
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -70,14 +71,17 @@ class EventCounts(NamedTuple):
     users: int
     items: int
     short: int  # users with fewer than three events
+    held_out: int  # items that no event of training has
 
 
 def count_events(data: DataConfig) -> EventCounts:
     """Count the events of the training files; raises UserError as `event_lines`."""
     events = _read(data, "train", warn=True)
-    _cuts(events, data)
+    _, end = _cuts(events, data)["train"]
+    num_trained = len(np.unique(events.item[np.arange(len(events.item)) < end[events.user]]))
     num_short = int((events.end - events.begin < 3).sum())
-    return EventCounts(len(events.item), len(events.begin), len(events.words), num_short)
+    counts = len(events.item), len(events.begin), len(events.words)
+    return EventCounts(*counts, num_short, counts[2] - num_trained)
 
 
 def histories(data: DataConfig, path: str) -> Iterator[tuple[str, list[str]]]:
@@ -276,12 +280,23 @@ def _warn(events: _Events, data: DataConfig) -> None:
         share = f"{count:,} of {total:,} events ({100 * count / total:.3g} %)"
         log_once(f"{events.source}: {share} {problem}")
     for kind, names in (("users", events.names), ("items", map(word_item, events.words))):
-        forms = {name: " ".join(name.split()) for name in names}
+        forms = {name: _form(name) for name in names}
         first = {form: name for name, form in reversed(forms.items())}
         pairs = [(first[form], name) for name, form in forms.items() if first[form] != name]
         if pairs:
-            text = "{}: {} that differ from others by white space alone: {:,}, as {!r} and {!r}"
-            log_once(text.format(events.source, kind, len(pairs), *pairs[0]))
+            text = "{}: {} that differ from others by {} alone: {:,}, as {!a} and {!a}"
+            by = "white space, invisible characters, Unicode form, leading zeros or .0"
+            log_once(text.format(events.source, kind, by, len(pairs), *pairs[0]))
+
+
+def _form(name: str) -> str:
+    """What names that probably are of one user or item have in common."""
+    if not name.isascii():
+        name = unicodedata.normalize("NFC", name)
+        name = "".join(each for each in name if unicodedata.category(each) != "Cf")
+    name = " ".join(name.split())
+    number = re.fullmatch(r"0*(\d+?)(?:\.0+)?", name)
+    return number[1] if number else name
 
 
 def _problems(events: _Events, data: DataConfig) -> Iterator[tuple[int, str]]:
@@ -291,6 +306,15 @@ def _problems(events: _Events, data: DataConfig) -> Iterator[tuple[int, str]]:
         doubled = int(_equal(user, item).sum())
         if doubled > RARE_REPEATS * len(user):
             yield doubled, "have the user and item of the row before"
+        size = events.end - events.begin
+        half = size // 2
+        first = np.flatnonzero(np.arange(len(user)) - events.begin[user] < half[user])
+        is_same = item[first] == item[first + half[user[first]]]
+        num_same = np.bincount(user[first[is_same]], minlength=len(half))
+        is_twice = (num_same == half) & (2 * half == size) & (size > 2)
+        if 2 * is_twice.sum() > len(half):
+            text = "repeat all earlier ones of their user: does the table have its rows twice?"
+            yield half[is_twice].sum(), text
         return
     times, sizes = np.unique(time, return_counts=True)
     most = sizes.argmax()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.corpus.formats import COMPRESSED_NAME, HEAD_BYTES, PARQUET, reading
-from data_prep.corpus.lines import TextFile, csv_rows, read_text, records
+from data_prep.corpus.lines import TextFile, csv_rows, looks_like_data, read_text, records
 from data_prep.errors import DataError
 from data_prep.storage import open_to_read
 
@@ -66,6 +66,7 @@ def find_text(path: Path, field: str | None) -> TextFile:
         columns = ", ".join(map(repr, texts or names))
         among = f", --text-field=NAME, of {columns}" if texts else f": none of {columns} is one"
         wrong = f"{found[0]!r} is no column of text: " if found else ""
+        wrong += "the first row looks like data, not names: " * looks_like_data(names)
         remedy = "name the column of the text (those of a table of events: --items USER ITEM TIME)"
         raise DataError(f"{path}: {wrong}{remedy}{among}")
     if field is None and len(names) > 1 and _num_spaces(cells[found[0]]) < least:

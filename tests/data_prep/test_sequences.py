@@ -103,8 +103,8 @@ def test_events_of_new_validation_files_are_known_in_test(corpus: Corpus) -> Non
     files = SplitFiles(**{split: f"{split}.csv" for split in ("train", "valid", "test")})
     corpus.classes = None
     corpus.data = DataConfig(dir=str(corpus.folder), files=files, format="csv", **columns)
-    for num_valid in (2, 3):
-        for split, items in {"train": "a", "valid": "abc"[:num_valid], "test": "abcd"}.items():
+    for num_valid in (3, 4):
+        for split, items in {"train": "ab", "valid": "abab"[:num_valid], "test": "ababa"}.items():
             rows = [{"user": "u", "item": item} for item in items]
             write_table(corpus.folder / f"{split}.csv", rows)
         assert corpus.prepare().sequences("test").num_known.tolist() == [num_valid]

@@ -153,6 +153,11 @@ START = 1_600_000_000
 SPACED: list[Row] = [("u1", "a b", 1), ("u1 ", "a", 2), ("u2", "a\u00a0 b", 3), ("u3", "ab", 4)]
 
 
+def other(user: str, item: str, first_item: str = "a", first_user: str = "u") -> list[Row]:
+    """Two events."""
+    return [(first_user, first_item, 1), (user, item, 2)]
+
+
 @pytest.mark.parametrize(
     ("rows", "warnings"),
     [
@@ -179,6 +184,18 @@ SPACED: list[Row] = [("u1", "a b", 1), ("u1 ", "a", 2), ("u2", "a\u00a0 b", 3), 
             "8 of 16 .* the user and item of the row be.*",
         ),
         (SPACED, r"users .*: 1, as 'u1' and 'u1 '; items .*: 1, as 'a b' and 'a\\xa0 b'"),
+        (
+            other("u\u200b", "a"),
+            r"users .* by white space, invisible .* alone: 1, as 'u' and 'u\\u.*",
+        ),
+        (other("\ufeffu", "a"), r"users .*: 1, as 'u' and '\\ufeffu'"),
+        (other("u", "\u200ea"), r"items .*: 1, as 'a' and '\\u200ea'"),
+        (other("u", "e\u0301", "\u00e9"), r"items .*: 1, as '\\xe9' and 'e\\u0301'"),
+        (other("u", "3.0", "3"), r"items .* or \.0 alone: 1, as '3' and '3\.0'"),
+        (other("007", "a", "a", "7"), r"users .*: 1, as '7' and '007'"),
+        (other("u", "3.1", "3"), ""),
+        (other("u", "0", "00a"), ""),
+        (untimed(EVENTS) + untimed(EVENTS), "2 of 16 .*; 7 of 16 .* repeat all earlier .*"),
     ],
 )
 def test_what_is_probably_wrong_is_counted_once(
@@ -279,6 +296,16 @@ def test_items_are_kept_as_they_are(tmp_path: Path) -> None:
             " data.item_field what: 2, the first in row 2; row 1 is the first): remove them",
         ),
         ([("", 1, 1)], "data.user_field who: row 1 is empty"),
+        ([("u", "a", 1), ("u", " \u00a0", 2)], "data.item_field what: row 2 is empty"),
+        ([("u", "a", 1), ("u", np.nan, 2)], "(data.item_field what: 1, the first in row 2;"),
+        (
+            [("u", 1, 1), ("u", 2, 2), ("u", "1", 3)],
+            "events.json: column 'what': row 3 has '1', an earlier one 1: text and numbers",
+        ),
+        (
+            [("u", "1", 1), (7, "1", 3)],
+            "events.json: column 'who': row 2 has 7, an earlier one 'u'",
+        ),
         ([("u", 1, "")], "data.time_field when: row 1 is empty"),
         (
             at(["10/06/2024"] * 2),
@@ -294,6 +321,24 @@ def test_items_are_kept_as_they_are(tmp_path: Path) -> None:
 def test_values_of_other_types_are_refused(rows: list[Row], problem: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=re.escape(problem)):
         list(read_lines(write(tmp_path, "json", rows), "train"))
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "problem"),
+    [
+        ("u,i,i\na,1,2\n", ("u", "i"), r"there are two columns 'i'"),
+        ("u,i,i\na,1,2\n", ("u", "u"), r"user_field and data\.item_field are one column, 'u'"),
+        ("u0,i0,17\nu1,i1,18\n", ("user", "item"), "the first row looks like data: write one with"),
+    ],
+)
+def test_columns_are_there_once_and_have_names(
+    text: str, fields: tuple[str, str], problem: str, tmp_path: Path
+) -> None:
+    data = write(tmp_path, "csv", EVENTS)
+    (tmp_path / "events.csv").write_text(text)
+    given = dict(zip(("user_field", "item_field"), fields, strict=True)) | {"time_field": None}
+    with pytest.raises(UserError, match=problem):
+        list(read_lines(DataConfig(**{**vars(data), **given}), "train"))
 
 
 @pytest.mark.parametrize("format", ["csv", "parquet"])
