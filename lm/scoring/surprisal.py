@@ -124,8 +124,9 @@ def _occurrences(run: TrainedRun, scores: list[LineScore]) -> tuple[Floats, int,
             tokens, rest = run.prepared.tokens("train"), ""
         except UserError:
             return np.full(sum(len(score.log_prob) for score in scores), np.nan), 1, 0
-        for part in np.split(tokens, range(TOKENS_AT_ONCE, len(tokens), TOKENS_AT_ONCE)):
-            text = rest + "".join(map(pieces.__getitem__, part.tolist()))
+        for begin in range(0, len(tokens), TOKENS_AT_ONCE):
+            part = tokens[begin : begin + TOKENS_AT_ONCE].tolist()
+            text = rest + "".join(map(pieces.__getitem__, part))
             *words, rest = text.split(space)
             counts.update(words)
         del counts[""]
