@@ -1,9 +1,10 @@
 """A trained model in lm-evaluation-harness, `pip install lm_eval`.
 
-    python -m lm.adapters.harness --model sqrtlm --model_args run=runs/mine --tasks lambada_openai
+    python -m lm.adapters.harness --model sqrtlm --model_args run=runs/mine --device cpu --tasks …
 
 is its command `lm_eval` with the model `sqrtlm`: the harness does not look for models of other
-packages. Programs that call `lm_eval.simple_evaluate(model="sqrtlm", ...)` call `register` first.
+packages. Without `--device` it requires a GPU. Programs that call `lm_eval.simple_evaluate` with
+`model="sqrtlm"` call `register` first.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,7 @@ from typing import Any
 import lm
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens")
-MAX_TOKENS = 256
-"""Tokens of a continuation whose length a task does not limit, as elsewhere in the harness."""
+MAX_TOKENS = 256  # of a task that has none of them, as for other models of the harness
 
 
 class HarnessModel:
@@ -25,7 +25,7 @@ class HarnessModel:
         open_vocabulary: whether unknown words are spelled, as for `lm.load`; pieces that do not
             spell every word, and runs without a speller, require False.
         device, threads: as for `lm.load`.
-        batch_size, max_batch_size: given by the harness, and not used.
+        batch_size, max_batch_size: not used.
     """
 
     def __init__(

@@ -13,9 +13,11 @@ of its tokens. `<unk>` counts as the beginning of a word.
 Source: Pimentel & Meister 2024, equation 7; Oh & Schuler 2024.
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +35,7 @@ from lm.scoring.scorer import MAX_LOG_PROBS, Floats, LineScore, Scorer
 if TYPE_CHECKING:
     import pandas
 
+_log = logging.getLogger(__name__)
 PREVIOUS = ("surprisal", "frequency", "log10_frequency", "length")
 """Columns that a row also has of the word before."""
 TOKENS_AT_ONCE = 1 << 20
@@ -96,10 +99,12 @@ def _corrected(scorer: Scorer, scores: list[LineScore]) -> list[Floats]:
     log_boundary = [np.zeros(len(score.tokens.id)) for score in scores]
     ids = [score.tokens.id for score in scores]
     for hidden, _, index, place in read_lines(model, ids, tokenizer.eos_id):
-        for part in torch.arange(len(place)).split(max(1, MAX_LOG_PROBS // model.vocab_size)):
-            log_prob = model.output.log_prob(hidden[part.to(model.device)])[:, begins]
-            for k, value in zip(part.tolist(), log_prob.logsumexp(1).tolist(), strict=True):
-                log_boundary[index[k]][place[k]] = value if place[k] else 0
+        parts = map(
+            model.output.log_prob, torch.split(hidden, max(1, MAX_LOG_PROBS // len(begins)))
+        )
+        values = torch.cat([part[:, begins].logsumexp(1) for part in parts])
+        for line, k, value in zip(index, place, values.tolist(), strict=True):
+            log_boundary[line][k] = value if k else 0
     corrected = []
     for score, each in zip(scores, log_boundary, strict=True):
         first = np.searchsorted(score.unit_of_token, np.arange(len(score.log_prob)))
@@ -108,7 +113,7 @@ def _corrected(scorer: Scorer, scores: list[LineScore]) -> list[Floats]:
 
 
 def _occurrences(run: TrainedRun, scores: list[LineScore]) -> tuple[Floats, int, int]:
-    """Those of each unit of lines in the training split, and the numbers of words and of types."""
+    """Occurrences of each unit of lines in the training split, its numbers of words and types."""
     tokenizer = run.tokenizer
     pieces = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
     counts, space = Counter[str](), ""
@@ -122,7 +127,8 @@ def _occurrences(run: TrainedRun, scores: list[LineScore]) -> tuple[Floats, int,
         pieces[tokenizer.unk_id] = space + UNK
         try:
             tokens, rest = run.prepared.tokens("train"), ""
-        except UserError:
+        except UserError as error:
+            _log.warning("%s: the words have no frequencies", error)
             return np.full(sum(len(score.log_prob) for score in scores), np.nan), 1, 0
         for begin in range(0, len(tokens), TOKENS_AT_ONCE):
             part = tokens[begin : begin + TOKENS_AT_ONCE].tolist()
@@ -133,8 +139,9 @@ def _occurrences(run: TrainedRun, scores: list[LineScore]) -> tuple[Floats, int,
     count = []
     for score in scores:
         end = np.searchsorted(score.unit_of_token, np.arange(len(score.words)), side="right")
-        for ids in map(np.ndarray.tolist, np.split(score.tokens.id, end)[:-1]):
-            parts, is_unknown = [pieces[id] for id in ids], tokenizer.unk_id in ids
+        for begin, stop in pairwise([0, *end.tolist()]):
+            ids = score.tokens.id[begin:stop].tolist()
+            parts, is_unknown = [pieces[id] for id in ids], not ids or tokenizer.unk_id in ids
             if tokenizer.kind == "words" and len(ids) > 1:
                 parts = [part for part in parts if any(map(str.isalnum, part))]
                 is_unknown |= len(parts) != 1

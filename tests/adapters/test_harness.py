@@ -65,9 +65,15 @@ def test_a_word_that_begins_in_the_context_is_predicted_as_a_whole(lstm_run: Pat
     assert whole.log_prob == pytest.approx(score.total, rel=1e-6)
 
 
-def test_items_have_no_continuations(items_run: Path) -> None:
+def test_items_and_texts_without_a_context_have_no_continuations(
+    items_run: Path, lstm_run: Path
+) -> None:
     with pytest.raises(ValueError, match="independent sequences"):
         lm.load(items_run).continuation_log_prob([("", "a")])
+    model: Any = lm.load(lstm_run)
+    for pairs in ("the", ["ab"], [("a",)], [("a", "b", "c")], [("a", 3)]):
+        with pytest.raises(ValueError, match=r"expected (a list of )?(pairs of texts|text), got"):
+            model.continuation_log_prob(pairs)
 
 
 def requests(*arguments: tuple[Any, ...]) -> list[SimpleNamespace]:

@@ -47,7 +47,7 @@ def test_rows_have_scores_and_counts_of_words_and_of_those_before(
     assert table["sentence"].tolist() == [1] * 6 + [3] * 3 + [4] * 2
     assert table["position"].tolist() == [1, 2, 3, 4, 5, 6, 1, 2, 3, 1, 2]
     assert table["unknown"].tolist() == [word not in counts for word in table["word"]]
-    before = None
+    before: Any = None
     for _, row in table.iterrows():
         word, count = row["word"], counts.get(row["word"], NAN)
         expected = 1e6 * count / total, math.log10(1e6 * (count + 1) / (total + types)), len(word)
@@ -78,7 +78,7 @@ def test_words_of_pieces_end_where_the_next_begins(of_pieces: LoadedModel) -> No
     pieces = [of_pieces.word(id) for id in range(of_pieces.vocab_size)]
     begins = [piece[0] == "▁" or piece in ("</s>", "<eos>", "<unk>") for piece in pieces]
     assert 3 < sum(begins) < 100
-    expected, log_boundary = np.zeros(len(words) + 1), []
+    expected, log_boundary = np.zeros(len(words) + 1), list[float]()
     for place, (id, unit) in enumerate(
         zip([*ids, of_pieces.eos_id], [*word_of_id, 4], strict=True)
     ):
@@ -111,7 +111,7 @@ def test_probabilities_of_words_of_pieces_add_up_to_at_most_one(
 
 
 def test_words_of_pieces_are_counted_in_the_prepared_data_if_they_are_there(
-    of_pieces: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    of_pieces: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("lm.scoring.surprisal.TOKENS_AT_ONCE", 7)
     counts = Counter(" ".join(LETTERS).split())
@@ -124,6 +124,7 @@ def test_words_of_pieces_are_counted_in_the_prepared_data_if_they_are_there(
     del of_pieces._run.__dict__["prepared"]
     data.rename(data.with_name("moved"))
     assert of_pieces.surprisal(["ab bé"])["frequency"].isna().all()
+    assert "not a prepared folder" in caplog.text
     data.with_name("moved").rename(data)
 
 
@@ -137,3 +138,9 @@ def test_a_table_is_written_and_read_again(lstm_run: Path, tmp_path: Path) -> No
     assert "NA" in set(found["word"])
     pandas.testing.assert_frame_equal(found, table)
     assert lm.load(lstm_run).surprisal([]).columns.tolist() == table.columns.tolist()
+
+
+def test_items_outside_the_catalogue_are_unknown(items_run: Path) -> None:
+    table = lm.load(items_run).surprisal(["item%203 none item%204"])
+    assert table["unknown"].tolist() == [False, True, False]
+    assert table["frequency"].isna().tolist() == [False, True, False]
