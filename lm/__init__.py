@@ -26,6 +26,7 @@ def load(
     threads: int | None = None,
     vocabulary_size: int | None = None,
     open_vocabulary: bool = False,
+    ngram: bool = False,
 ) -> LoadedModel:
     """Load a trained model, to score text with it, to continue text, or to search.
 
@@ -42,6 +43,7 @@ def load(
             probable than a known one; see `lm.loaded`.
         open_vocabulary: whether each of these words has the probability of its spelling instead,
             so that those of all strings add up to 1.
+        ngram: whether to mix the model with the n-gram model of `lm ngram`, see `lm.mixed`.
 
     Raises:
         UserError: if there is no model, a file is damaged, the tokenizer is not the one that the
@@ -57,12 +59,14 @@ def load(
         limit_spinning()
     from lm.device import set_num_threads
     from lm.loaded import LoadedModel
+    from lm.mixed import MixedModel
     from lm.run import TrainedRun
 
     if threads is not None:
         set_num_threads(threads)
     run = TrainedRun(Path(path), str(device))
-    return LoadedModel(run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary)
+    kind = MixedModel if ngram else LoadedModel
+    return kind(run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary)
 
 
 def check_packages() -> None:

@@ -24,8 +24,10 @@ from lm.commands import (
     generate,
     info,
     new,
+    ngram,
     prepare,
     recommend,
+    report,
     rescore,
     score,
     train,
@@ -38,7 +40,7 @@ _VERBS = {
     module.__name__.rpartition(".")[2]: module
     for module in (
         *(new, prepare, train, evaluate, generate, recommend, extend),
-        *(score, rescore, classes, info, export, config),
+        *(score, rescore, ngram, classes, info, report, export, config),
     )
 }
 

@@ -18,8 +18,8 @@ With `open_vocabulary`, every string has a probability: in these methods, `evalu
 `perplexity`, a word w outside the vocabulary has P(`<unk>`) P(w | `<unk>`), by the model's speller.
 The token id of `<unk>` has P(`<unk>`), with a warning.
 
-In a model of independent sequences, strings and integers are items. Items outside the catalogue are
-left out; without V, such a step or candidate has log-probability -∞, and the state stays the same.
+In a model of independent sequences, strings and integers are items. Those outside the catalogue are
+left out; without V, their log-probability is -∞, and the state stays the same.
 """
 
 from collections import defaultdict
@@ -78,6 +78,7 @@ class LoadedModel(Probabilities):
             run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary
         )
         self._open_vocabulary, self._warns = open_vocabulary, warn_of_unknown
+        self._sha256 = self.description.weights_sha256
         self.unknown = self._scorer.unknown
         self.vocab_size = self.model.vocab_size
         self.eos_id, self.unk_id = run.tokenizer.eos_id, run.tokenizer.unk_id
@@ -125,7 +126,7 @@ class LoadedModel(Probabilities):
             backbone=backbone,
             num_tokens=len(ids),
             num_unknown=sum(token == self.unk_id for token in ids),
-            model_sha256=self.description.weights_sha256,
+            model_sha256=self._sha256,
         )
 
     def step(self, state: State, word: Word) -> Step:
@@ -195,14 +196,11 @@ class LoadedModel(Probabilities):
     ) -> list[tuple[str, float]]:
         """The k most probable next tokens but `<unk>`, with their log-probabilities, best first.
 
-        They are exact; a tree computes only the classes that may hold one of them. `id` has the
-        token id of each.
+        They are exact; a tree computes only the classes that may hold one. `id` has their ids.
 
         In a model of independent sequences `<eos>` is no item, and text is not divided into items.
 
         Args:
-            prefix: what comes before.
-            k: number of tokens.
             exclude: tokens or items that are left out; `seen`: those of `prefix`, which then must
                 not be a state. The log-probabilities of the others are as they are.
 
@@ -225,42 +223,41 @@ class LoadedModel(Probabilities):
         elif exclude != "nothing":
             raise ValueError(f"exclude must be nothing, seen or a list, got {exclude!r}")
         state = self._own(prefix) if isinstance(prefix, State) else self._start(ids)
-        log_prob, word = self.model.output.topk(state.hidden, k, excluded=[*special, *excluded])
+        log_prob, word = self._topk(state, k, excluded=[*special, *excluded])
         return list(zip(map(self._name, word.tolist()), log_prob.tolist(), strict=True))
 
     def candidate_log_prob(self, prefix: Prefix, words: Sequence[Word]) -> Tensor:
         """Log-probabilities [K] of some next words, at the cost of their paths in the tree.
 
-        Words of several tokens, and phrases, cost a step for each token as well; all their tokens
-        come next, one after another.
+        Words of several tokens, and phrases, cost a step for each token as well.
         """
         return self.candidate_log_probs([self._state(prefix)], words)[0]
 
     @torch.no_grad()
     def candidate_log_probs(self, states: Sequence[State], words: Sequence[Word]) -> Tensor:
-        """Log-probabilities [S, K] of some next words after each of many states, in one batch.
+        """Log-probabilities [S, K] of K next words after each of S states, in one batch.
 
         `candidate_log_prob` of each state: no state is made, and only the paths of the words in the
         tree are computed. Words of several tokens cost a step of each state for each token.
-
-        Args:
-            states: S states of this model.
-            words: K words, the same for every state; each of them may be several tokens.
         """
         words = listed("words", words)
         (tokens, of_unknown), states = self._tokens_of_all(words), self._all(states)
         if not states:
             return torch.zeros(0, len(words), device=self.model.device)
-        hidden = torch.stack([state.hidden for state in states])
+        hidden = states[0].hidden
         if any(len(word_tokens) > 1 for word_tokens in tokens):
             pairs = [(state, word) for state in states for word in words]
             steps = self.step_many([state for state, _ in pairs], [word for _, word in pairs])
             dtype = torch.promote_types(hidden.dtype, torch.float32)
-            found = hidden.new_tensor([step.log_prob for step in steps], dtype=dtype)
-            return found.view(len(states), -1)
-        word = torch.tensor(tokens, dtype=torch.int64, device=hidden.device).view(1, -1)
-        log_prob = self.model.output.candidate_log_prob(hidden, word.expand(len(states), -1))
+            found = [step.log_prob for step in steps]
+            return hidden.new_tensor(found, dtype=dtype).view(len(states), -1)
+        tensor = torch.tensor(tokens, dtype=torch.int64, device=hidden.device)
+        log_prob = self._candidates(states, tensor.view(1, -1))
         return log_prob + log_prob.new_tensor(of_unknown)
+
+    def _candidates(self, states: list[State], words: Tensor) -> Tensor:
+        hidden = torch.stack([state.hidden for state in states])
+        return self.model.output.candidate_log_prob(hidden, words.expand(len(states), -1))
 
     def score(
         self, sentences: Iterable[str], *, stream: bool = False, details: bool = False
@@ -341,6 +338,9 @@ class LoadedModel(Probabilities):
             excluded=self._run.never_drawn(allow_unk),
         )
 
+    def _topk(self, state: State, k: int, excluded: list[int]) -> tuple[Tensor, Tensor]:
+        return self.model.output.topk(state.hidden, k, excluded=excluded)
+
     @cached_property
     def _catalogue(self) -> Catalogue | None:
         """The items of a model of independent sequences."""
@@ -367,7 +367,7 @@ class LoadedModel(Probabilities):
 
     def _own(self, state: State) -> State:
         """A state, if it is one of this model."""
-        if not isinstance(state, State) or state.model_sha256 != self.description.weights_sha256:
+        if not isinstance(state, State) or state.model_sha256 != self._sha256:
             raise ValueError(f"expected a state of this model, got {state!r}")
         return state
 

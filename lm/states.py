@@ -28,6 +28,7 @@ class State:
     hidden: Tensor = field(repr=False)  # [H], from which the next word is predicted
     backbone: tuple[Tensor, ...] = field(repr=False)  # the state of the backbone, of one sequence
     model_sha256: str = field(repr=False)  # other models do not accept the state
+    ngram: int | None = field(default=None, repr=False)  # the context of the n-gram model, if any
 
 
 Prefix = str | Sequence[str | int] | State

@@ -62,7 +62,29 @@ BAD_INPUTS = """\
 3 | classes {tiny} | data is not a prepared folder: it has no meta.json
 2 | classes {folder} | no run here (config.yaml is missing): lm train CONFIG begins
 4 | extend {tiny} | tiny.yaml is a file, not the folder of a run
-2 | extend {run} --run_dir=x | lm extend requires a run with data.sequences: independent
+2 | extend {pieces} --run_dir=x --text={text} | lm extend requires tokenizer.kind: words
+2 | extend {run} --run_dir=x --text={text} --min-count=2 | text.txt (--min-count 2)
+2 | extend {run} --run_dir=x --text={text} --min-count=0 | --min-count: must be at least 1
+2 | extend {run} --run_dir=x --text={text} --tokenizer.min_count=2 | tokenizer.min_count: 1 → 2
+2 | extend {run} --text={text} | lm extend writes another run: name its folder, --run_dir=FOLDER
+2 | extend {run} --run_dir={folder} --text={text} | empty already exists
+3 | extend {run} --run_dir=x --text={absent} | absent
+3 | extend {run} --run_dir=x --text={binary} | binary.txt
+2 | train {run} --resume=auto --data.keep_empty_lines=false | in another folder, with --init-from
+2 | train {tiny} --init-from | argument --init-from: expected one argument
+4 | train {tiny} {data} --init-from={absent} | no trained model here
+4 | train {tiny} {data} --init-from={tiny} | tiny.yaml is a file, not the folder of a run
+2 | train {tiny} --init-from={run} --model.hidden=16 | has another model (model.hidden: 12 → 16)
+2 | train {tiny} --init-from={run} --model.layers=1 | has another model (model.layers: 2 → 1)
+2 | train {tiny} --init-from={run} --output.tree=full | (output.tree: two_level → full)
+2 | train {tiny} --init-from={run} --word_table.tied=true | (word_table.tied: False → True)
+2 | train {tiny} --init-from={run} --classes.shortlist=2 | (classes.shortlist: 0 → 2)
+2 | train {tiny} --init-from={run} --tokenizer.lowercase=true | (tokenizer.lowercase: False → True
+2 | train {tiny} --init-from={run} --model.backbone=transformer | model.backbone: lstm → transformer
+2 | train {tiny} --init-from={run} --train.precision=64-true | train.precision: 32-true → 64-true
+2 | train {tiny} --init-from={run} --data.sequences=independent | data.sequences: stream → indep
+2 | train {tiny} --init-from={pieces} | tokenizer.kind: sentencepiece → words
+3 | train {tiny} {data} --init-from={run} | has data already, and --init-from prepares others
 2 | evaluate | the following arguments are required: RUN
 4 | evaluate {absent} | no trained model here (model.json is missing); there is no such folder
 4 | evaluate {folder} | no trained model here (model.json is missing); `lm train CONFIG` trains one
@@ -77,12 +99,39 @@ BAD_INPUTS = """\
 4 | evaluate {run} --checkpoint=absent.ckpt | absent.ckpt: cannot read the checkpoint: No such
 4 | score {run} {text} --checkpoint={text} | text.txt is damaged, or not a checkpoint of sqrtlm
 2 | evaluate {run} --ranking | --ranking requires data.sequences: independent
-2 | evaluate {run} --ranking --by-frequency | --ranking excludes --text, --arpa, --compare
+2 | evaluate {run} --ranking --by-frequency | --ranking excludes --text, --arpa, --ngram
 2 | evaluate {run} --mixture=0.5 | --mixture requires --arpa
 2 | evaluate {run} --mixture=1.5 --arpa={absent} | --mixture must be within 0 … 1
 2 | evaluate {run} --arpa=x --open-vocabulary | --arpa excludes --open-vocabulary
 3 | evaluate {run} --arpa={text} | text.txt
 2 | evaluate {run} --compare={run} --arpa=x | --compare excludes --arpa
+2 | evaluate {run} --ngram --arpa=x | --arpa and --ngram exclude each other
+2 | evaluate {run} --ngram --compare={run} | --compare excludes --ngram
+2 | evaluate {run} --ngram --open-vocabulary | --ngram excludes --open-vocabulary
+2 | evaluate {run} --ngram --ranking | --ranking excludes --text, --arpa, --ngram
+3 | evaluate {run} --ngram | has no n-gram model: run `lm ngram
+3 | score {run} {text} --ngram | has no n-gram model: run `lm ngram
+2 | score {run} {text} --ngram --details | --ngram excludes --details
+3 | rescore {run} {nbest} --lm-weight=1 --ngram | has no n-gram model
+2 | ngram {run} --order=1 | --order must be within 2 … 10, got 1
+2 | ngram {run} --order=11 | --order must be within 2 … 10, got 11
+2 | ngram {run} --prune 1 | --prune 1: expected at most 5 numbers, the first one 0, none less
+2 | ngram {run} --prune 0 2 1 | --prune 0 2 1: expected at most 5
+2 | ngram {run} --prune 0 0 0 --order=2 | --prune 0 0 0: expected at most 2 numbers
+2 | ngram {run} --prune x | argument --prune: invalid int value: 'x'
+2 | ngram {run} --mixture=-1 | --mixture must be within 0 … 1
+4 | ngram {folder} | no trained model here
+2 | score {run} {text} --cache | --cache and --dynamic require --stream
+2 | score {run} {text} --stream --cache --details | --cache excludes --details
+2 | evaluate {run} --cache --open-vocabulary | --cache and --dynamic exclude --open-vocabulary
+2 | evaluate {run} --cache --ranking | --ranking excludes
+2 | evaluate {items} --dynamic | --dynamic requires a text, but
+4 | export {folder} {folder}/x | no trained model here
+2 | export {run} {run} | exists: an export is a new folder
+2 | export {run} {folder}/x --int8 | --int8 requires --onnx
+2 | export {run} {folder}/x --hf --onnx | --hf excludes --bf16 and --onnx
+2 | export {run} {folder}/x --hf | --hf requires model.backbone: transformer
+4 | report {folder} | no trained model here
 2 | evaluate {run} --threads=9999 | argument --threads: must be at most 1024, got 9999
 3 | score {run} {empty} | empty.txt
 3 | score {run} 'no  such.txt' | no  such.txt cannot be read

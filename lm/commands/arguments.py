@@ -65,6 +65,7 @@ ADAPTATION: Options = {
     "--dynamic": SWITCH
     | {"help": "learn from the text while it is read (dynamic evaluation), tuned likewise"},
 }
+NGRAM: Options = {"--ngram": SWITCH | {"help": "mix with the n-gram model of RUN, by lm ngram"}}
 BY_LINE: Options = {
     "--line-buffered": SWITCH
     | {"help": "answer each line before the next is read, for a program that waits for it"}

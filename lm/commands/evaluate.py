@@ -15,6 +15,7 @@ from lm.commands.arguments import (
     EXCLUDE,
     FILE,
     JSON,
+    NGRAM,
     NO_PROGRESS,
     NUMBER,
     OPEN_VOCABULARY,
@@ -43,6 +44,7 @@ OPTIONS: Options = (
     | ADAPTATION
     | {
         "--arpa": FILE | {"help": "ARPA model over the same words, to mix with"},
+        "--ngram": NGRAM["--ngram"],
         "--mixture": NUMBER
         | {"help": "share of RUN in the mixture (default: tuned on the validation split)"},
         "--by-frequency": SWITCH
@@ -86,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
     from lm.scoring.adaptation import evaluate_adaptation
     from lm.scoring.comparison import TextLosses, check_comparable, compare
     from lm.scoring.frequency import frequency_report
-    from lm.scoring.mixture import evaluate_mixture
+    from lm.scoring.mixture_evaluation import evaluate_mixture
     from lm.scoring.unknown import noted_words
 
     is_open = options.open_vocabulary
@@ -103,12 +105,13 @@ def run(options: argparse.Namespace) -> None:
     tables, further = list[str](), dict[str, Any]()
     adapts = {"cache": options.cache, "dynamic": options.dynamic}
     tokens: Any = None
-    if options.arpa or options.by_frequency or others or any(adapts.values()):
+    mixes = options.arpa or options.ngram
+    if mixes or options.by_frequency or others or any(adapts.values()):
         tokens = _tokens(run, options, lines)
-    if options.arpa:
-        path = Path(options.arpa)
+    if mixes:
+        path = None if options.ngram else Path(options.arpa)
         further["mixture"] = mixture = evaluate_mixture(run, path, options.mixture, tokens)
-        tables.append(mixture.table(run.folder, path))
+        tables.append(mixture.table(run.folder, path or Path("its n-gram model")))
     if any(adapts.values()):
         further["adaptation"] = adapted = evaluate_adaptation(run, tokens, **adapts)
         tables.append(adapted.table())
@@ -197,7 +200,7 @@ def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
 
 def _check_text(options: argparse.Namespace, runs: list[TrainedRun]) -> None:
     """Raises UserError if a run is on independent sequences, and an option is not."""
-    needs_text = ("cache", "dynamic", "open_vocabulary", "arpa", "by_frequency", "compare")
+    needs_text = ("cache", "dynamic", "open_vocabulary", "arpa", "ngram", "by_frequency", "compare")
     given = [f"--{name.replace('_', '-')}" for name in needs_text if getattr(options, name)]
     for run in runs:
         if given and run.is_independent:
@@ -213,14 +216,17 @@ def _check(options: argparse.Namespace) -> None:
     if not (ranks.name.endswith(".parquet") and ranks.parent.is_dir()):
         raise UserError(f"--ranks {ranks}: expected FILE.parquet in a folder that exists")
     adapts = options.cache or options.dynamic
-    others = (options.text, options.open_vocabulary, options.arpa, options.by_frequency, adapts)
+    mixed = "--ngram" if options.ngram else "--arpa" if options.arpa else None
+    others = (options.text, options.open_vocabulary, mixed, options.by_frequency, adapts)
     if adapts and options.open_vocabulary:
         raise UserError("--cache and --dynamic exclude --open-vocabulary")
     if options.ranking and (any(others) or options.compare):
-        raise UserError("--ranking excludes --text, --arpa, --compare and other figures of texts")
-    if options.mixture is not None and options.arpa is None:
-        raise UserError("--mixture requires --arpa")
-    if options.arpa and options.open_vocabulary:
-        raise UserError("--arpa excludes --open-vocabulary: <unk> is one word for both")
-    if options.compare and options.arpa:
-        raise UserError("--compare excludes --arpa")
+        raise UserError("--ranking excludes --text, --arpa, --ngram, --compare and others of texts")
+    if options.mixture is not None and mixed is None:
+        raise UserError("--mixture requires --arpa or --ngram")
+    if options.arpa and options.ngram:
+        raise UserError("--arpa and --ngram exclude each other")
+    if mixed and options.open_vocabulary:
+        raise UserError(f"{mixed} excludes --open-vocabulary: <unk> is one word for both")
+    if mixed and options.compare:
+        raise UserError(f"--compare excludes {mixed}")

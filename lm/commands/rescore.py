@@ -13,6 +13,7 @@ from lm.commands.arguments import (
     COUNT,
     FILE,
     JSON,
+    NGRAM,
     NUMBER,
     OPEN_VOCABULARY,
     RUN,
@@ -64,6 +65,7 @@ OPTIONS: Options = (
         "--lm-costs": FILE | {"help": "likewise, of the first pass's language model"},
         "--with": {"dest": "second_run", "metavar": "RUN", "help": "other run to interpolate with"},
         "--arpa": FILE | {"help": "ARPA model to interpolate with"},
+        "--ngram": NGRAM["--ngram"],
         "--beam": COUNT
         | {"help": f"largest number of hypotheses at a node of a lattice (default {NUM_BEAMS})"},
     }
@@ -176,6 +178,7 @@ def _models(
     """
     from data_prep.tokenizer.token_file import log_literals
     from lm.loaded import LoadedModel
+    from lm.mixed import MixedModel
     from lm.rescoring.models import ArpaScores, common_vocabulary_size, num_unknown_types
     from lm.scoring.ngram import NGramModel
     from lm.scoring.unknown import UnknownWords
@@ -200,7 +203,8 @@ def _models(
     for run, (_, types) in zip(opened, unknown, strict=True):
         size = common if types is not None or options.vocabulary_size is not None else None
         settings = {"vocabulary_size": size, "open_vocabulary": is_open}
-        runs.append(LoadedModel(run, **settings, warn_of_unknown=False))  # but of all at once
+        kind = MixedModel if options.ngram and run is opened[0] else LoadedModel
+        runs.append(kind(run, **settings, warn_of_unknown=False))  # but of all at once
         rules.append({"run": str(run.folder), "vocabulary_size": size, "types": types})
         _log.info("%s", runs[-1].unknown.sentence(run.folder, types or 0))
         for what, texts in (("hypotheses", hypotheses), ("references", references)):

@@ -8,6 +8,7 @@ from lm.commands.arguments import (
     ADAPTATION,
     BY_LINE,
     COMPUTING,
+    NGRAM,
     OPEN_VOCABULARY,
     RUN,
     SWITCH,
@@ -47,6 +48,7 @@ OPTIONS: Options = (
     | VOCABULARY_SIZE
     | OPEN_VOCABULARY
     | ADAPTATION
+    | NGRAM
     | COMPUTING
 )
 EXCLUSIVE = (*VOCABULARY_SIZE, *OPEN_VOCABULARY)
@@ -69,6 +71,7 @@ def run(options: argparse.Namespace) -> None:
     from lm.scoring import Scorer
     from lm.scoring.adaptation import Adaptation
     from lm.scoring.layouts import Layout
+    from lm.scoring.run_ngram import RunNGram
 
     return_freed_memory()
     run = open_run(options)
@@ -80,7 +83,8 @@ def run(options: argparse.Namespace) -> None:
     if any(kinds.values()):
         adaptation = Adaptation.tuned(run, **kinds)
     rule = {name: getattr(options, name) for name in ("vocabulary_size", "open_vocabulary")}
-    scorer = Scorer.of(run, adaptation=adaptation, **rule)
+    ngram = RunNGram.open(run) if options.ngram else None
+    scorer = Scorer.of(run, adaptation=adaptation, ngram=ngram, **rule)
     file = options.file or "-"
     layout = Layout(
         scorer=scorer,
@@ -136,5 +140,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--cache and --dynamic require --stream: they adapt to one text")
     if options.cache and options.details:
         raise UserError("--cache excludes --details: the cache has no classes")
+    if options.ngram and (options.details or options.cache or options.dynamic):
+        raise UserError("--ngram excludes --details, --cache and --dynamic")
     options.ids |= options.stream_by_id
     options.text = "id" if options.stream_by_id else "all" if options.stream else "line"

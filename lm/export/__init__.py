@@ -17,7 +17,7 @@ from data_prep.storage import sha256_file, write_hashed, write_json_atomically
 from data_prep.tokenizer.punctuation import marks_and_pattern
 from data_prep.tokenizer.serialization import MODEL_FILE, TOKENIZER
 from data_prep.tokenizer.speller import SPELLER
-from lm.export.hf import write_hf
+from lm.export.hf import check_hf, write_hf
 from lm.export.onnx import check_packages, write_onnx
 from lm.model.files import save_model
 from lm.run import TrainedRun
@@ -60,6 +60,8 @@ def export(
     """
     if onnx:
         check_packages()
+    if hf:
+        check_hf(run)
     description, tokenizer = run.description, run.tokenizer
     for key, value in (("output.tree", "adaptive"), ("model.input_tree", "two_level")):
         section, name = key.split(".")

@@ -4,6 +4,7 @@ It is a Mistral decoder: RMSNorm, rotary positions, SwiGLU, and attention to the
 positions. Input vectors that sum paths or pieces become a table of one vector a word.
 """
 
+import importlib
 from pathlib import Path
 
 import torch
@@ -15,24 +16,29 @@ from lm.output import HierarchicalSoftmax
 from lm.run import TrainedRun
 
 
-@torch.no_grad()
-def write_hf(run: TrainedRun, folder: Path) -> None:
-    """Write `config.json` and `model.safetensors` of transformers to a folder.
-
-    Raises:
-        UserError: if transformers is missing, or the model is no Transformer.
-    """
+def check_hf(run: TrainedRun) -> None:
+    """Raises UserError if transformers is missing, or the model is no Transformer with a tree."""
     try:
-        from transformers import MistralConfig
-
-        from lm.output.hf import TreeConfig, TreeForCausalLM
+        importlib.import_module("lm.output.hf")
     except ImportError as error:
         raise UserError(
             f"--hf requires transformers 5: pip install transformers ({error})"
         ) from error
-    model, backbone = run.model, run.model.backbone
-    if not isinstance(backbone, Transformer) or not isinstance(model.output, HierarchicalSoftmax):
+    is_tree = isinstance(run.model.output, HierarchicalSoftmax)
+    if not isinstance(run.model.backbone, Transformer) or not is_tree:
         raise UserError(f"{run.folder}: --hf requires model.backbone: transformer, and a tree")
+
+
+@torch.no_grad()
+def write_hf(run: TrainedRun, folder: Path) -> None:
+    """Write `config.json` and `model.safetensors` of transformers to a folder, after `check_hf`."""
+    from transformers import MistralConfig
+
+    from lm.output.hf import TreeConfig, TreeForCausalLM
+
+    model, backbone = run.model, run.model.backbone
+    assert isinstance(backbone, Transformer)
+    assert isinstance(model.output, HierarchicalSoftmax)
     inner = backbone.get_parameter("blocks.0.feedforward.down.weight").shape[1]
     config = MistralConfig(
         vocab_size=model.vocab_size,

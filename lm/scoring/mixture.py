@@ -7,8 +7,6 @@ The model reads on over lines in a text, as in `lm evaluate`; the n-gram model b
 `<s>`.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,81 +17,25 @@ from data_prep.errors import UserError
 from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.evaluation import check_finite
-from lm.figures import perplexity, table_of, token_unit
+from lm.figures import token_unit
 from lm.model.reader import read_text
 from lm.run import TrainedRun
 from lm.scoring.arpa import Floats
 from lm.scoring.ngram import NGramModel
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixtureEvaluation:
-    """Perplexities of the two models and of their mixture, on the same tokens."""
-
-    weight: float  # λ, the share of the model
-    valid_perplexity: float | None  # of the mixture on the validation split, if λ was tuned there
-    tokens: int
-    perplexity_model: float
-    perplexity_ngram: float
-    perplexity: float  # of the mixture
-
-    def table(self, model: Path, ngram: Path) -> str:
-        """The figures as lines of text, for the paths of both models."""
-        origin = "as given"
-        if self.valid_perplexity is not None:
-            perplexity = f"perplexity {self.valid_perplexity:.2f} there"
-            origin = f"tuned on the validation split, {perplexity}"
-        shares = f"{self.weight:.4f} of {model}, {1 - self.weight:.4f} of {ngram}"
-        rows = {
-            "tokens predicted": f"{self.tokens:,}",
-            "perplexity of the model alone": f"{self.perplexity_model:.2f}",
-            "perplexity of the n-gram model alone": f"{self.perplexity_ngram:.2f}",
-            "perplexity of the mixture": f"{self.perplexity:.2f}",
-        }
-        return table_of(
-            f"mixture: {shares}: {origin}; the n-gram model starts each line at <s>", rows
-        )
-
-
-def evaluate_mixture(
-    run: TrainedRun, path: Path, weight: float | None, tokens: NDArray[Any]
-) -> MixtureEvaluation:
-    """Perplexities of a text of tokens [n] by a run and an ARPA file.
-
-    λ None: the one of the lowest perplexity on the validation split.
-
-    Raises:
-        UserError: if the file cannot be used, λ is out of range, or there is no such split.
-    """
+def check_weight(run: TrainedRun, weight: float | None) -> None:
+    """UserError if λ is out of range, or None without a validation split to tune it on."""
     if weight is not None and not 0 <= weight <= 1:
         raise UserError("--mixture must be within 0 … 1")
     if weight is None and "valid" not in run.prepared.splits:
         raise UserError(f"{run.folder} has no validation split to tune on: give --mixture")
-    ngram, valid_perplexity = NGramModel(path), None
-    if weight is None:
-        valid = run.prepared.tokens("valid")
-        each = token_log_probs(run, valid), ngram_log_probs(ngram, run.tokenizer, valid)
-        weight = tuned_weight(*each)
-        valid_perplexity = perplexity(-float(mixed(*each, weight).sum()), len(valid))
-    each = token_log_probs(run, tokens), ngram_log_probs(ngram, run.tokenizer, tokens)
-    found = [
-        perplexity(-float(log_prob.sum()), len(tokens))
-        for log_prob in (*each, mixed(*each, weight))
-    ]
-    return MixtureEvaluation(
-        weight=weight,
-        valid_perplexity=valid_perplexity,
-        tokens=len(tokens),
-        perplexity_model=found[0],
-        perplexity_ngram=found[1],
-        perplexity=found[2],
-    )
 
 
-def mixed(model: Floats, ngram: Floats, weight: float) -> Floats:
-    """Equation (1), log-probabilities [n] in nats."""
+def mixed(model: Floats, ngram: Floats, weight: float | Floats) -> Floats:
+    """Equation (1), log-probabilities [n] in nats; λ is one number, or one for each."""
     with np.errstate(divide="ignore"):
-        shares = np.log([weight, 1 - weight])
+        shares = np.log(weight), np.log(1 - np.asarray(weight))
     both: Floats = np.logaddexp(model + shares[0], ngram + shares[1])
     return both
 

@@ -26,6 +26,7 @@ from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines, read_text
 from lm.run import TrainedRun
 from lm.scoring.adaptation import Adaptation, Mix, adaptable_model, read_dynamic
+from lm.scoring.run_ngram import RunNGram
 from lm.scoring.unknown import UnknownRule
 
 MAX_LOG_PROBS = 1 << 23
@@ -92,6 +93,7 @@ class Scorer:
         speller: has the probability of each unknown word given `<unk>`, in place of V.
         leave_out_unknown: whether unknown words are left out of what is read, unless V is given.
         adaptation: what streams adapt to their text with; with a learning rate, the model changes.
+        ngram: the n-gram model that log-probabilities are mixed with.
 
     Attributes:
         unknown: the probability of each unknown word given `<unk>`.
@@ -112,8 +114,10 @@ class Scorer:
         speller: Speller | None = None,
         leave_out_unknown: bool = False,
         adaptation: Adaptation | None = None,
+        ngram: RunNGram | None = None,
     ) -> None:
         self.model, self.tokenizer, self.context = model, tokenizer, context
+        self.ngram = ngram
         if vocabulary_size is not None and tokenizer.kind != "words":
             raise UserError("a vocabulary size applies to models of words, not of pieces of words")
         self._read, self._mixer = read_text, None
@@ -239,6 +243,8 @@ class Scorer:
         begin = 0
         columns = [np.concatenate(all_ids).astype(np.int64), *columns]
         is_unk, log_prob = columns[0] == self.tokenizer.unk_id, columns[2]
+        if self.ngram is not None:
+            log_prob[:] = self.ngram.mixed(columns[0], log_prob)
         log_prob[is_unk] += self.unknown_log_prob(lines, int(is_unk.sum()))
         for line, ids in zip(aligned, all_ids, strict=True):
             num_units, part = len(line.words) + 1, slice(begin, begin + len(ids))

@@ -93,7 +93,7 @@ def train(
                 saved = load_checkpoint(checkpoint)
         done = Progress() if saved is None else Progress(**saved["progress"])
         if checkpoint is None or not _is_complete(config, batches, done):
-            if checkpoint is not None:
+            if checkpoint is not None and done.batches_done:
                 _log.info("continuing from %s", checkpoint)
             with StopSignals() as signals, launched(fabric, run):
                 state = TrainingState(fabric, run, batches, saved)

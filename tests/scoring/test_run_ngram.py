@@ -1,0 +1,189 @@
+"""The n-gram model of a run: its files, and one mixture in every command and in Python."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lm
+from lm.cli import main
+from lm.mixed import MixedModel
+from lm.run import TrainedRun
+from lm.scoring.mixture import token_log_probs
+from lm.scoring.run_ngram import RunNGram
+
+PREFIXES = ["", "the", "the old cat", "the zebra sees", "a dog sees the cat\nthe old"]
+
+
+@pytest.fixture(scope="module")
+def counted(
+    lstm_run: Path, transformer_run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Runs with n-gram models."""
+    folders = {}
+    for name, run in (("lstm", lstm_run), ("transformer", transformer_run)):
+        folders[name] = copytree(run, tmp_path_factory.mktemp("counted") / name)
+        assert main(["ngram", str(folders[name]), "--order=3"]) == 0
+    return folders
+
+
+def mixed_model(folder: Path, **settings: Any) -> MixedModel:
+    model = lm.load(folder, device="cpu", ngram=True, **settings)
+    assert isinstance(model, MixedModel)
+    return model
+
+
+@pytest.mark.parametrize("name", ["lstm", "transformer"])
+def test_perplexities_are_those_of_the_definition(
+    name: str, counted: dict[str, Path], printed: Callable[..., str], corpus: Path
+) -> None:
+    folder = counted[name]
+    run, ngram = TrainedRun(folder, "cpu"), RunNGram.open(TrainedRun(folder, "cpu"))
+    both, weights = {}, np.array(json.loads((folder / "ngram.json").read_text())["weights"])
+    for split in ("valid", "test"):
+        tokens = run.prepared.tokens(split)
+        both[split] = np.exp(token_log_probs(run, tokens)), *ngram.read(tokens)
+
+    def perplexity(split: str, weights: Any) -> float:
+        p, log_q, length = both[split]
+        share = weights[length]
+        return math.exp(-np.log(share * p + (1 - share) * np.exp(log_q)).mean())
+
+    found = json.loads(printed("evaluate", folder, "--ngram", "--json"))["mixture"]
+    assert found["weights"] == pytest.approx(weights)
+    assert found["valid_perplexity"] == pytest.approx(perplexity("valid", weights))
+    for key, each in (("", weights), ("_model", weights * 0 + 1), ("_ngram", weights * 0)):
+        assert found[f"perplexity{key}"] == pytest.approx(perplexity("test", each))
+    for n, change in ((n, change) for n in range(3) for change in (-0.01, 0.01)):
+        if (both["valid"][2] == n).sum() >= 100:  # else it is that of all tokens
+            other = np.clip(weights + change * (np.arange(3) == n), 0, 1)
+            assert perplexity("valid", other) >= found["valid_perplexity"] - 1e-9
+    given = json.loads(printed("evaluate", folder, "--ngram", "--json", "--mixture=0.3"))
+    assert given["mixture"]["perplexity"] == pytest.approx(perplexity("test", weights * 0 + 0.3))
+    assert "perplexity of the mixture" in printed("evaluate", folder, "--ngram")
+    text = (corpus / "test.txt").read_text()
+    assert mixed_model(folder).perplexity(text) == pytest.approx(found["perplexity"], rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [None, 1000])
+@pytest.mark.parametrize("name", ["lstm", "transformer"])
+@pytest.mark.filterwarnings("ignore:.* is given the probability of all unknown words")
+def test_probabilities_add_up_to_1_and_agree_in_all_methods(
+    name: str, size: int | None, counted: dict[str, Path]
+) -> None:
+    model = mixed_model(counted[name], vocabulary_size=size)
+    words = [model.word(id) for id in range(model.vocab_size)]
+    for prefix in PREFIXES:
+        log_prob = model.log_prob(prefix).double()
+        every = log_prob.exp()
+        every[model.unk_id] *= model.unknown.num_unseen
+        assert float(every.sum()) == pytest.approx(1, abs=1e-5)
+        ids = [*range(model.vocab_size)]
+        assert model.candidate_log_prob(prefix, ids).tolist() == pytest.approx(
+            log_prob.tolist(), abs=1e-5
+        )
+        state = model.start(prefix)
+        steps = model.step_many([state] * len(ids), ids)
+        assert [step.log_prob for step in steps] == pytest.approx(log_prob.tolist(), abs=1e-5)
+        log_prob[model.unk_id] = -math.inf
+        best = model.topk(prefix, 5)
+        assert best[0][0] == words[int(log_prob.argmax())]
+        assert [p for _, p in best] == pytest.approx(log_prob.topk(5)[0].tolist(), abs=1e-6)
+    lines = ["the old cat sees a zebra", "a dog", ""]
+    for line, score in zip(lines, model.score(lines), strict=True):
+        state, total = model.start(), 0.0
+        units: list[str | int] = [*line.split(), model.eos_id]
+        for word in units:
+            before, state = model.step(state, word)
+            total += before
+        assert score.log_prob.sum() == pytest.approx(total, abs=1e-4)
+        text = line + "\n"
+        assert state.ngram == model.start(text).ngram == model._ngram.tree.start
+
+
+def test_the_mixture_is_that_of_the_commands(
+    counted: dict[str, Path], printed: Callable[..., str], tmp_path: Path
+) -> None:
+    text, nbest = tmp_path / "text", tmp_path / "nbest"
+    lines = ["the old cat sees a dog", "the the zebra"]
+    text.write_text("\n".join(lines) + "\n")
+    nbest.write_text("".join(f"u\t0\t{line}\n" for line in lines))
+    folder = counted["lstm"]
+    model = mixed_model(folder, vocabulary_size=2000)
+    expected = [score.log_prob.sum() for score in model.score(lines)]
+    options = ["--ngram", "--vocabulary-size=2000", "--unit=nats", "--format=json"]
+    rows = printed("score", folder, text, *options).splitlines()
+    assert [json.loads(row)["log_prob"] for row in rows[:-1]] == pytest.approx(expected, abs=1e-3)
+    options = ["--ngram", "--vocabulary-size=2000", "--lm-weight=1", "--all"]
+    rows = printed("rescore", folder, nbest, *options).splitlines()
+    found = {row.split("\t")[3]: float(row.split("\t")[2]) for row in rows}
+    assert [found[line] for line in lines] == pytest.approx(expected, abs=1e-3)
+
+
+def test_what_a_mixture_has_not_is_refused(counted: dict[str, Path]) -> None:
+    model, alone = mixed_model(counted["lstm"]), lm.load(counted["lstm"], device="cpu")
+    for wrong in (
+        model.generate,
+        model.search,
+        lambda: model.evaluate("the cat"),
+        lambda: model.score(["the"], details=True),
+        lambda: model.step(alone.start(), "the"),
+        lambda: alone.step(model.start(), "the"),
+        lambda: model.topk("the", 0),
+        lambda: model.topk("the", model.vocab_size),
+        lambda: model.perplexity(""),
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            wrong()
+
+
+def test_files_are_refused_unless_they_belong_to_the_run(
+    counted: dict[str, Path],
+    tmp_path: Path,
+    complaint: Callable[..., str],
+    flip_bit: Callable[[Path], None],
+) -> None:
+    good, number = (counted["lstm"] / "ngram.json").read_text(), 0
+    content = json.loads(good)
+    for changes, error in (
+        ({"tokenizer_sha256": "0"}, "was made for another vocabulary: run `lm ngram"),
+        ({"weights_sha256": "0"}, "was tuned for other weights of the run: run `lm ngram"),
+        ({"sizes": content["sizes"][:2]}, "its sizes do not belong together"),
+        ({"weights": [0.5]}, "its sizes do not belong together"),
+        ({"order": 3}, "unknown key order"),
+        ({"format_version": 9}, "has format version 9"),
+        ({}, "ngram.npy is damaged: its SHA-256"),
+    ):
+        folder = copytree(counted["lstm"], tmp_path / str(number := number + 1))
+        (folder / "ngram.json").write_text(json.dumps(content | changes))
+        if not changes:
+            flip_bit(folder / "ngram.npy")
+        assert error in complaint("evaluate", folder, "--ngram")
+
+
+def test_items_are_refused_and_pieces_are_not(
+    items_run: Path,
+    pieces_run: Path,
+    tmp_path: Path,
+    complaint: Callable[..., str],
+    printed: Callable[..., str],
+) -> None:
+    for command in (["ngram"], ["evaluate", "--ngram"]):
+        assert "requires a text" in complaint(command[0], items_run, *command[1:])
+    folder = copytree(pieces_run, tmp_path / "run")
+    options = ["--order=2", "--mixture=0.25", "--json", f"--arpa={tmp_path / 'arpa'}"]
+    values = json.loads(printed("ngram", folder, *options))
+    assert (values["weights"], values["valid_perplexity"]) == ([0.25, 0.25], None)
+    model = mixed_model(folder)
+    assert float(model.log_prob("the ca").double().exp().sum()) == pytest.approx(1, abs=1e-5)
+    by_file = ["--mixture=0.25", f"--arpa={tmp_path / 'arpa'}"]
+    each = [
+        json.loads(printed("evaluate", folder, "--json", *how))["mixture"]["perplexity"]
+        for how in (by_file, ["--ngram"])
+    ]
+    assert each[0] == pytest.approx(each[1], rel=1e-5)
