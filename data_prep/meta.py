@@ -8,6 +8,7 @@ here and in `tokenizer.serialization`; none is ever taken from the content of a 
 import hashlib
 import json
 import logging
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -17,7 +18,7 @@ from typing import Any, Literal
 from numpy.typing import NDArray
 
 from data_prep.corpus.lines import SPLITS, hub_folder, hub_revision, input_files, splits
-from data_prep.errors import DataError
+from data_prep.errors import DataError, UserError
 from data_prep.settings import (
     ClassesConfig,
     DataConfig,
@@ -57,6 +58,8 @@ FILES = (
 )
 """Files that a preparation may replace."""
 
+GIVEN = "given"
+"""Key of the settings of a folder whose words and classes are those of a trained run."""
 TEXT_SETTINGS = ("format", "hub", "hub_config", "text_field", "keep_empty_lines")
 """Settings of `data` that change the text; the others locate files, whose content is hashed."""
 SEQUENCE_SETTINGS = (
@@ -146,6 +149,16 @@ def read_meta(folder: Path) -> Meta | None:
     if tokenizer and lengths - {tokenizer.vocab_size}:
         raise DataError(f"{path} is damaged: an array has not one value for each word")
     return meta
+
+
+def check_not_given(folder: Path) -> None:
+    """Raises UserError if the words and classes of a folder are those of a trained run."""
+    found = None
+    with suppress(UserError):  # a damaged one is made again
+        found = read_meta(folder)
+    if found is not None and GIVEN in found.settings:
+        problem = "has the words of a trained run (--init-from)"
+        raise DataError(f"{folder} {problem}: delete it, or choose another folder")
 
 
 def stored_array(folder: Path, meta: Meta, name: str, *, verify: bool = True) -> NDArray[Any]:

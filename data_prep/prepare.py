@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.classes.class_file import lowest_classes
-from data_prep.corpus.hints import compared, noted
+from data_prep.corpus.hints import compared, continued, noted
 from data_prep.corpus.lines import SPLITS
 from data_prep.corpus.reader import read_lines
 from data_prep.errors import DataError, UserError
@@ -26,6 +26,7 @@ from data_prep.meta import (
     CLASSES,
     COUNTS,
     FILES,
+    GIVEN,
     KNOWN,
     META,
     ClassesInfo,
@@ -42,6 +43,7 @@ from data_prep.meta import (
 from data_prep.prepared import Prepared
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
 from data_prep.storage import copy_atomically, locked, make_folder, write_array
+from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.serialization import TOKENIZER, load_tokenizer, save_tokenizer
 from data_prep.tokenizer.speller import SPELLER, Speller
 from data_prep.tokenizer.token_file import counted_known, encode_split
@@ -51,6 +53,16 @@ from data_prep.tokenizer.vocabulary import WordCounts, count_words, train_senten
 LOCK = ".lock"
 
 logger = logging.getLogger("data_prep")
+
+
+class Given(NamedTuple):
+    """What a folder has from a trained run, instead of finding it in the text."""
+
+    origin: str  # SHA-256 of the weights of the run
+    tokenizer: Tokenizer
+    counts: NDArray[np.int64] | None  # [N] of words in the training split; None: no words
+    levels: NDArray[np.int32] | None  # [levels, N], classes; -1 for the words that are in none
+    speller: Speller | None  # None: that of the text
 
 
 def prepare(
@@ -131,18 +143,25 @@ def prepare_with(
     tokenizer: TokenizerConfig,
     classes: ClassesConfig | None,
     folder: Path,
-    words: WordTokenizer,
-    counts: NDArray[np.int64],
-    word_class: NDArray[np.int32],
+    given: Given,
     *,
     progress: bool = True,
 ) -> Prepared:
-    """Prepare a new folder, as `prepare`, with words [N] and classes [1, N] that are given."""
+    """Prepare a folder from the beginning, as `prepare`, with what is given."""
+    _check_owner(folder)
     make_folder(folder)
-    meta = requested_meta(data, tokenizer, classes, folder, None)
-    meta = replace(meta, tokenizer=save_tokenizer(folder, words, counts))
-    stages = _Stages(data, tokenizer, classes, folder, progress)
-    return Prepared(folder, stages.run(meta, None if classes is None else word_class))
+    with locked(folder / LOCK):
+        meta = requested_meta(data, tokenizer, classes, folder, None)
+        meta = replace(meta, settings=meta.settings | {GIVEN: {"weights_sha256": given.origin}})
+        write_meta(folder, meta)  # the files of an earlier preparation are no longer valid
+        meta = replace(meta, tokenizer=save_tokenizer(folder, given.tokenizer, given.counts))
+        if given.speller is not None and meta.tokenizer is not None:
+            sha256 = given.speller.save(folder / SPELLER, meta.tokenizer.sha256)
+            meta = replace(meta, speller_sha256=sha256)
+        if classes is not None:
+            classes = replace(classes, shortlist=0)  # words that are in no class have class -1
+        stages = _Stages(data, tokenizer, classes, folder, progress)
+        return Prepared(folder, stages.run(meta, None if classes is None else given.levels))
 
 
 def _check_owner(folder: Path) -> None:
@@ -166,7 +185,7 @@ def _take_over(
     for other in others:
         try:
             found = read_meta(other)
-            if found is None or not found.complete:
+            if found is None or not found.complete or GIVEN in found.settings:
                 continue
             changed = find_changes(found, requested)
             if changed.keys() - {"classes"}:
@@ -192,6 +211,8 @@ def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Se
     """The requested record with the finished stages that are still valid."""
     if found is None or found.tokenizer is None or changed & {"data", "tokenizer", "train"}:
         return requested
+    if "valid" in changed and requested.settings["data"].get("user_field"):
+        changed = changed | {"test"}  # events of validation are known there
     intact = partial(_is_intact, folder, found)
     if not intact(TOKENIZER):
         return requested
@@ -206,7 +227,9 @@ def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Se
     if found.counts is None or not intact(COUNTS):
         splits.pop("train", None)
     speller = found.speller_sha256 if found.speller_sha256 and intact(SPELLER) else None
-    valid = replace(requested, tokenizer=found.tokenizer, splits=splits, speller_sha256=speller)
+    given = {name: keys for name, keys in found.settings.items() if name == GIVEN}
+    valid = replace(requested, settings=requested.settings | given, tokenizer=found.tokenizer)
+    valid = replace(valid, splits=splits, speller_sha256=speller)
     if "train" not in splits:
         return valid
     valid = replace(valid, counts=found.counts)
@@ -282,7 +305,7 @@ class _Stages:
         if self.classes is not None and levels is not None:
             classes = ClassesInfo(
                 method=self.classes.method,
-                num_word_classes=int(lowest_classes(levels).max()) + 1,
+                num_word_classes=max(1, int(lowest_classes(levels).max()) + 1),
                 num_levels=len(levels),
                 shortlist=self.classes.shortlist,
                 array=write_array(self.folder / CLASSES, levels, "int32"),
@@ -296,7 +319,8 @@ class _Stages:
         assert meta.tokenizer is not None
         logger.info("counting the spellings of the words")
         found = found or count_words(read_lines(self.data, "train"), self.tokenizer)
-        num_unknown = int(found.counts[meta.tokenizer.unk_id])
+        unk_id = next(id for id, word in enumerate(found.words) if word == UNK)
+        num_unknown = int(found.counts[unk_id])
         share = (found.num_literal + 0.5) / (num_unknown + 1)  # Krichevsky & Trofimov 1981
         speller = Speller.train(found.words, found.others, literal_share=share)
         return speller.save(self.folder / SPELLER, meta.tokenizer.sha256)
@@ -306,6 +330,8 @@ class _Stages:
         num_known: list[int] = []
         if self.data.sequences == "independent":
             lowercase = self.tokenizer.lowercase
+            if split != "train" and self.data.user_field is None:
+                lines = continued(lines, read_lines(self.data, "train"), split)
             lines = counted_known(lines, split, num_known, lowercase=lowercase)
         elif split == "train":
             others = {s: read_lines(self.data, s) for s in SPLITS[1:] if s in meta.inputs}

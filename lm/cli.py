@@ -27,6 +27,7 @@ from lm.commands import (
     ngram,
     prepare,
     recommend,
+    report,
     rescore,
     score,
     train,
@@ -39,7 +40,7 @@ _VERBS = {
     module.__name__.rpartition(".")[2]: module
     for module in (
         *(new, prepare, train, evaluate, generate, recommend, extend),
-        *(score, rescore, ngram, classes, info, export, config),
+        *(score, rescore, ngram, classes, info, report, export, config),
     )
 }
 

@@ -38,6 +38,7 @@ from lm.generation import Sample, Sampling, generate_text, search_text
 from lm.generation.items import Catalogue
 from lm.generation.text import checked_text, encode_prompt
 from lm.model.reader import read_prefix
+from lm.probabilities import Probabilities
 from lm.run import TrainedRun
 from lm.scoring import LineScore, Scorer
 from lm.scoring.unknown import UnknownWords
@@ -46,7 +47,7 @@ from lm.states import Prefix, State, Step, checked_ids, listed, warn_of
 Word = str | int
 
 
-class LoadedModel:
+class LoadedModel(Probabilities):
     """A trained model, made by `lm.load`. Log-probabilities are in nats, in at least fp32.
 
     The first word of a text is predicted from `<eos>`. Arguments of a wrong type or out of range
@@ -262,9 +263,7 @@ class LoadedModel:
         self, sentences: Iterable[str], *, stream: bool = False, details: bool = False
     ) -> list[LineScore]:
         """Scores of lines and of the `<eos>` after each, as `lm score` with these options."""
-        lines = [checked_text(each).removesuffix("\n") for each in listed("sentences", sentences)]
-        if several := [line for line in lines if "\n" in line]:
-            raise ValueError(f"expected sentences of one line each, got {several[0][:40]!r}")
+        lines = self._lines(sentences)
         if stream and self._run.is_independent:
             raise ValueError("stream: the model is of independent sequences")
         score = self._scorer.stream if stream else self._scorer.sentences

@@ -12,7 +12,6 @@ import torch
 from lm import __version__
 from lm.cli import _VERBS, main
 from lm.config.reference import USUAL_KEYS, describe_keys
-from tests.conftest import corpus_of
 
 Complaint = Callable[..., str]
 
@@ -88,20 +87,6 @@ def test_special_words_of_a_text_are_reported(
         assert (counted in caplog.messages) == is_reported
 
 
-def test_evaluating_a_split_that_was_not_prepared_says_which_there_are(
-    tiny: Path, tmp_path: Path, complaint: Complaint
-) -> None:
-    options = corpus_of(tmp_path, "the cat sees a dog\n" * 40)
-    assert main(["train", str(tiny), "--no-progress", "--train.max_steps=1", *options]) == 0
-    message = complaint("evaluate", tmp_path / "run", "--split=valid")
-    assert message == (
-        f"{tmp_path}/run/data has no valid split: give its files as data.files.valid"
-        " (prepared: train)"
-    )
-    message = complaint("evaluate", tmp_path / "run", "--split=train", "--arpa=x")
-    assert message == f"{tmp_path}/run has no validation split to tune on: give --mixture"
-
-
 @pytest.mark.parametrize("in_terminal", [True, False])
 def test_a_terminal_shows_progress_bars_unless_they_are_switched_off(
     in_terminal: bool,
@@ -124,27 +109,14 @@ def test_a_terminal_shows_progress_bars_unless_they_are_switched_off(
     (lstm_run / "evaluate-valid.json").unlink()
 
 
-def test_stdin_is_only_one_of_the_files(
-    lstm_run: Path, tmp_path: Path, complaint: Complaint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "list").write_text("the cat\n")
-    monkeypatch.setattr(sys, "stdin", (tmp_path / "list").open())
-    message = complaint("evaluate", lstm_run, "--text=-", "--arpa=-", "--mixture=0.5")
-    assert message == "stdin (-) can be only one of the files"
-
-
 @pytest.mark.parametrize("tree", ["full", "balanced", "huffman", "adaptive"])
 def test_a_tree_without_classes_neither_prepares_nor_reports_them(
-    tiny: Path, tmp_path: Path, complaint: Complaint, printed: Callable[..., str], tree: str
+    tiny: Path, tmp_path: Path, printed: Callable[..., str], tree: str
 ) -> None:
     options = [f"--output.tree={tree}", f"--run_dir={tmp_path / 'run'}"]
     assert main(["prepare", str(tiny), *options]) == 0
     assert not (tmp_path / "run" / "data" / "classes.npy").exists()
-    if tree in ("full", "adaptive"):
-        assert complaint("classes", tiny, *options) == (
-            f"output.tree: {tree} has no word classes to report on"
-        )
-    else:
+    if tree not in ("full", "adaptive"):
         assert "columns per token" in printed("classes", tiny, *options)
 
 

@@ -1,6 +1,7 @@
 """Exit codes: each kind of failure has its own, and a single line that names what failed."""
 
-import gzip
+import io
+import re
 import resource
 import shlex
 from collections.abc import Callable
@@ -13,177 +14,8 @@ import torch
 
 from data_prep.storage import locked
 from lm.cli import main
-
-WRONG_VALUES = """\
---model.hidden=0 --model.hidden=-4 --model.hidden=1.5 --model.hidden=many --model.hidden=1e99
---model.hidden=99999999999999999999 --model.layers=0 --model.layers=20000 --model.dropout=1.5
---model.dropout=nan --model.dropout=-0.1 --model.backbone=gru --model.init_range=0 --model=12
---model.input_pieces=3 --model.count_word_dropout=-1 --output.branching=1 --output.arity=1
---output.cutoffs=[0] --output.num_samples=0 --output.backend=cuda --output.tail_dropout=2
---word_table.dtype=fp8 --word_table.optimizer=lion --word_table.lr=0 --word_table.tied=maybe
---optim.lr=0 --optim.lr=-1 --optim.lr=inf --optim.lr=fast --optim.betas=[0.9]
---optim.betas=[0.9,1.5] --optim.clip=-1 --optim.momentum=2 --optim.schedule=linear
---optim.warmup_steps=-1 --optim.decay=2 --train.max_steps=0 --train.max_minutes=0
---train.batch_size=0 --train.seq_len=0 --train.accumulate=0
---train.precision=int8 --train.precision=16-mixed --train.accelerator=tpu --train.devices=0
---train.strategy=fsdp --train.threads=0 --train.threads=100000
---train.keep_checkpoints=-1 --train.cuda_graph=maybe
---train.skip_nonfinite_steps=-1 --train.checkpoint_every_steps=0 --train.val_every_steps=0
---log.every_steps=0 --log.wandb=yes --seed=-1 --seed=x --data.format=xml --data.sequences=tree
---data.split=random --tokenizer.kind=bytes --tokenizer.vocab_size=0 --tokenizer.min_count=0
---tokenizer.character_coverage=2 --classes.method=magic --classes.num_word_classes=0
---classes.depth=1 --classes.seed=-1 --classes.dimensions=0 --classes.shortlist=-1
-"""
-"""Each is a usage error, code 2, whose message names the key."""
-BAD_INPUTS = """\
-2 |  | the following arguments are required: COMMAND
-2 | fly | unknown command fly: the commands are new, prepare, train, evaluate,
-2 | sing {run} | unknown command sing
-2 | new {folder}/new.yaml | --text
-3 | new {folder}/new.yaml --text={absent} | absent
-3 | new {folder}/new.yaml --text={binary} | binary.txt
-2 | config model.hiden | unknown key model.hiden; did you mean model.hidden?
-2 | train {tiny} --frob | --frob
-2 | train {tiny} --model.hiden=3 | tiny.yaml: unknown key model.hiden; did you mean model.hidden?
-2 | train {tiny} more | expected an override --section.key=value, got 'more'
-2 | train {tiny} --model.layers=3 -- | expected an override --section.key=value, got '--'
-2 | train {tiny} --train.max_steps 300 | --train.max_steps: write --train.max_steps=300
-2 | train {tiny} --train.max_steps | --train.max_steps: write --train.max_steps=VALUE
-2 | train {tiny} --device cpu | --device: write --train.accelerator=cpu
-2 | train {tiny} --threads=2 | --threads=2: write --train.threads=2
-2 | train r --no-progres | unknown option --no-progres; did you mean --no-progress?
-2 | train {tiny} --resume | argument --resume: expected one argument
-4 | train {tiny} {data} --resume=absent.ckpt | --resume absent.ckpt: no such checkpoint
-2 | train {tiny} --optim.table_lr=1 | unknown key optim.table_lr; it is now word_table.lr
-2 | classes {run} --plot p.png | unknown option --plot; it is no longer available
-2 | train {list} | list.txt
-2 | train {absent} | absent.txt: cannot read the configuration: No such file or directory
-2 | train {run} --model.hidden=16 | already contains a run
-2 | train {tiny} --run_dir={run} | contains a run: continue it with --resume auto, or choose another
-2 | train {tiny} {data} --train.batch_size=9999 | train.seq_len = 8 require at least 9999
-2 | train {tiny} {data} --output.tree=oak | output.tree: oak is neither a tree (full, two_
-2 | train {tiny} {data} --output.tree={tree} | tree.txt:1: 'thé' is not in the vocabulary
-2 | train {tiny} {data} --output.tree={utf16} | utf16.txt is in UTF-16: convert it, iconv -f UTF-16
-2 | train {tiny} {data} --output.tree={latin1} | latin1.txt: invalid UTF-8: if it is Latin-1 or Win
-2 | train {tiny} {data} --output.tree={gzip} | gzip.txt is compressed,
-2 | train {tiny} {data} --output.tree=adaptive --output.cutoffs=[5,5] | must increase within 1 …
-3 | prepare {tiny} --data.files.train=null | data.files.train
-3 | prepare {tiny} --data.files.train={binary} | binary.txt
-3 | prepare {tiny} --data.files.train={text} --data.format=json | text.txt
-3 | prepare {tiny} --classes.method=file --classes.file={absent} | absent
-3 | classes {tiny} | data is not a prepared folder: it has no meta.json
-2 | classes {folder} | no run here (config.yaml is missing): lm train CONFIG begins
-4 | extend {tiny} | tiny.yaml is a file, not the folder of a run
-2 | extend {run} --run_dir=x | lm extend requires a run with data.sequences: independent
-2 | evaluate | the following arguments are required: RUN
-4 | evaluate {absent} | no trained model here (model.json is missing); there is no such folder
-4 | evaluate {folder} | no trained model here (model.json is missing); `lm train CONFIG` trains one
-2 | evaluate {run} --split=dev | argument --split: invalid choice: 'dev'
-2 | evaluate r --splitt=test | unknown option --splitt=test; did you mean --split?
-2 | evaluate r --split=test --text=t | argument --text: not allowed with
-3 | evaluate {run} --text={absent} | absent
-3 | evaluate {run} --text={binary} | binary.txt
-3 | evaluate {run} --text={empty} | empty.txt
-2 | evaluate {run} --k=3 | --k, --exclude, --users and --ranks require --ranking
-2 | evaluate {run} --ranking --ranks=r.csv | --ranks r.csv: expected FILE.parquet in a folder
-4 | evaluate {run} --checkpoint=absent.ckpt | absent.ckpt: cannot read the checkpoint: No such
-4 | score {run} {text} --checkpoint={text} | text.txt is damaged, or not a checkpoint of sqrtlm
-2 | evaluate {run} --ranking | --ranking requires data.sequences: independent
-2 | evaluate {run} --ranking --by-frequency | --ranking excludes --text, --arpa, --ngram
-2 | evaluate {run} --mixture=0.5 | --mixture requires --arpa
-2 | evaluate {run} --mixture=1.5 --arpa={absent} | --mixture must be within 0 … 1
-2 | evaluate {run} --arpa=x --open-vocabulary | --arpa excludes --open-vocabulary
-3 | evaluate {run} --arpa={text} | text.txt
-2 | evaluate {run} --compare={run} --arpa=x | --compare excludes --arpa
-2 | evaluate {run} --ngram --arpa=x | --arpa and --ngram exclude each other
-2 | evaluate {run} --ngram --compare={run} | --compare excludes --ngram
-2 | evaluate {run} --ngram --open-vocabulary | --ngram excludes --open-vocabulary
-2 | evaluate {run} --ngram --ranking | --ranking excludes --text, --arpa, --ngram
-3 | evaluate {run} --ngram | has no n-gram model: run `lm ngram
-3 | score {run} {text} --ngram | has no n-gram model: run `lm ngram
-2 | score {run} {text} --ngram --details | --ngram excludes --details
-3 | rescore {run} {nbest} --lm-weight=1 --ngram | has no n-gram model
-2 | ngram {run} --order=1 | --order must be within 2 … 10, got 1
-2 | ngram {run} --order=11 | --order must be within 2 … 10, got 11
-2 | ngram {run} --prune 1 | --prune 1: expected at most 5 numbers, the first one 0, none less
-2 | ngram {run} --prune 0 2 1 | --prune 0 2 1: expected at most 5
-2 | ngram {run} --prune 0 0 0 --order=2 | --prune 0 0 0: expected at most 2 numbers
-2 | ngram {run} --prune x | argument --prune: invalid int value: 'x'
-2 | ngram {run} --mixture=-1 | --mixture must be within 0 … 1
-4 | ngram {folder} | no trained model here
-2 | evaluate {run} --threads=9999 | argument --threads: must be at most 1024, got 9999
-3 | score {run} {empty} | empty.txt
-3 | score {run} 'no  such.txt' | no  such.txt cannot be read
-3 | score {run} {empty} --stream | empty.txt
-2 | score {run} --ids {text} more | unknown argument more
-2 | new {folder}/new.yaml --text={text} --train.max_steps=9 | --train.max_steps=9: keys are set in
-3 | score {run} --ids {ids} --level=summary | ids.txt, line 2: expected an id, a tab or space, and
-2 | score {run} {text} --details --format=kenlm | --details requires
-2 | score {run} {text} --details --level=sentence | --details requires
-2 | score {run} {text} --stream --stream-by-id | --stream and --stream-by-id exclude each other
-2 | score {run} {text} --level=token | --level token requires --format tsv or json
-2 | score {run} {text} --open-vocabulary --vocabulary-size=99 | not allowed with argument
-2 | score {run} {text} --vocabulary-size=3 | vocabulary size 3: expected at least 2
-2 | score {run} {text} --vocabulary-size=2305843009213693952 | and at most 1152921504606846976
-2 | score {pieces} {text} --vocabulary-size=99 | a vocabulary size applies to models of words, not
-2 | recommend {run} | lm recommend requires --history or --events
-2 | recommend {run} --history=- | recommending requires data.sequences: independent
-2 | generate {run} --model.hidden=3 | unknown option --model.hidden=3
-2 | generate {run} --tokens=0 | argument --tokens: must be at least 1, got 0
-2 | generate {run} --tokens=1.5 | argument --tokens: must be an integer, got '1.5'
-2 | generate {run} --top-p=2 | generate: top_p must be
-2 | generate {run} --stop= | a stop string must not be empty
-2 | generate {run} --samples=1000000000 | the texts need 6,400 GB of memory
-2 | generate {run} --beams=1000000000 | the beams need
-2 | generate {run} --beams=2 --top-k=3 | --top-k cannot be combined with --beams
-2 | generate {run} --beams=2 --spell-unk | --spell-unk cannot be combined with --beams
-2 | generate {run} --beams=2 --samples=3 | --samples 3 requires as many --beams
-2 | generate {run} --length-penalty=1 | --length-penalty requires --beams
-2 | generate {run} --allow-unk --spell-unk | --allow-unk and --spell-unk exclude each other
-2 | generate {run} --prompt=a --prompts=b | not allowed with argument --prompt
-3 | generate {run} --prompts={empty} | empty.txt: no prompts
-3 | generate {run} --prompts={empty} --line-buffered | empty.txt: no prompts
-2 | generate {run} --prompt=- --line-buffered | --line-buffered requires --prompts
-3 | rescore {run} {text} --lm-weight=1 | text.txt
-2 | rescore {run} {nbest} | give --tune LIST REFERENCES, or --lm-weight
-2 | rescore {run} {nbest} --lm-weight=-1 | --lm-weight must be at least 0, and
-2 | rescore {run} {nbest} --lm-weight=1e308 | a weighted sum of scores overflows: choose smaller
-2 | rescore {run} {nbest} --lm-weight=1 --first-pass-share=2 | must be within 0 … 1
-2 | rescore {run} {nbest} --lm-weight=1 --first-pass-share=0.5 | has no scores of the first pass
-2 | rescore {run} {nbest} --lm-weight=1 --mixture=0.5 | --mixture requires a second model
-4 | rescore {folder} {nbest} --lm-weight=1 | no trained model here
-2 | rescore {run} {nbest} --lm-weight=1 --beam=3 | --beam applies to lattices
-3 | rescore {run} {nbest} --lm-weight=1 '--non-words=(' | --non-words '(': no regular expression
-3 | rescore {run} {nbest} --lm-weight=1 --references={twice} | line 3: u1 has a reference already
-2 | rescore {run} {nbest} --lm-weight=1 --references={wordless} | the references have no words
-2 | rescore {run} {nbest} --lm-weight=1 --references={other_said} | no reference for utterance u1 of
-3 | rescore {run} {nbest} --lm-weight=1 --acoustic-costs={costs} | this one has tabs
-2 | rescore {run} {nbest} --lm-weight=1 --lm-costs={costs} | requires --acoustic-costs
-2 | rescore {run} {nbest} --tune {nbest} {said} --lm-weight=1 | --tune finds the weights
-2 | rescore {run} {nbest} --tune {nbest} - --references=- | stdin (-) can be only one of the files
-2 | rescore {run} {nbest} --tune {nbest} {said} | u1 is in {nbest} and in {nbest}: weights
-2 | rescore {run} {nbest} --tune {other} {other_said} | other.txt has 0 scores per hypothesis and
-"""
-"""The exit code, a command, and what its message has."""
-TREE = "thé 0 0\ncat 0 1\n"
-FILES = {
-    "binary": b"\xff\xfe\0",
-    "empty": b"",
-    "text": b"the cat\n",
-    "list": b"- 1\n",
-    "tree": TREE.encode(),
-    "utf16": TREE.encode("utf-16"),
-    "latin1": TREE.encode("latin-1"),
-    "gzip": gzip.compress(TREE.encode()),
-    "ids": b"a\tthe cat\n\tthe dog\n",
-    "nbest": b"u1\t-1\tthe cat\n",
-    "said": b"u1 the cat\n",
-    "twice": b"u1 the\n\nu1 cat\n",
-    "other": b"u2\tthe\n",
-    "other_said": b"u2 the\n",
-    "costs": b"u1 1\n",
-    "wordless": b"u1\n",
-}
+from tests.bad_files import BAD_FILES
+from tests.bad_inputs import BAD_INPUTS, FILES, WRONG_VALUES
 
 
 @pytest.fixture
@@ -210,44 +42,107 @@ NAN = torch.tensor(float("nan"))
 NO_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes")
 
 
-def test_bad_inputs_end_with_one_line_that_names_them_and_change_nothing(
+@pytest.fixture
+def problem(
     tiny: Path,
     lstm_run: Path,
+    transformer_run: Path,
     pieces_run: Path,
+    items_run: Path,
+    letters: Callable[..., Path],
     prepared_dir: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    contents: Callable[[Path], dict[str, str]],
-) -> None:
-    places = {"tiny": tiny, "run": lstm_run, "pieces": pieces_run, "folder": tmp_path / "empty"}
-    places |= {"absent": tmp_path / "absent.txt"}
-    places["folder"].mkdir()
+) -> Callable[..., str]:
+    """`problem(code, command, message)`: "" if the command ends so and changes nothing.
+
+    The current folder has `FILES`, `empty/`, and a run with its data in `copy/`.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    names = {name: name if "." in name else f"{name}.txt" for name in [*FILES, "absent"]}
+    places: dict[str, object] = {name: tmp_path / file for name, file in names.items()}
+    places |= {"tiny": tiny, "run": lstm_run, "pieces": pieces_run, "items": items_run}
+    places |= {"transformer": transformer_run, "folder": tmp_path / "empty"}
+    places["letters"] = letters("letters")
+    places["ends"] = letters("ends", "--data.sequences=independent", "--data.predict_eos=true")
+    places |= {"words": "--data.files.train=words.txt", "json": "--data.format=json"}
+    places["lower"] = "--tokenizer.lowercase=true"
+    places["data"] = f"--data.prepared_dir={prepared_dir}"
+    Path("empty").mkdir()
     for name, content in FILES.items():
-        places[name] = tmp_path / f"{name}.txt"
-        places[name].write_bytes(content)
-    data = f"--data.prepared_dir={prepared_dir}"
-    rows = [(2, f"train {{tiny}} {o}", o[2:].split("=")[0]) for o in WRONG_VALUES.split()]
-    for line in BAD_INPUTS.splitlines():
-        code, command, named = line.split(" | ")
-        rows.append((int(code), command, named))
-    folder, problems = tmp_path / "new", list[str]()
-    before = [contents(each) for each in (tmp_path, lstm_run)]
-    for expected, command, named in rows:
-        arguments = shlex.split(command.format(data=data, **places))
-        if "{tiny}" in command and "--run_dir" not in command:
-            arguments.insert(2, f"--run_dir={folder}")
-        found = main(arguments)
-        if arguments[:1] == ["prepare"]:  # part of which may be done
-            rmtree(folder, ignore_errors=True)
+        Path(names[name]).write_bytes(content)
+    config = copytree(lstm_run, Path("copy")) / "config.yaml"
+    copytree(prepared_dir, "copy/data")
+    config.write_text(config.read_text().replace(f"prepared_dir: {prepared_dir}", ""))
+
+    def stamps() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+
+    def run(code: str, command: str, message: str) -> str:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"a"))))
+        capsys.readouterr()
+        before = stamps()
+        arguments = shlex.split(command.format(**places))
+        if command.split()[1:2] in (["{tiny}"], ["abc.txt"], ["shop.txt"]):
+            arguments[2:2] = ["--run_dir=new"] * ("--run_dir" not in command)
+        actual = main(arguments)
+        if "{data}" not in command:  # part of a preparation may be done
+            rmtree("new", ignore_errors=True)
         out, err = capsys.readouterr()
         lines = [line for line in err.splitlines() if line.startswith("lm: ")]
-        message = named.format(**places) if "{nbest}" in named else named
-        if out or found != expected or len(lines) != 1 or message not in lines[0]:
-            problems.append(f"{command}: {found}, {lines}, {out}")
-    print(f"{len(set(rows))} bad inputs")
-    assert not problems, "\n".join(problems)
-    assert len(set(rows)) > 100
-    assert [contents(each) for each in (tmp_path, lstm_run)] == before
+        named = message.format(**places) if "{nbest}" in message else message
+        pattern = ".*".join(map(re.escape, named.split(" … "))).replace("\\$", "$")
+        if (out, actual, len(lines)) == ("", int(code), 1) and re.search(pattern, lines[0]):
+            return "" if stamps() == before else f"{command} changed files\n"
+        return f"{command}: {actual}, {lines}, {out}, not {message}\n"
+
+    return run
+
+
+def test_bad_inputs_end_with_one_line_that_names_them_and_change_nothing(
+    problem: Callable[..., str], lstm_run: Path, contents: Callable[[Path], dict[str, str]]
+) -> None:
+    before = contents(lstm_run)
+    rows = [
+        f"2 | train {{tiny}} {each} | {each[2:].split('=')[0]}" for each in WRONG_VALUES.split()
+    ]
+    rows += BAD_INPUTS.splitlines()
+    assert "".join(problem(*row.split(" | ")) for row in rows) == ""
+    assert contents(lstm_run) == before
+
+
+def changed(base: bytes | None, change: str) -> bytes:
+    """A content, or a base with edits `old=>new;;old=>new`; both with escapes."""
+    text = change.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    content = text.encode(errors="surrogateescape")
+    if base is None or b"=>" not in content:
+        return content
+    for edit in content.split(b";;"):
+        old, new = edit.split(b"=>")
+        assert old in base
+        base = base.replace(old, new)
+    return base
+
+
+def test_bad_files_end_with_one_line_that_says_what_is_wrong_in_them(
+    problem: Callable[..., str],
+) -> None:
+    found = []
+    for line in BAD_FILES.replace("\\\n", "").splitlines():
+        if not line.startswith("  "):
+            code, command, name = line.split(" | ")
+            path = Path(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            base = path.read_bytes() if path.exists() else None
+            continue
+        change, message = line[2:].rsplit(" | ", 1)
+        path.write_bytes(changed(base, change))
+        found.append(problem(code, command, message))
+        path.unlink(missing_ok=True) if base is None else path.write_bytes(base)
+    assert "".join(found) == ""
 
 
 @pytest.mark.parametrize(
@@ -282,12 +177,6 @@ def test_a_run_that_cannot_continue_says_why(
     err = capsys.readouterr().err
     assert named in err.splitlines()[-1]
     assert err.count("lm: ") == 1
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "model.json"])
-def test_models(name: str, run: Path) -> None:
-    (run / name).write_bytes(b"")
-    assert main(["evaluate", str(run)]) == 4
 
 
 def test_full_disks(code_of: Callable[..., int]) -> None:

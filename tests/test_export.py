@@ -161,3 +161,26 @@ def test_onnx_files_have_the_probabilities_of_the_model(
         state = model.start() if id == model.eos_id else model.step(state, id).state
         for row in log_softmax[:, 0]:
             np.testing.assert_allclose(row, model.log_prob(state), atol=1e-4)
+
+
+@pytest.mark.filterwarnings("default")  # transformers has some
+@pytest.mark.parametrize("kind", ["transformer", "projected", "summed"])
+def test_a_transformer_is_one_of_transformers(
+    kind: str, letters: Callable[..., Path], tmp_path: Path, printed: Callable[..., str]
+) -> None:
+    """Past its context; `generate` has the most probable words; other classes refuse the folder."""
+    transformers = pytest.importorskip("transformers")
+    summed = NEW[1].replace("{", "{backbone: transformer, heads: 2, ")
+    run = letters("hf", *KINDS.get(kind, [NEW[0], summed]))
+    printed("export", run, tmp_path / "hf", "--hf")
+    model, own = lm.load(run), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = model.encode("ab ab b ba ab b aab ab ba b")
+    words = torch.tensor([[model.eos_id, *ids]])
+    log_prob = own(words).logits[0]
+    for t in (0, 3, len(ids)):
+        expected = model.log_prob(ids[:t])
+        torch.testing.assert_close(log_prob[t], expected, rtol=1e-4, atol=1e-5)
+    found = own.generate(words, max_new_tokens=1, do_sample=False)[0, -1]
+    assert int(found) == int(expected.argmax())
+    loaded_tokenizer = (tmp_path / "hf" / "vocab.txt").read_bytes()
+    assert loaded_tokenizer == (run / "vocab.txt").read_bytes()

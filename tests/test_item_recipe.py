@@ -80,7 +80,7 @@ def test_a_validation_without_items_of_the_catalogue_is_a_mistake_of_the_user(
 def test_without_a_time_the_order_is_that_of_the_rows(printed: Callable[..., str]) -> None:
     write("a.jsonl", "u", "i", "t", [3, 4])
     summary = printed("new", "my.yaml", "--text=a.jsonl", "--items", "u", "i")
-    assert "with 4 items, in the order of the rows\n" in summary
+    assert "with 4 items (2 in valid and test alone), in the order of the rows\n" in summary
     assert "runs/my --ranking\n" in summary
     data = load_config("my.yaml").data
     assert (data.format, data.user_field, data.item_field) == ("json", "u", "i")
@@ -96,7 +96,10 @@ def test_lines_of_a_user_and_items_become_a_table_as_the_error_says(
     command = problem[problem.index("awk") : problem.index(", --items")]
     subprocess.run(command.replace("FILE", "toys.txt"), shell=True, check=True)
     summary = printed(*new, "--text=NEW.csv", *columns)
-    assert "NEW.csv, 7 events of 2 users with 5 items, in the order of the rows\n" in summary
+    assert (
+        "7 events of 2 users with 5 items (2 in valid and test alone), in the order of the rows\n"
+        in summary
+    )
 
 
 def test_more_events_have_the_settings_of_the_recipe_for_items() -> None:
@@ -133,20 +136,16 @@ def test_tables_with_few_events_per_item_have_settings_of_their_own(
     assert (*found, model.dropout, model.residual, shortlist) == expected
 
 
-def test_what_does_not_fit_is_refused(
-    complaint: Callable[..., str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_column_of_few_words_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     write("a.csv", "who", "what", "when", [2, 1])
-    Path("a.txt").write_text("the cat\n")
-    write_table(Path("b.csv"), [{"who": 1, "what": 2, "when": 3}])
-    new, columns = ("new", "my.yaml", "--text=a.csv"), ("--items", "who", "what", "when")
-    hint = complaint("new", "my.yaml", "--text=b.csv")
-    assert "(those of a table of events: --items USER ITEM TIME), --text-field=NAME, of" in hint
-    assert "--items excludes --text-field" in complaint(*new, *columns, "--text-field=who")
-    assert complaint(*new, "--items", "who").startswith("--items: expected USER ITEM [TIME], got 1")
-    assert "no user has three events" in complaint(*new, *columns)
-    plain = ("new", "my.yaml", "--text=a.txt", *columns)
-    assert "plain text has no columns" in complaint(*plain)
-    assert not Path("my.yaml").exists()
-    assert main([*new]) == 0  # the only column of text
+    assert main(["new", "my.yaml", "--text=a.csv"]) == 0  # the only column of text
     assert "column who has few words: a table of events needs --items USER ITEM TIME" in caplog.text
+
+
+def test_columns_are_named_once(complaint: Callable[..., str]) -> None:
+    write("a.csv", "who", "what", "when", [2, 1])
+    Path("c.csv").write_text("u0,i0,17\nu1,i1,18\n")
+    new = ("new", "my.yaml", "--text=a.csv", "--items", "who", "who", "when")
+    assert "are one column, 'who'" in complaint(*new)
+    problem = "c.csv: the first row looks like data, not names: name"
+    assert problem in complaint("new", "my.yaml", "--text=c.csv")

@@ -22,7 +22,8 @@ VALUES = {
     "[KEY]": "model.hidden",
     "TEXT": "my.txt",
     "NBEST": "list.nbest",
-    "FILE": "users.txt",
+    "FILE": "names.txt",
+    "DIR": "exported",
 }
 """Arguments for the placeholders in the table of commands."""
 SMALL = {
@@ -72,6 +73,7 @@ def test_the_example_of_training_on_your_own_text_and_all_commands_run(
         {"user": n, "item": 12, "time": 200 + place} for n in range(9) for place in range(4)
     ]
     write_table(Path("newer.parquet"), events + new_item)
+    Path("names.txt").write_text("the zebra sees a gnu\n")
     Path("list.nbest").write_text("a-1 the cat\na-2 a cat\n")
     of_text, of_items = tabled("text"), tabled("items")
     assert len(of_text) >= 5

@@ -159,43 +159,11 @@ def test_long_units_of_large_texts_are_counted(
         assert path.read_text().strip()
 
 
-def test_nothing_is_overwritten(complaint: Complaint) -> None:
-    new("the dog\n" * 40)
-    before = Path("my.yaml").read_text()
-    assert complaint("new", "my.yaml", "--text=my.txt") == (
-        "my.yaml already exists: choose another name"
-    )
-    assert Path("my.yaml").read_text() == before
-    Path("my.yaml").unlink()
-    message = complaint("new", "my.yaml", "--text=my.txt")
-    assert message.startswith("runs/my/text already exists")
-    assert not Path("my.yaml").exists()
-    Path("runs/my/config.yaml").touch()
-    message = complaint("new", "my.yaml", "--text=my.txt")
-    assert message == "runs/my/config.yaml already exists: choose another name"
-
-
-def test_mistakes_are_named_and_leave_no_files(complaint: Complaint) -> None:
-    assert complaint("new", "my.yaml", "--text=none.txt") == "none.txt: no such file"
-    assert complaint("new", "my.yaml", "--text=.") == ".: give a file, which is read more than once"
-    assert complaint("new", "my.yaml", "--text=-").startswith("-: give a file, ")
+def test_names_with_control_characters_are_refused(complaint: Complaint) -> None:
     Path("my.txt").write_text("the dog\n" * 40)
-    assert complaint("new", "my.yaml", "--text=my.txt", "--test=no.txt") == "no.txt: no such file"
-    for content, mistake in (
-        (b"\n", ": the text has no word"),
-        (b"\xff", ", line 1: invalid UTF-8"),
-    ):
-        Path("bad.txt").write_bytes(content)
-        message = complaint("new", "my.yaml", "--text=my.txt", "--valid=bad.txt")
-        assert message.startswith(f"bad.txt{mistake}")
-    Path("bad.txt").unlink()
     for name in ("a\nb.yaml", "a\u2028b.yaml", "a\x1b.yaml", "a\udcff.yaml"):
         message = complaint("new", name, "--text=my.txt")
         assert message == f"{name!a}: a name must not have control characters"
-    assert "name must be a plain file name" in complaint("new", ".yaml", "--text=my.txt")
-    assert complaint("new", "my.yaml").endswith("the following arguments are required: --text")
-    message = complaint("new", "my.txt/a.yaml", "--text=my.txt")
-    assert message == "my.txt cannot be written: my.txt is a file, not a folder"
     assert [path.name for path in Path().iterdir()] == ["my.txt"]
 
 
@@ -277,6 +245,12 @@ def fitted(
     name = {"lstm": "LSTM", "transformer": "Transformer"}[backbone]
     assert line.startswith(f"{name} {config.model.layers} × {config.model.hidden}, ")
     return config
+
+
+def test_a_large_text_is_validated_ten_times_an_epoch() -> None:
+    intervals = {5_000_000: 500, 65_000_000: 1_586}  # steps of 64 · 64 tokens
+    for tokens, steps in intervals.items():
+        assert fitted(tokens, 100_000).train.val_every_steps == steps
 
 
 def test_words_of_an_lstm_have_pieces_from_20_000_tokens_on() -> None:

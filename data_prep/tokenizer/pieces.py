@@ -23,8 +23,9 @@ def find_pieces(
     counts: NDArray[np.int64],
     num_pieces: int,
     without: Collection[int] = (),
+    others: Sequence[str] = (),
 ) -> NDArray[np.int32]:
-    """Divide the words of a vocabulary into pieces.
+    """Divide the words of a vocabulary, and then others, into the pieces of the vocabulary.
 
     The characters have at most half of the pieces, of which there are at most `num_pieces`, 8 or
     more; rarer characters share one. The words with the ids `without` have no pieces. Equal
@@ -46,15 +47,15 @@ def find_pieces(
 
     characters = Counter("".join(words)).most_common()
     rare = {ord(character): RARE for character, _ in characters[num_pieces // 2 - 2 :]}
-    spelled = [word.translate(rare) if rare else word for word in words]
+    spelled = [word.translate(rare) if rare else word for word in (*words, *others)]
     excluded = set(without)
     known = [
         f"{word}\t{min(max(1, counts[id]), MAX_COUNT)}"
-        for id, word in enumerate(spelled)
+        for id, word in enumerate(spelled[: len(words)])
         if id not in excluded
     ]
     if not known:
-        return np.full((len(words), 1), -1, np.int32)
+        return np.full((len(words) + len(others), 1), -1, np.int32)
     logger.info("finding %d pieces of %d words", num_pieces, len(known))
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -75,7 +76,7 @@ def find_pieces(
     )
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     found = [[] if id in excluded else ids for id, ids in enumerate(processor.encode(spelled))]
-    pieces = np.full((len(words), min(MAX_PIECES, max(map(len, found)))), -1, np.int32)
+    pieces = np.full((len(found), min(MAX_PIECES, max(map(len, found)))), -1, np.int32)
     for row, ids in zip(pieces, found, strict=True):
         row[: len(ids)] = ids[: len(row)]
     return pieces

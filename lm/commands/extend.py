@@ -1,17 +1,21 @@
-"""`lm extend`: the items of newer data in a trained run, without training."""
+"""`lm extend`: the new words or items of newer data in a trained run, without training."""
 
 import argparse
+from pathlib import Path
 
-from lm.commands.arguments import COMPUTING, NO_PROGRESS, Options
+from lm.commands.arguments import COMPUTING, COUNT, FILE, NO_PROGRESS, Options
 from lm.run import Run, TrainedRun
 
-HELP = "add the new items of newer data to a trained run, without training"
+HELP = "add new words or items to a trained run, without training"
 _RUN: Options = {
     "source": {
         "metavar": "RUN",
-        "help": "folder of the run; --run_dir=FOLDER is the new one, --data.files.train=FILE the"
-        " newer data, with all events so far",
-    }
+        "help": "folder of the run; --run_dir=FOLDER is the new one. Of items,"
+        " --data.files.train=FILE is the newer data, with all events so far",
+    },
+    "--text": FILE | {"help": "text with new words, of a run on text"},
+    "--min-count": COUNT
+    | {"default": 1, "help": "--text: least number of times that a new word occurs (default 1)"},
 }
 OPTIONS = _RUN | COMPUTING | NO_PROGRESS
 
@@ -22,5 +26,7 @@ def run(options: argparse.Namespace) -> None:
     trained = TrainedRun.open(options.source, device=options.device, threads=options.threads)
     from lm.extension import extend
 
-    extend(trained, config, progress=not options.no_progress)
+    text = None if options.text is None else Path(options.text)
+    others = {"min_count": options.min_count, "progress": not options.no_progress}
+    extend(trained, config, text=text, **others)
     print(config.run_path)

@@ -17,17 +17,33 @@ from data_prep.storage import sha256_file, write_hashed, write_json_atomically
 from data_prep.tokenizer.punctuation import marks_and_pattern
 from data_prep.tokenizer.serialization import MODEL_FILE, TOKENIZER
 from data_prep.tokenizer.speller import SPELLER
+from lm.export.hf import check_hf, write_hf
 from lm.export.onnx import check_packages, write_onnx
 from lm.model.files import save_model
 from lm.run import TrainedRun
 
 SCORE, CARD, MANIFEST = "score.py", "README.md", "manifest.json"
 FORMAT_VERSION = 1
+USAGE = f"""```sh
+python {SCORE} . < sentences.txt  # log-probabilities in nats
+```"""
+HF_USAGE = """```python
+import lm.output.hf  # registers the type of model
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("folder")
+```"""
 _RECIPE = ("tokenizer", "classes", "model", "output", "word_table", "optim", "train", "seed")
 
 
 def export(
-    run: TrainedRun, folder: Path, *, bf16: bool = False, onnx: bool = False, int8: bool = False
+    run: TrainedRun,
+    folder: Path,
+    *,
+    bf16: bool = False,
+    onnx: bool = False,
+    int8: bool = False,
+    hf: bool = False,
 ) -> None:
     """Write the folder of an exported model, which must not exist or be empty.
 
@@ -36,6 +52,7 @@ def export(
         folder: where to.
         bf16: whether weights are rounded to bf16, for half of the bytes.
         onnx: whether ONNX files are written too, see `lm.export.onnx`.
+        hf: whether it is a model of transformers instead, with the tokenizer and the card.
         int8: whether these are written with weights of 8 bits too.
 
     Raises:
@@ -43,6 +60,8 @@ def export(
     """
     if onnx:
         check_packages()
+    if hf:
+        check_hf(run)
     description, tokenizer = run.description, run.tokenizer
     for key, value in (("output.tree", "adaptive"), ("model.input_tree", "two_level")):
         section, name = key.split(".")
@@ -54,12 +73,16 @@ def export(
     for name in (TOKENIZER, MODEL_FILE[tokenizer.kind], SPELLER):
         if (run.folder / name).exists():
             copyfile(run.folder / name, folder / name)
+    if hf:
+        write_hf(run, folder)
+        write_hashed(folder / CARD, [_card(run, HF_USAGE).encode()])
+        return
     copyfile(Path(__file__).parent / SCORE, folder / SCORE)
     weights = run.model.state_dict()
     if bf16:
         weights = {n: t.bfloat16() if t.is_floating_point() else t for n, t in weights.items()}
     save_model(folder, weights, description)
-    write_hashed(folder / CARD, [_card(run, bf16=bf16).encode()])
+    write_hashed(folder / CARD, [_card(run, USAGE, bf16=bf16).encode()])
     _write_manifest(run, folder)
     if onnx:
         write_onnx(folder, int8=int8)
@@ -81,7 +104,7 @@ def _write_manifest(run: TrainedRun, folder: Path) -> None:
     write_json_atomically(folder / MANIFEST, content)
 
 
-def _card(run: TrainedRun, *, bf16: bool) -> str:
+def _card(run: TrainedRun, usage: str, *, bf16: bool = False) -> str:
     """What the model is, how it is used, its figures and its recipe, as Markdown."""
     description, backbone = run.description, run.description.model
     size = sum(parameter.numel() for parameter in run.model.parameters())
@@ -90,8 +113,7 @@ def _card(run: TrainedRun, *, bf16: bool) -> str:
         f" {'pieces' if run.tokenizer.kind != 'words' else 'words'}, {size:,} parameters in"
         f" {'bf16' if bf16 else description.word_table.dtype}, after {description.step:,} steps"
     )
-    usage = f"python {SCORE} . < sentences.txt  # log-probabilities in nats"
-    parts = [f"# {run.folder.resolve().name}", about, f"```sh\n{usage}\n```", "## Figures"]
+    parts = [f"# {run.folder.resolve().name}", about, usage, "## Figures"]
     figures = {"validation perplexity": description.valid_perplexity}
     for path in sorted(run.folder.glob("evaluate-*.json")):
         values = json.loads(path.read_text())

@@ -74,7 +74,8 @@ def check_tree(output: OutputConfig) -> None:
 def build_input_tree(prepared: Prepared) -> ClassTree:
     """Build the tree of the word classes, as for `output.tree: two_level`."""
     word_class = torch.from_numpy(prepared.word_class().astype("int64"))
-    return ClassTree.two_level(word_class, prepared.shortlist, torch.tensor(prepared.counts()))
+    counts = torch.tensor(prepared.counts())
+    return ClassTree.from_levels(word_class[None], prepared.shortlist, counts)
 
 
 def build_model(

@@ -209,10 +209,7 @@ class LanguageModel(nn.Module):
         Each predicts the next word. `state` is that after the words before them, None at the
         beginning; the one after `tokens` is returned as well.
         """
-        embedded = self._embed(tokens)[..., : self.embedding_size]
-        if self.input_pieces is not None:
-            embedded = embedded + self.input_pieces(tokens)
-        embedded = self.dropout(embedded)
+        embedded = self.dropout(self.embed(tokens))
         with backbone_autocast(embedded.device):
             hidden, state = self.backbone(embedded, state)
         hidden = self.dropout(hidden)
@@ -224,6 +221,11 @@ class LanguageModel(nn.Module):
         """Mean nll of the next words `targets` [T, B] int64; the others are as in `forward`."""
         hidden, state = self(tokens, state)
         return self.output.loss(hidden, targets), state
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The input vectors [..., E] of words [...] int64."""
+        vectors = self._embed(tokens)[..., : self.embedding_size]
+        return vectors if self.input_pieces is None else vectors + self.input_pieces(tokens)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """One row of the input vectors per word, or the sum of those on its path, [T, B, W]."""

@@ -1,8 +1,11 @@
 """The loss of the output layer as a function: its contract, checks, and the choice of a backend."""
 
+import math
 from typing import Literal
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lm.output.backends import BACKENDS, OPS, choose_backend
 from lm.output.backends.autograd import (
@@ -13,6 +16,7 @@ from lm.output.backends.autograd import (
     row_wise_nll,
 )
 from lm.output.backends.base import Needs, Problem
+from lm.output.tracing import is_for_onnx
 from lm.output.tree.class_tree import ClassTree
 
 BackendName = Literal["auto", "compiled", "reference", "triton"]
@@ -78,6 +82,10 @@ def hierarchical_cross_entropy(
         >>> print(f"{loss:.4f}")  # log 2 for the class and log 2 for the word
         1.3863
     """
+    if is_for_onnx():
+        nll = -path_log_prob(hidden, weight, target.clamp(min=0), tree, bias)
+        nll = nll.masked_fill(target == ignore_index, 0)
+        return reduced(nll, target, reduction, ignore_index)
     refuse_transforms(hidden, weight, bias)
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
     needs = Needs.of(hidden, weight, bias, row_wise=row_wise)
@@ -90,6 +98,26 @@ def hierarchical_cross_entropy(
     else:
         nll = recorded_nll(OPS[name], needs, problem)
     return reduced(nll.view(target.shape), target, reduction, ignore_index, num_words)
+
+
+def path_log_prob(
+    hidden: Tensor, weight: Tensor, word: Tensor, tree: ClassTree, bias: Tensor | None
+) -> Tensor:
+    """Log-probabilities of words [...] after hidden vectors [..., H], for exports to ONNX.
+
+    By ordinary operations: a log-softmax of each node's rows, from the logits of all rows.
+    """
+    logits = F.linear(hidden, weight[:, : hidden.shape[-1]].to(hidden.dtype))
+    logits = logits if bias is None else logits + bias.to(hidden.dtype)
+    node = tree.arrays.node_of_row.expand(logits.shape)
+    nodes = logits[..., :1].expand(*logits.shape[:-1], tree.num_nodes)
+    largest = torch.full_like(nodes, -math.inf).scatter_reduce(-1, node, logits, "amax")
+    shifted = logits - largest.gather(-1, node)
+    total = torch.zeros_like(nodes).scatter_add(-1, node, shifted.exp())
+    path = tree.rows_on_path(word)
+    rows = path.clamp(min=0).flatten(hidden.dim() - 1)
+    each = (shifted - total.log().gather(-1, node)).gather(-1, rows).view(path.shape)
+    return each.where(path >= 0, 0).sum(-1)
 
 
 def reduced(

@@ -43,6 +43,11 @@ def is_recorded() -> bool:
     return torch._C._get_tracing_state() is not None
 
 
+def is_for_onnx() -> bool:
+    """Whether `torch.onnx.export` records what is called."""
+    return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
+
+
 def refuse_recording(what: str) -> None:
     """Raise a RuntimeError if a call is recorded: it evaluates other nodes for other inputs."""
     if is_recorded():

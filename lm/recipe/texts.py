@@ -357,7 +357,6 @@ def fit(
     template, layers, threads = SPARSE_ITEMS if sparse else LSTM, 1, min(8, torch.get_num_threads())
     epochs = 12 if is_small else 2 if num_tokens < 20_000_000 else 1
     dropout, batch, length = 0.1, 64, 64
-    validation = "" if is_small or events else ", val_every_steps: 500"
     if backbone == "lstm" and is_small:
         epochs, dropout = repetition(num_tokens)
         batch, length = (64, 64) if events else (20, 35)
@@ -367,6 +366,7 @@ def fit(
     if is_tiny:
         template = FIRST_TRY if backbone == "lstm" else TRANSFORMER
         batch = min(8, max(1, num_tokens // 200))
+    every = max(500, num_tokens * epochs // (10 * batch * length))
     has_pieces = "kind: words" in tokenizer and tokenizer != ITEMS
     values = {
         "name": json.dumps(path.stem, ensure_ascii=False),
@@ -381,7 +381,7 @@ def fit(
         "dropout": dropout,
         "layers": layers,
         "length": length,
-        "validation": validation,
+        "validation": "" if is_small or events else f", val_every_steps: {every}",
         "warmup": min(400, max(1, num_tokens // (batch * 64)) * epochs // 10),
         "threads": threads,
     }

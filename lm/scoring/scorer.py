@@ -75,6 +75,11 @@ class LineScore:
     unit_of_token: Ints
     tokens: TokenScores
 
+    @property
+    def total(self) -> float:
+        """Log-probability of the line and its `<eos>`, in nats."""
+        return float(self.log_prob.sum())
+
 
 class Scorer:
     """Scores lines of text with a trained model.

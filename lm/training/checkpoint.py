@@ -14,6 +14,7 @@ import shutil
 import struct
 import warnings
 import zipfile
+from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 
 from data_prep.errors import CheckpointError, StorageError
 from data_prep.storage import make_folder, sync, temporary_name, write_atomically
+from lm.training.clock import Progress
 
 FORMAT_VERSION = 2
 """The number changes when a version can no longer read what earlier ones have written."""
@@ -65,6 +67,13 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path, *copies: Path) -> No
         except OSError:  # for instance a file system without hard links
             with open(path, "rb") as file:
                 write_atomically(copy, partial(shutil.copyfileobj, file, length=1 << 20))
+
+
+def save_first_checkpoint(state: dict[str, torch.Tensor], text_sha256: str, path: Path) -> None:
+    """Write the checkpoint that a run starts with, of weights alone; `text_sha256` as in others."""
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    content = {"format_version": FORMAT_VERSION, "model": weights, "text_sha256": text_sha256}
+    save_checkpoint(content | {"progress": asdict(Progress())}, path)
 
 
 def _num_bytes(value: Any) -> int:

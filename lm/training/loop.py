@@ -93,7 +93,7 @@ def train(
                 saved = load_checkpoint(checkpoint)
         done = Progress() if saved is None else Progress(**saved["progress"])
         if checkpoint is None or not _is_complete(config, batches, done):
-            if checkpoint is not None:
+            if checkpoint is not None and done.batches_done:
                 _log.info("continuing from %s", checkpoint)
             with StopSignals() as signals, launched(fabric, run):
                 state = TrainingState(fabric, run, batches, saved)
@@ -126,7 +126,14 @@ def _report_result(run: Run, num_steps: int) -> None:
         is_independent = run.prepared.is_independent
         rule = perplexity_rule(ITEM if is_independent else token_unit(run.config.tokenizer))
         perplexity = f"perplexity {description.valid_perplexity:,.2f}"
-        ndcg = f"NDCG@{K} of up to {RANKED_USERS:,} users {description.valid_ndcg or 0:.4f}"
+        users = ""
+        if description.valid_ndcg is not None:
+            valid = run.prepared.sequences("valid")
+            num_users = int(
+                (valid.num_predicted + valid.num_left_out > run.config.data.predict_eos).sum()
+            )
+            users = f"{min(num_users, RANKED_USERS):,} of {num_users:,} users"
+        ndcg = f"NDCG@{K} of {users} {description.valid_ndcg or 0:.4f}"
         figure = f"validation {perplexity}, {rule}"
         if description.valid_ndcg is not None:
             figure = f"validation {perplexity} ({ndcg}), {rule}"

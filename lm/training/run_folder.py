@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 from data_prep.errors import CheckpointError, UserError
+from data_prep.meta import check_not_given
 from data_prep.storage import write_hashed, write_json_atomically
 from lm.config import Config, differences, load_run_config, to_yaml
 from lm.model.build import check_tree
@@ -60,11 +61,16 @@ def check_folder(config: Config, resume: str | None) -> Path | None:
         return None
     for each in (written, checkpoint.absolute().parent.parent / "config.yaml"):
         changes = _changes(each, config)
-        refused = [text for key, text in changes.items() if not key.startswith(_FREE_ON_RESUME)]
+        refused = {
+            key: text for key, text in changes.items() if not key.startswith(_FREE_ON_RESUME)
+        }
         if refused:
+            is_other_text = any(key.startswith("data.") for key in refused)
+            begin = f", with --init-from {each.parent} from its weights" * is_other_text
             raise UserError(
-                f"{each.parent} was started with another configuration ({', '.join(refused)}):"
-                " set these back to continue it, or start a new run in another folder"
+                f"{each.parent} was started with another configuration"
+                f" ({', '.join(refused.values())}): set these back to continue it, or start a new"
+                f" run in another folder{begin}"
             )
     return checkpoint
 
@@ -77,6 +83,7 @@ def prepare_run(run: Run, resume: str | None, *, progress: bool = True) -> Run:
     checkpoint = check_folder(run.config, resume)
     if checkpoint is None:
         check_tree(run.config.output)
+        check_not_given(run.config.prepared_path)
     return run.prepare(keep=checkpoint is not None, progress=progress)
 
 

@@ -80,7 +80,8 @@ class CarriedLoss(nn.Module):
 class TrainingState:
     """Model, optimizer, carried state, random numbers and progress of a run, of one process.
 
-    It continues from a checkpoint `saved`, or else starts by `seed`. Fabric is launched.
+    It continues from a checkpoint `saved`, or else starts by `seed`, with the weights of the
+    checkpoint if it has weights alone. Fabric is launched.
     """
 
     def __init__(
@@ -88,18 +89,19 @@ class TrainingState:
     ) -> None:
         self.fabric, self.run, self.batches, self.config = fabric, run, batches, run.config
         train, self.word_table, self.progress = run.config.train, run.word_table, Progress()
-        if saved is not None:
+        continues = saved is not None and "optimizer" in saved
+        if saved is not None and continues:
             num_saved, num_devices = len(saved["devices"]), fabric.world_size
             if num_saved != num_devices and train.strategy != "shard_output":
                 raise CheckpointError(
                     f"the checkpoint was written by {num_saved} devices,"
                     f" this continuation has {num_devices} (train.devices)"
                 )
-            if saved["text_sha256"] != run.prepared.splits["train"].sha256:
-                raise DataError("the training split was prepared again, from another text")
             if self.word_table.row_wise and "optimizers" not in saved["optimizer"]:
                 # of a version in which `auto` meant dense gradients of a table of this size
                 self.word_table = replace(self.word_table, row_wise=False, optimizer=None)
+        if saved is not None and saved["text_sha256"] != run.prepared.splits["train"].sha256:
+            raise DataError("the training split was prepared again, from another text")
         self.model = self._build_model(saved)
         self.carried_loss = CarriedLoss(self.model, fabric.device)
         # DDP neither averages these gradients nor compares the tables.
@@ -112,7 +114,7 @@ class TrainingState:
         optimizer = build_optimizer(self.model, run.config.optim, self.word_table, fused=fused)
         self.optimizer: Any = fabric.setup_optimizers(optimizer)
         self.parameters = list(self.model.parameters())
-        if saved is not None:
+        if saved is not None and continues:
             self.restore(saved)
         self.num_tokens = 0  # of all devices, in their sums `CarriedLoss.nll`
         self.num_nonfinite = torch.zeros_like(self.carried_loss.nll)  # steps since it was read

@@ -182,10 +182,3 @@ def test_lines_of_an_id_are_one_text(
     assert "2 of 11 words are unknown, without a surprisal: lm/scoring/README.md" in caplog.messages
     printed(lstm_run, lines[2:], *table, "--ids")
     assert any("67 % of the words of the text are unknown" in each for each in caplog.messages)
-
-
-def test_a_transformer_does_not_answer_lines_of_a_stream_one_by_one(
-    transformer_run: Path, complaint: Callable[..., str]
-) -> None:
-    message = complaint("score", transformer_run, "-", "--stream", "--line-buffered")
-    assert message == "--line-buffered: the windows of a Transformer's text depend on its length"

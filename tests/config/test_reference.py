@@ -1,10 +1,7 @@
 """The generated reference: every key with type, default and meaning."""
 
-import re
-
 import pytest
 
-from data_prep.errors import UserError
 from lm.config import Config, to_dict
 from lm.config.reference import describe_keys, sections
 
@@ -40,20 +37,3 @@ def test_a_key_or_section_is_described(name: str, first: str, num_keys: int) -> 
     assert lines[0] == first
     assert sum(line.startswith(name) for line in lines) == num_keys
     assert max(map(len, lines)) <= 100
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("model.hiden", "; did you mean model.hidden?"),
-        ("hidden", "; did you mean model.hidden?"),
-        ("modle", "; did you mean model?"),
-        ("model.", "; did you mean model?"),
-        ("model.tied", "; it is now word_table.tied"),
-        ("output.bias", "; it is no longer available"),
-        ("", ""),
-    ],
-)
-def test_an_unknown_key_is_an_error_that_names_the_nearest(name: str, hint: str) -> None:
-    with pytest.raises(UserError, match=f"^unknown key {re.escape(name + hint)}$"):
-        describe_keys(name)

@@ -14,12 +14,10 @@ from data_prep import prepare as prepare_module
 from data_prep.classes import word_classes
 from data_prep.errors import UserError
 from data_prep.prepared import open_made_by, open_prepared
-from data_prep.settings import ClassesConfig, DataConfig, SplitFiles, TokenizerConfig
+from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
 from data_prep.tokenizer.serialization import save_tokenizer
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from tests.data_prep.conftest import FILES, VOCABULARY, Corpus
-
-Contents = Callable[[Path], dict[str, str]]
 
 
 def test_sentencepiece_is_prepared_the_same_way(corpus: Corpus) -> None:
@@ -128,41 +126,10 @@ def test_an_interrupted_class_stage_leaves_a_folder_that_is_complete_without_cla
     assert corpus.rewritten() == {"classes.npy"}
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("vocab.txt", "mine\n"), ("meta.json", '{"version": 3}'), ("test.npy", "mine")],
-)
-def test_files_that_no_preparation_wrote_are_not_replaced(
-    corpus: Corpus, contents: Contents, name: str, content: str
-) -> None:
-    folder = corpus.prepared
-    folder.mkdir()
-    corpus.write(f"prepared/{name}", content)
-    before = contents(folder)
-    for _ in range(2):
-        with pytest.raises(UserError) as refused:
-            corpus.prepare()
-        assert str(refused.value) == (
-            f"{folder / name} is not from a preparation and would be replaced: choose another"
-            " data.prepared_dir"
-        )
-        assert contents(folder) == before
-
-
 def test_a_copy_without_hidden_files_is_still_a_prepared_folder(corpus: Corpus) -> None:
     corpus.prepare()
     (corpus.prepared / prepare_module.LOCK).unlink()
     assert corpus.rewritten() == {prepare_module.LOCK}
-
-
-@pytest.mark.parametrize("pattern", ["prepared/corpus.txt", "**/*.txt"])
-def test_a_corpus_in_the_prepared_folder_is_refused(corpus: Corpus, pattern: str) -> None:
-    corpus.prepared.mkdir()
-    corpus.write("prepared/corpus.txt", "the cat\n")
-    corpus.data = replace(corpus.data, files=SplitFiles(train=pattern))
-    message = r"prepared/corpus\.txt is in the prepared folder: the corpus must be elsewhere$"
-    with pytest.raises(UserError, match=message):
-        corpus.prepare()
 
 
 def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(

@@ -1,11 +1,11 @@
 """Independent sequences: what is read and what is predicted, from lines to a prepared folder."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from data_prep.errors import UserError
 from data_prep.prepare import prepare
 from data_prep.prepared import Prepared
 from data_prep.sequences import find_sequences
@@ -59,6 +59,19 @@ def test_a_tab_separates_the_items_that_are_known(tmp_path: Path) -> None:
     assert found.sequences("train").num_known.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("valid", "num_again"),
+    [("a b c\nb b\n", 2), ("a b\tc\nb\tb\nb b c\n", 2), ("a b\tc\nb c\n", 0), ("c a b\n", 0)],
+)
+def test_sequences_that_predict_those_of_training_again_are_counted(
+    valid: str, num_again: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared(tmp_path, train="a b\nb b\nc\n", valid=valid)
+    num_lines = len(valid.splitlines())
+    problem = f"valid: {num_again} of {num_lines} sequences begin with one of training, whose items"
+    assert (problem in caplog.text) == bool(num_again) == ("predicted again" in caplog.text)
+
+
 def test_a_damaged_record_of_known_items_is_made_again(tmp_path: Path) -> None:
     texts = {"train": "a b c\n", "valid": "a\tb c\n"}
     path = prepared(tmp_path, **texts).folder / "valid-known.npy"
@@ -68,20 +81,16 @@ def test_a_damaged_record_of_known_items_is_made_again(tmp_path: Path) -> None:
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize(
-    ("texts", "problem"),
-    [
-        ({"train": "a b\n\na\tb\n"}, r"train, 'a\\tb': a tab, expected none in the training split"),
-        ({"train": "a b\n", "valid": "a\tb\ta\n"}, r"valid, 'a\\tb\\ta': a tab, expected at most"),
-        ({"train": "a <eos> b\n"}, "train, 'a <eos> b': <eos> is no item"),
-        ({"train": "a\n", "valid": "a\tb <EOS> b\n"}, "valid, .*: <eos> is no item"),
-    ],
-)
-def test_other_tabs_and_ends_are_refused(
-    texts: dict[str, str], problem: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=problem):
-        prepared(tmp_path, **texts)
+def test_events_of_new_validation_files_are_known_in_test(corpus: Corpus) -> None:
+    columns: dict[str, Any] = {"user_field": "user", "time_field": None, "sequences": "independent"}
+    files = SplitFiles(**{split: f"{split}.csv" for split in ("train", "valid", "test")})
+    corpus.classes = None
+    corpus.data = DataConfig(dir=str(corpus.folder), files=files, format="csv", **columns)
+    for num_valid in (3, 4):
+        for split, items in {"train": "ab", "valid": "abab"[:num_valid], "test": "ababa"}.items():
+            rows = [{"user": "u", "item": item} for item in items]
+            write_table(corpus.folder / f"{split}.csv", rows)
+        assert corpus.prepare().sequences("test").num_known.tolist() == [num_valid]
 
 
 @pytest.mark.parametrize(

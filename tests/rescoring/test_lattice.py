@@ -97,33 +97,6 @@ def test_both_formats_have_the_same_paths() -> None:
     assert [first.id, *paths(second)] == ["first", (("dog",), -2.5, -1.5)]
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        (SLF.replace("E=4", "E=7"), "line 14: the link has no node, or an unknown one: 7"),
-        (SLF.replace("J=4 S=3 E=4", "J=4 S=3 E=1"), "a cycle through the node [13]"),
-        (SLF.replace("S=3 E=4", "S=3 E=0"), "expected one start node, got none"),
-        (SLF[: SLF.index("J=4")], "x.slf is damaged or incomplete: LINKS=5 in the header, and 4"),
-        (SLF.replace("N=5", "N=6"), "incomplete: NODES=6 in the header, and 5 of them"),
-        (SLF.replace("a=-1 l=-2", "a=-1 l=nan"), "line 10: expected a finite score, got 'nan'"),
-        (SLF.replace("J=0 ", "J=0 word "), "line 10: expected fields NAME=VALUE, got 'J=0 word"),
-        (SLF + "I=5 L=sub\n", "line 15: a lattice in a lattice is not supported"),
-        (SLF_OF_LINKS.replace("end=d", "end=e"), "x.slf: no end node"),
-        (SLF_OF_LINKS.replace("end=d", "end=a").replace("start=a", "start=d"), "no arc leads to"),
-        ("u\n0 1 the 1,1\n1 0 cat 1,1\n1\n", "utterance u: a cycle through the node [01]"),
-        ("u\n0 1 the 1,1\n", "line 1: utterance u: no end node"),
-        ("u\n0 1 the 1,1\n5\n", "utterance u: no arc leads to the end node 5"),
-        ("u\n0 1 the 1,1\n2 3 cat 1,1\n3\n", "utterance u: no path leads from the start"),
-        ("u\n0 1 the 1,1\n1\n\nu\n0\n", "utterance u has two lattices"),
-        ("u\n0 1 the 1,1\n1\n\nu v\n0\n", "line 5: expected the id of an utterance, got 'u v'"),
-    ],
-)
-def test_damaged_lattices_are_refused(text: str, error: str) -> None:
-    with pytest.raises(UserError, match=error) as raised:
-        read_lattices("x.slf", text.splitlines())
-    assert "\n" not in str(raised.value)
-
-
 def made_lattice(seed: int) -> Lattice:
     """A lattice of six layers of one to three nodes, with alternatives, silence and skips."""
     rng = random.Random(seed)
@@ -211,8 +184,6 @@ def test_scales_are_relative_to_that_of_the_acoustic_scores() -> None:
         (lattice,) = read_lattices("x.slf", text.replace("=0.5", f"=0.5{scale}", 1).splitlines())
         acoustic = {words: score for words, score, _ in paths(lattice)}["the", "cat"]
         assert acoustic == pytest.approx((-2.25 - 3 * relative) * math.log(10))
-    with pytest.raises(UserError, match=r"x\.slf: expected acscale above 0, got 0"):
-        read_lattices("x.slf", text.replace("acscale=0.5", "acscale=0").splitlines())
 
 
 def test_words_of_probability_0_are_chosen_by_the_acoustic_score_alone(tmp_path: Path) -> None:
@@ -231,13 +202,11 @@ def test_words_of_probability_0_are_chosen_by_the_acoustic_score_alone(tmp_path:
 
 
 def test_scores_in_base_0_are_probabilities() -> None:
-    text = "base=0\nI=0\nI=1 W=the\nI=2\nJ=0 S=0 E=1 a=0.1 l=0.2\nJ=1 S=1 E=2 a={}\n"
-    (lattice,) = read_lattices("x.slf", text.format(0.5).splitlines())
+    text = "base=0\nI=0\nI=1 W=the\nI=2\nJ=0 S=0 E=1 a=0.1 l=0.2\nJ=1 S=1 E=2 a=0.5\n"
+    (lattice,) = read_lattices("x.slf", text.splitlines())
     ((words, *scores),) = paths(lattice)
     assert words == ("the",)
     assert scores == pytest.approx([math.log(0.05), math.log(0.2)])
-    with pytest.raises(UserError, match="line 6: expected a probability, as base=0 says, got '-1'"):
-        read_lattices("x.slf", text.format(-1).splitlines())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.errors import UserError
 from lm.rescoring.models import ArpaScores
 from lm.scoring.ngram import NGramModel
 from tests.scoring.arpa_files import NGrams, definition, write
@@ -58,45 +57,6 @@ def edited(tmp_path: Path, *edits: tuple[str, str]) -> Path:
         text = text.replace(old, new)
     path.write_text(text)
     return path
-
-
-@pytest.mark.parametrize(
-    ("edits", "error"),
-    [
-        ([("\\end\\", "")], r"is not complete: it has no line \\end\\"),
-        ([("ngram 2=", "ngram 2=1")], r"its head states 1\d+ 2-grams, and \d+ follow"),
-        ([("ngram 1=7", "ngram 1=6")], "its head states 6 1-grams, and 7 follow"),
-        ([("ngram 2=", "ngram 3=")], r"its head states 0 2-grams, and \d+ follow"),
-        ([("\\2-grams:\n", "\\2-grams:\n-1 a\n")], "expected log10 P, 2 words and"),
-        ([("\\2-grams:\n", "\\2-grams:\nx\ta b\n")], r"line \d+: expected log10 P"),
-        ([("\\2-grams:\n", "\\2-grams:\n0.48\ta b\n")], "line 16: log10 P is 0.48, above 0"),
-        ([("\\1-grams:\n", "\\1-grams:\n1e-3\tx\n")], "line 7: log10 P is 0.001, above 0"),
-        ([("a comment", "iARPA")], "own format: convert it by compile-lm --text=yes .*model.arpa"),
-        ([("a comment", "qARPA 256")], "is a quantized file of IRSTLM"),
-        ([("a comment", "blmt 2 7 9")], "is a binary file of IRSTLM: .*compile-lm --text=yes"),
-        ([("a comment", "mmap lm http://k")], "is a binary file of KenLM: give the ARPA file"),
-        ([("\\data\\", "")], "is not an ARPA file"),
-        ([("1=7", "1=8"), ("1-grams:\n", "1-grams:\n-1 b\t-1\n")], "lines 7 and 10 have the same"),
-        ([("2=4", "2=6"), ("2-grams:\n", "2-grams:\n-1 d d\n\n-2\td d\n")], "lines 16 and 18 have"),
-    ],
-)
-def test_files_that_are_not_arpa_files_are_refused_in_one_line(
-    edits: list[tuple[str, str]], error: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=error) as raised:
-        NGramModel(edited(tmp_path, *edits))
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("ngrams", "missing"), [({}, 1), ({("a",): (-1.0, 0.0), ("a", "a", "a"): (-1.0, 0.0)}, 2)]
-)
-def test_files_without_some_ngrams_are_refused(
-    ngrams: NGrams, missing: int, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "model.arpa", ngrams, 3)
-    with pytest.raises(UserError, match=f"is damaged: it has no {missing}-grams"):
-        NGramModel(path)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from lm.output.backends.visits import check_words
 from lm.output.decoding import compiled, fused, search
 from lm.output.decoding.draws import Finder, Sampling, draw_words, sample_words, word_ids
 from lm.output.decoding.positions import Penalty, Positions, checked_hidden, word_log_prob
-from lm.output.functional import hierarchical_cross_entropy
-from lm.output.tracing import is_recorded, not_compiled
+from lm.output.functional import hierarchical_cross_entropy, path_log_prob
+from lm.output.tracing import is_for_onnx, is_recorded, not_compiled
 from lm.output.tree.class_tree import ClassTree
 
 _LOSS_DEVICES = {"cuda"}
@@ -42,6 +42,9 @@ _LOOPS = Finder(
 
 def log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None = None) -> Tensor:
     """Log-probabilities of all words [..., N]: log-softmaxes summed over their paths."""
+    if is_for_onnx():
+        words = torch.arange(tree.vocab_size, device=hidden.device)
+        return path_log_prob(hidden, weight, words.expand(*hidden.shape[:-1], -1), tree, bias)
     flat = checked_hidden(hidden, weight, tree, bias)
     with torch.autocast(hidden.device.type, enabled=False):
         found = word_log_prob(flat, weight, tree, bias)
@@ -59,6 +62,8 @@ def candidate_log_prob(
     as many launches, candidates are targets of the loss, unless they are so many that a hidden
     vector for each would take 1 GB; so they are in a graph that is compiled, traced or exported.
     """
+    if is_for_onnx():
+        return path_log_prob(hidden, weight, word, tree, bias)
     in_graph = torch.compiler.is_compiling() or is_recorded()
     flat = checked_hidden(hidden, weight, tree, bias)
     check_tensors(candidates=word)

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.classes.class_file import read_class_levels, read_vectors
+from data_prep.classes.class_file import read_vectors
 from data_prep.classes.word_classes import WordClass, build_class_levels
-from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
 
 WORDS = ["<unk>", "a", "b", "c", "<eos>"]
@@ -64,39 +63,6 @@ def test_files_of_paths_have_a_class_on_each_level(
     assert "2 of 3 levels of classes are used (classes.depth)" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("file_format", "text", "message"),
-    [
-        ("mkcls", "a\t1\n", "2 of the vocabulary's 5 words have no class, the first is 'b'"),
-        ("mkcls", "a\t1\nb\t2\na\t2\n", "line 3: 'a' already has another class"),
-        ("mkcls", "a 1\n", r"line 1: expected word TAB class \(mkcls\), got 'a 1'"),
-        ("brown", "01\ta\t3\n02\tb\t3\n", "line 2: expected bit string TAB word TAB count"),
-        ("taxonomy", "a\tx//y\n", "line 1: expected word TAB class/subclass"),
-        ("taxonomy", "a\tx/y\nb\tx\na\tx\n", "line 3: 'a' already has another class"),
-        ("srilm", "X a b\n", r"line 1: expected class \[probability\] word"),
-        ("mkcls", "a\t1\n\udcff\t2\n", "line 2: invalid UTF-8 at byte 1"),
-    ],
-)
-def test_an_invalid_class_file_is_refused_with_a_single_line(
-    tmp_path: Path, file_format: Any, text: str, message: str
-) -> None:
-    path = tmp_path / "map"
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match=message) as caught:
-        read_class_levels(path, file_format, WORDS)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_settings_that_contradict_the_file_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "map").write_text("a\tX\nb\tY\nc\tX\n")
-    settings = ClassesConfig(method="file", file="map", num_word_classes=4)
-    with pytest.raises(UserError, match=r"classes\.num_word_classes: 4 requested, .* 3 classes"):
-        build(settings, tmp_path)
-    with pytest.raises(UserError, match=r"nowhere cannot be read: No such file"):
-        build(replace(settings, file="nowhere"), tmp_path)
-
-
 def test_given_vectors_are_clustered_by_their_directions(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,20 +81,3 @@ def test_given_vectors_are_clustered_by_their_directions(
     assert read_vectors(tmp_path / "vectors", words)[2:4].tolist() == vectors[2:4].tolist()
     (tmp_path / "vectors").write_text("".join(f"{word}\t1 0\n" for word in words))
     assert np.bincount(build(settings, tmp_path, words)[0]).tolist() == [2, 2, 2]
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("a 1 2\nb 1\n", "line 2: expected a word and 2 numbers, got 'b 1'"),
-        ("a x y\n", "line 1: expected a word and numbers, got 'a x y'"),
-        ("a nan 1\n", "line 1: expected a word and numbers"),
-        ("a 1e99 1\n", "line 1: expected a word and numbers"),
-        ("a 1 2\na 1 2\n", "line 2: 'a' already has another vector"),
-        ("z 1 2\n", "no word of the vocabulary has a vector"),
-    ],
-)
-def test_files_that_have_no_vectors_are_refused(tmp_path: Path, text: str, problem: str) -> None:
-    (tmp_path / "vectors").write_text(text)
-    with pytest.raises(UserError, match=problem):
-        read_vectors(tmp_path / "vectors", WORDS)

@@ -19,7 +19,6 @@ from data_prep.classes.bigrams import count_bigrams
 from data_prep.classes.embedding import truncated_svd
 from data_prep.classes.exchange import exchange
 from data_prep.classes.word_classes import WordClass, build_class_levels, frequency_classes
-from data_prep.errors import UserError
 from data_prep.settings import ClassesConfig
 
 METHODS: list[Any] = ["exchange", "embedding", "frequency", "uniform", "random"]
@@ -163,14 +162,6 @@ def test_truncated_svd_equals_the_dense_one() -> None:
     assert values == pytest.approx(expected_values[:5], rel=1e-5)
     assert np.abs(vectors.T @ expected[:, :5]) == pytest.approx(np.eye(5), abs=1e-3)
     assert (np.take_along_axis(vectors, np.abs(vectors).argmax(axis=0)[None], axis=0) > 0).all()
-
-
-def test_too_few_places_and_too_large_shortlists_name_the_key() -> None:
-    tokens = zipf_tokens(10, 50)
-    with pytest.raises(UserError, match=r"classes\.shortlist = 11 is more than 10 words"):
-        built(tokens, 10, method="uniform", shortlist=11)
-    with pytest.raises(UserError, match=r"classes\.max_words: 3 .* 9 words, but 10 are to be"):
-        built(tokens, 10, method="embedding", num_word_classes=3, max_words=3)
 
 
 @pytest.mark.parametrize("method", METHODS[:2])

@@ -16,7 +16,6 @@ from data_prep.errors import UserError
 ROWS = [{"id": number, "title": f"t{number}", "text": "the cat sat"} for number in range(3)]
 ONE = [{"id": number, "sentence": "the cat sat"} for number in range(3)]
 TWO = [{"key": f"k{number}", "sentence": "the cat sat"} for number in range(3)]
-UNCLEAR = [{"title": "the dog", "body": "the cat sat"}] * 3
 
 
 def lines(rows: Sequence[Mapping[str, object]]) -> str:
@@ -75,40 +74,10 @@ def test_the_column_of_parquet_is_found_in_a_file_of_any_name(tmp_path: Path) ->
     parquet.write_table(pa.Table.from_pylist(TWO), tmp_path / "null")
     text = find_text(tmp_path / "null", None)
     assert (text.format, [*text.lines()]) == ("parquet", ["the cat sat"] * 3)
+    assert [*find_text(tmp_path / "null", "key").lines()] == ["k0", "k1", "k2"]
     parquet.write_table(pa.Table.from_pylist(TWO)[:0], tmp_path / "null")
     with pytest.raises(UserError, match=r"null: the file has no row$"):
         find_text(tmp_path / "null", None)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "field", "message"),
-    [
-        ("a.jsonl", lines(UNCLEAR), None, "name the column .*--text-field=NAME, of 'title', 'body"),
-        (
-            "a.jsonl",
-            lines([{"a": "user 1", "b": "So What", "c": 1}]),
-            None,
-            "name the column .*, of 'a'",
-        ),
-        ("a.csv", table(ROWS), "body", "'body' is no column of text: .*, of 'id', 'title', 'text'"),
-        ("a.json", lines(ROWS), "id", "'id' is no column of text: .*, of 'title', 'text'$"),
-        ("a.json", lines([{"n": 1}]), None, "name the column .*: none of 'n' is one$"),
-        ("a.txt", "the cat", "text", "plain text has no column text: leave out --text-field$"),
-        ("a.json", "the cat", None, "cannot be read: ValueError: line 1 is not JSON: Expecting"),
-        ("a.json", '[{"text": "a"},', None, "cannot be read: JSONDecodeError: "),
-        ("a.json", "[" * 100_000, None, "cannot be read: RecursionError: "),
-        ("a.csv", 'text\n"a', None, "cannot be read: Error: unexpected end of data$"),
-        ("a.csv", "text\na\na, b", None, "cannot be read: Error: row 2 has more cells than the fi"),
-    ],
-)
-def test_a_column_that_is_not_clear_is_asked_for(
-    tmp_path: Path, name: str, content: str, field: str | None, message: str
-) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=rf"{name}:? {message}"):
-        find_text(tmp_path / name, field)
-    if "title" in content:
-        assert next(find_text(tmp_path / name, "title").lines()) in ("the dog", "t0")
 
 
 @pytest.mark.parametrize(

@@ -147,69 +147,7 @@ def test_a_folder_in_the_layout_of_the_hub_has_its_visible_files_as_splits(tmp_p
         splits(data)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", r"^data\.files\.train: the corpus has no line \(.*corpus\.txt\)$"),
-        (b"a\nb\xff\n", r"corpus\.txt, line 2: invalid UTF-8 at byte 2 of the line \(0xff\): if"),
-        (b"a\n\nb \0\n", r"corpus\.txt, line 3: a NUL character$"),
-    ],
-)
-def test_bad_text_is_refused_with_file_and_line(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
-    write(tmp_path, b"fine\n", "a.txt")
-    write(tmp_path, content)
-    with pytest.raises(UserError, match=message):
-        read(tmp_path, ["corpus.txt"] if not content else ["a.txt", "corpus.txt"])
-
-
-@pytest.mark.parametrize(
-    ("records", "message"),
-    [
-        ([{"n": 1}] * 300 + [{"text": 1}], r"field is 'text': .*x\.jsonl has only the columns 'n'"),
-        ([{"text": 1}], r"x\.jsonl, row 1: 1, not text, in 'text'$"),
-        ([{"text": 1, "t": "a"}], r"row 1: 1, not text, in 'text'; columns of text: 't'$"),
-        ([{"text": "a"}, {"text": "\0"}], r"x\.jsonl, row 2: a NUL character in 'text'$"),
-        ([{"text": "a"}, ["a"]], r"x\.jsonl, line 2: expected JSON objects, got 'a'$"),
-        ([{"text": "a"}, {"text": "\ud800"}], r"x\.jsonl, row 2: '\\ud800' is half of a pair$"),
-        ([[{"text": "\U0001f600"}, {"\udc00": 1}]], r"x\.jsonl, row 2: '\\udc00' is half of a pa"),
-    ],
-)
-def test_bad_columns_are_refused_with_key_and_row(
-    tmp_path: Path, records: list[object], message: str
-) -> None:
-    write(tmp_path, "\n".join(map(json.dumps, records)).encode(), "x.jsonl")
-    with pytest.raises(UserError, match=message):
-        read(tmp_path, "x.jsonl", format="json")
-
-
-def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, b"not json\n")
-    for format, message in (
-        ("json", "ValueError: line 1 is not JSON: Expecting value"),
-        ("parquet", "ArrowInvalid: Parquet magic bytes not found"),
-        ("csv", "expected a first line of names, separated by a comma, tab, sem"),
-        ("text", "the file is a parquet file: data.format: parquet and data.text_field read"),
-    ):
-        if format == "text":
-            write(tmp_path, b"PAR1\x15")
-        with pytest.raises(UserError, match=rf"corpus\.txt(: | cannot be read: ){message}"):
-            read(tmp_path, "corpus.txt", format=format)
-
-
-def test_missing_files_are_named_with_their_key(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^data\.files\.train: there is no file .*nope\.txt$"):
-        read(tmp_path, "nope.txt")
-    data = DataConfig(files=SplitFiles(train="nope.txt"))
-    hint = r"names are relative to the current folder, or to data\.dir if it is given"
-    with pytest.raises(
-        UserError, match=rf"^data\.files\.train: there is no file .*nope\.txt: {hint}$"
-    ):
-        input_files(data, "train")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"^data\.files\.train: the folder .*empty has no files$"):
-        read(tmp_path, "empty")
+def test_a_split_without_files_is_named() -> None:
     with pytest.raises(UserError, match=r"^data\.files\.valid is not set: expected a file"):
         input_files(DataConfig(), "valid")
 

@@ -66,12 +66,6 @@ def test_counts_add_up_to_the_tokens_and_agree_with_a_plain_count(
     assert counts.tolist() == sorted(counts.tolist(), reverse=True)
 
 
-def test_a_vocabulary_too_small_for_a_word_is_refused() -> None:
-    message = "tokenizer.vocab_size is 2: expected at least 3, <unk> and <eos> included"
-    with pytest.raises(UserError, match=message):
-        count_words(["a"], TokenizerConfig(vocab_size=2))
-
-
 @pytest.mark.parametrize(
     ("model_type", "vocab_size"), [("unigram", 23), ("bpe", 30), ("char", 9), ("word", 9)]
 )

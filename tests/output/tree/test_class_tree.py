@@ -194,22 +194,6 @@ def test_arrays_that_define_no_tree_raise(
         ClassTree(*map(torch.tensor, (num_children, row_of_node, row_of_word)))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a 0\nb 1\n", "no path for 1 words, the first of them 'c'"),
-        ("a 0\nb 1\nd 2\n", ":3: 'd' is not in the vocabulary"),
-        ("a 0\nb x\nc 1\n", ":2: expected child numbers, integers"),
-        ("a 0\nb 1\nc 1 0\n", r"path of word 'b' \(\[1\]\) equals or begins"),
-        ("a 0\nb 1\na 2\n", ":3: a has a path already"),
-    ],
-)
-def test_errors_in_files_name_the_line_or_word(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "paths").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        ClassTree.from_file(tmp_path / "paths", ["a", "b", "c"])
-
-
 def test_loading_weights_of_another_tree_raises() -> None:
     layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1, 1]))
     other = HierarchicalSoftmax(4, ClassTree.two_level([0, 1, 0, 1]))

@@ -1,0 +1,116 @@
+"""`lm extend`: a run with the new words of newer data, without training."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from data_prep.errors import UserError
+from data_prep.prepare import Given, prepare_with
+from data_prep.settings import DataConfig, SplitFiles
+from data_prep.storage import new_folder, write_hashed
+from data_prep.tokenizer.speller import SPELLER
+from data_prep.tokenizer.tokenizer import WordTokenizer
+from lm.config import Config, differences, to_yaml
+from lm.extension.words import Extended, extended, vocabulary_lines
+from lm.model.files import save_model
+from lm.run import Run, TrainedRun
+from lm.training.run_folder import write_run_metadata
+
+_OF_DATA = ("data.", "name", "run_dir")
+"""Keys, or prefixes of keys, that may differ from those of the run."""
+_log = logging.getLogger(__name__)
+
+
+def with_text(config: Config, text: Path, min_count: int) -> Config:
+    """The configuration of a run whose training split is another text.
+
+    Words that occur less often than `min_count` there are not new.
+    """
+    if config.data.sequences == "independent":
+        raise UserError("--text is for a model of a text: new items are in --data.files.train=FILE")
+    data = DataConfig(dir=config.data.dir, files=SplitFiles(train=str(text.absolute())))
+    data = replace(data, keep_empty_lines=config.data.keep_empty_lines)
+    tokenizer = replace(config.tokenizer, min_count=min_count, vocab_size=None)
+    return replace(config, data=data, tokenizer=tokenizer)
+
+
+def extend(
+    trained: TrainedRun,
+    config: Config,
+    *,
+    text: Path | None = None,
+    min_count: int = 1,
+    progress: bool = True,
+) -> None:
+    """Write a run with the new words of other data to `config.run_path`; log their number.
+
+    Args:
+        trained: the run, which remains as it is.
+        config: that of the run, with other data or another folder.
+        text: a file of text in place of the data.
+        min_count: number of times that a new word of `text` occurs at least.
+        progress: whether progress bars are shown on stderr.
+
+    Raises:
+        UserError: the data has no new word, another key differs, the run is not one of words in
+            classes, or a file cannot be read or written.
+    """
+    config = replace(config, data=replace(config.data, prepared_dir=None))
+    _check(trained, config)
+    config = config if text is None else with_text(config, text, min_count)
+    found = extended(trained, config, progress=progress)
+    what = "items" if trained.is_independent else "words"
+    if not found.num_new:
+        if trained.is_independent or text is None:
+            where = "the training split of the data"
+        else:
+            where = f"{text} (--min-count {min_count})"
+        moved = "; those from data.valid_from on are not in it" * (config.data.split == "time")
+        raise UserError(f"{trained.folder} has all {what} of {where}{moved}")
+    if trained.is_independent:
+        _compare_events(trained, found)
+    with new_folder(config.run_path) as folder:
+        sections = config.data, config.tokenizer, config.needed_classes
+        speller, origin = None, trained.description.weights_sha256
+        if (trained.folder / SPELLER).exists() and isinstance(found.tokenizer, WordTokenizer):
+            speller = trained.speller.outside(found.tokenizer.words)
+        given = Given(origin, found.tokenizer, found.counts, found.levels, speller)
+        prepared = prepare_with(*sections, folder / "data", given, progress=progress)
+        write_run_metadata(Run.of(replace(config, run_dir=str(folder)), prepared=prepared))
+        write_hashed(folder / "config.yaml", [to_yaml(config).encode()])
+        sha256 = prepared.tokenizer_sha256
+        description = replace(trained.description, valid_perplexity=None, valid_ndcg=None)
+        description = replace(description, tokenizer_sha256=sha256)
+        save_model(folder, found.state, description)
+    num_special = 2 if trained.is_independent else 0
+    num_all = found.tokenizer.vocab_size - num_special
+    _log.info("%d new %s, %d in all", found.num_new, what, num_all)
+
+
+def _compare_events(trained: TrainedRun, found: Extended) -> None:
+    """Warn of data that has fewer items than the run was trained with."""
+    assert found.counts is not None
+    counts = [count for _, count in vocabulary_lines(trained)]
+    tokenizer = trained.tokenizer
+    before = sum(counts) - counts[tokenizer.eos_id] - counts[tokenizer.unk_id]
+    if found.counts.sum() < before:
+        text = "the training split has %d events, that of %s had %d: all so far should be in it"
+        _log.warning(text, found.counts.sum(), trained.folder, before)
+
+
+def _check(trained: TrainedRun, config: Config) -> None:
+    """Raises UserError if the run cannot be extended so."""
+    name = trained.folder
+    if trained.tokenizer.kind != "words":
+        raise UserError(f"{name}: lm extend requires tokenizer.kind: words; pieces spell new words")
+    others = [
+        f"{key}: {old} → {new}"
+        for key, (old, new) in differences(trained.config, config).items()
+        if not key.startswith(_OF_DATA)
+    ]
+    if others:
+        raise UserError(f"lm extend changes the data alone, not {', '.join(others)}")
+    if config.run_path.resolve() == name.resolve():
+        raise UserError("lm extend writes another run: name its folder, --run_dir=FOLDER")
+    if config.run_path.exists():  # before the data are read
+        raise UserError(f"{config.run_path} already exists: delete it, or choose another name")

@@ -1,0 +1,70 @@
+"""Words by their beginnings, for text that is typed or recognised letter by letter."""
+
+from bisect import bisect_left
+
+import torch
+from torch import Tensor
+
+from data_prep.errors import UserError
+from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
+from lm.generation.text import checked_count, checked_text
+from lm.model.language_model import OutputLayer
+from lm.output import HierarchicalSoftmax
+
+SEARCHED = 256
+"""Most probable words among which completions are looked for first."""
+FEW_ROWS = 1 / 4
+"""Share of the rows of the output layer up to which all words with a beginning are computed."""
+
+
+class Completions:
+    """The words of a model in alphabetical order, without `<eos>` and `<unk>`.
+
+    Raises:
+        UserError: if the model is of pieces of words.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if not isinstance(tokenizer, WordTokenizer):
+            raise UserError("completions require a model of words, not of pieces of words")
+        words = sorted((word.encode(), id) for id, word in enumerate(tokenizer.words))
+        words = [pair for pair in words if pair[1] not in (tokenizer.eos_id, tokenizer.unk_id)]
+        self._words, self._lowercase = [word for word, _ in words], tokenizer.lowercase
+        self._id = torch.tensor([id for _, id in words], dtype=torch.int64)
+        self._place = torch.full((tokenizer.vocab_size,), -1)
+        self._place[self._id] = torch.arange(len(words))
+
+    def interval(self, beginning: str) -> slice:
+        """The places of the words that begin with a text, which may be such a word itself."""
+        text = checked_text(beginning)
+        first = (text.lower() if self._lowercase else text).encode()
+        return slice(bisect_left(self._words, first), bisect_left(self._words, first + b"\xff"))
+
+    def ids(self, beginning: str) -> Tensor:
+        """The ids [K] of the words that begin with a text."""
+        return self._id[self.interval(beginning)]
+
+    @torch.no_grad()
+    def best(
+        self, output: OutputLayer, hidden: Tensor, beginning: str, k: int
+    ) -> tuple[list[int], list[float]]:
+        """The k most probable words with a beginning, and log-probabilities; all if they are fewer.
+
+        They are exact. Where such words are spread over many classes, a search for the most
+        probable of all words, which opens few classes, mostly has k of them.
+        """
+        checked_count("words", k)
+        found, ids = self.interval(beginning), self.ids(beginning)
+        k = min(k, len(ids))
+        if isinstance(output, HierarchicalSoftmax) and k:
+            arrays = output.tree.arrays
+            nodes = torch.unique(arrays.node_of_row[arrays.row_of_word[ids.to(hidden.device)]])
+            if arrays.num_children[nodes].sum() > FEW_ROWS * output.tree.num_rows:
+                searched = output.topk(hidden, min(SEARCHED, output.vocab_size))
+                log_prob, word = (each.cpu() for each in searched)
+                place = self._place[word]
+                chosen = ((found.start <= place) & (place < found.stop)).nonzero()[:k, 0]
+                if len(chosen) == k:
+                    return word[chosen].tolist(), log_prob[chosen].tolist()
+        log_prob, place = output.candidate_log_prob(hidden, ids.to(hidden.device)).cpu().topk(k)
+        return ids[place].tolist(), log_prob.tolist()

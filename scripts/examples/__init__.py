@@ -1,1 +1,0 @@
-"""Examples of programs that use trained models."""

@@ -1,0 +1,206 @@
+"""New words of a text: `lm extend --text`, and `lm train --init-from`, which then trains."""
+
+import json
+import math
+import os
+import random
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from shutil import rmtree
+
+import pytest
+import torch
+
+import lm
+from lm.cli import main
+from lm.extension import begin_from
+from lm.extension.words import extended
+from lm.loaded import LoadedModel
+from lm.model.files import load_model
+from lm.output import HierarchicalSoftmax
+from lm.run import Run, TrainedRun
+from lm.training.batches import Batches
+from lm.training.checkpoint import load_checkpoint
+from tests.training.tiny_runs import outcome
+
+RECIPE = """\
+name: old
+data: {files: {train: old.txt, valid: valid.txt}}
+classes: {num_word_classes: 4}
+model: {hidden: 8, layers: 1}
+optim: {lr: 0.05}
+train: {max_steps: 3, batch_size: 4, seq_len: 8, threads: 1, accelerator: cpu}
+"""
+TIED = ["word_table.tied=true", "model.input_embedding=path_sum"]
+SHAPES = {
+    "lstm, shortlist, a vector for each word": ["classes.shortlist=3", "model.embedding=5"],
+    "transformer, tied": ["model.backbone=transformer", "word_table.tied=true"],
+    "path sums, row-wise": [
+        *("model.input_embedding=path_sum", "word_table.gradients=row_wise"),
+        *("word_table.optimizer=adagrad", "classes.shortlist=2"),
+    ],
+    "input tree, full softmax": ["output.tree=full", "model.input_tree=two_level"],
+    "input tree, tied, full softmax": ["output.tree=full", "model.input_tree=two_level", *TIED],
+    "pieces, three levels": ["output.tree=multi_level", "model.input_pieces=20"],
+    "fp64, tied path sums": ["train.precision=64-true", *TIED],
+}
+PIECES = ["tokenizer.kind=sentencepiece", "tokenizer.vocab_size=30", "output.tree=full"]
+NOUNS = ("cat", "dog", "bird", "man", "horse", "fish", "cow")
+NAMES = ("Ada", "Zoe")
+VERBS = ("sees", "hears", "likes", "follows")
+
+
+def sentences(seed: int, count: int, nouns: tuple[str, ...] = NOUNS) -> str:
+    rng = random.Random(seed)
+    lines = [[rng.choice(nouns), rng.choice(VERBS), "the", rng.choice(nouns)] for _ in range(count)]
+    return "".join(f"{' '.join(line)}\n" for line in lines)
+
+
+@pytest.fixture(autouse=True)
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old text, and a new one with names."""
+    monkeypatch.chdir(tmp_path)
+    Path("old.yaml").write_text(RECIPE)
+    Path("new.yaml").write_text(RECIPE.replace("old", "new"))
+    Path("old.txt").write_text(sentences(0, 60))
+    Path("new.txt").write_text(sentences(1, 30, NOUNS[:3] + NAMES))
+    Path("valid.txt").write_text(sentences(2, 10))
+
+
+def train(name: str, *arguments: str) -> Path:
+    """Train a recipe without a progress bar; returns the folder."""
+    assert main(["train", f"{name}.yaml", "--no-progress", *arguments]) == 0
+    return Path("runs", name)
+
+
+def options(keys: list[str]) -> list[str]:
+    return [f"--{key}" for key in keys]
+
+
+def softmax(model: LoadedModel) -> HierarchicalSoftmax:
+    assert isinstance(model.model.output, HierarchicalSoftmax)
+    return model.model.output
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_both_commands_give_new_words_the_same_rows_and_old_ones_keep_their_ratios(
+    shape: str,
+) -> None:
+    keys = options(SHAPES[shape])
+    run = train("old", *keys)
+    assert main(["extend", str(run), "--text=new.txt", "--run_dir=next"]) == 0
+    before, after = lm.load(run, threads=1), lm.load("next", threads=1)
+    known = [before.word(id) for id in range(before.vocab_size)]
+    assert [after.word(id) for id in range(after.vocab_size)] == [*known, *NAMES]
+    was, now = (model.log_prob("cat sees the") for model in (before, after))
+    assert now.exp().sum().item() == pytest.approx(1, abs=1e-5)
+    tree, larger = softmax(before).tree, softmax(after).tree
+    node = tree.node_of_row[tree.row_of_word]
+    for each in torch.unique(node).tolist():  # the words of a class, or of the shortlist
+        ids = (node == each).nonzero().flatten()
+        ratios = [found[ids] - found[ids[0]] for found in (was, now)]
+        torch.testing.assert_close(*ratios, rtol=0, atol=1e-4)
+    assert larger.num_nodes == tree.num_nodes
+    assert larger.node_of_row[larger.row_of_word[: len(known)]].tolist() == node.tolist()
+    of_name = after.log_prob("cat sees the")[after.id("Ada")].exp()
+    assert of_name > 0.01
+    assert main(["evaluate", "next", "--text=new.txt", "--open-vocabulary"]) == 0
+    new = Run.read("new.yaml", keys)
+    begin_from(TrainedRun.open(run), new, progress=False)
+    weights = load_checkpoint(new.folder / "checkpoints/last.ckpt")["model"]
+    for name, tensor in after.model.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "pieces of sentencepiece"])
+def test_with_the_same_words_training_begins_with_the_perplexity_of_the_run(
+    shape: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = options(SHAPES.get(shape, PIECES))
+    run = train("old", *keys)
+    (Path("other.txt")).write_text(sentences(3, 30))
+    train("new", *keys, f"--init-from={run}", "--data.files.train=other.txt")
+    found = re.findall(r"validation perplexity ([\d.,]+) on", caplog.text)
+    expected = f"{TrainedRun.open(run).description.valid_perplexity:,.2f}"
+    assert found == [expected, expected]
+    assert ", 0 new" in caplog.text
+    content = json.loads(Path("runs/new/init.json").read_text())
+    assert content["weights_sha256"] == TrainedRun.open(run).description.weights_sha256
+    tree, trained = Run.read("runs/new").tree, TrainedRun.open(run).model
+    assert isinstance(trained.output, HierarchicalSoftmax)
+    assert tree is not None
+    assert tree.row_of_word.tolist() == trained.output.tree.row_of_word.tolist()
+
+
+@pytest.mark.parametrize("shape", ["lstm, shortlist, a vector for each word", "transformer, tied"])
+def test_a_run_that_has_begun_from_another_continues_without_it(
+    shape: str, before_call: Callable[..., None], complaint: Callable[..., str]
+) -> None:
+    keys = [*options(SHAPES[shape]), "--train.max_steps=6", "--model.dropout=0.3"]
+    run = train("old", *keys)
+    whole = train("new", *keys, f"--init-from={run}")
+    expected = outcome(whole)
+    arguments = ["train", "new.yaml", "--no-progress", *keys, f"--init-from={run}"]
+    assert "already contains a run: continue it with --resume auto" in complaint(*arguments)
+    rmtree(whole)
+    fatal = [3, 0]
+
+    def kill(_: Batches, number: int) -> None:
+        if fatal and number == fatal[-1]:
+            fatal.pop()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before_call(Batches, "__getitem__", kill)
+    with pytest.raises(SystemExit):
+        main(arguments)
+    rmtree(run)
+    with pytest.raises(SystemExit):
+        main(["train", "runs/new", "--no-progress", "--resume=auto"])
+    assert main(["train", "runs/new", "--no-progress", "--resume=auto"]) == 0
+    assert outcome(whole) == expected
+
+
+def test_no_other_run_gets_the_words_of_a_run_that_has_begun_from_another(
+    complaint: Callable[..., str],
+) -> None:
+    run = train("old")
+    new = train("new", f"--init-from={run}", "--data.files.train=new.txt")
+    assert main(["train", "new.yaml", "--no-progress", "--name=anew"]) == 0
+    words = [Path(folder, "vocab.txt").read_text() for folder in (new, "runs/anew")]
+    assert ["horse\t" in each for each in words] == [True, False]
+    assert main(["prepare", str(new)]) == 0
+    assert Path(new, "data", "vocab.txt").read_text() == words[0]
+    data = f"--data.prepared_dir={new}/data"
+    assert "has the words of a trained run" in complaint("train", "new.yaml", "--name=x", data)
+    text = complaint("train", "new.yaml", "--name=x", data, f"--init-from={run}")
+    assert "has data already, and --init-from prepares others" in text
+
+
+def test_rows_of_new_words_are_better_than_means_and_these_than_random_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Path("new.txt").write_text(sentences(1, 60, NOUNS[:3] + NAMES))
+    run = train("old", "--train.max_steps=60", "--model.hidden=16")
+    trained, config = TrainedRun.open(run), Run.read("new.yaml").config
+    found = {"convex": extended(trained, config, progress=False)}
+    monkeypatch.setattr("lm.extension.rows.MAX_NEW_LOGITS", 0)
+    found["mean"] = extended(trained, config, progress=False)
+    states = {name: each.state for name, each in found.items()}
+    states["random"] = {name: tensor.clone() for name, tensor in states["mean"].items()}
+    rows = states["random"]["output.tree.row_of_word"][-len(NAMES) :]
+    weight = states["random"]["output.weight"]
+    weight[rows] = torch.empty_like(weight[rows]).uniform_(-0.25, 0.25)
+    states["random"]["output.bias"][rows] = 0
+    tokenizer = found["mean"].tokenizer
+    lines = sentences(9, 40, NOUNS[:3] + NAMES).splitlines()
+    ids = torch.tensor([[tokenizer.eos_id, *tokenizer.encode(line)] for line in lines]).T
+    is_new, nll = ids[1:] >= trained.model.vocab_size, dict[str, float]()
+    for name, state in states.items():
+        model, _ = load_model(run, trained.description, state)
+        with torch.no_grad():
+            hidden, _ = model(ids[:-1])
+        nll[name] = model.output.loss(hidden, ids[1:], "none")[is_new].mean().item()
+    assert nll["convex"] < nll["mean"] < nll["random"]
+    assert nll["convex"] < math.log(20)
