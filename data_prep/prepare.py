@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.classes.class_file import lowest_classes
-from data_prep.corpus.hints import compared, noted
+from data_prep.corpus.hints import compared, continued, noted
 from data_prep.corpus.lines import SPLITS
 from data_prep.corpus.reader import read_lines
 from data_prep.errors import DataError, UserError
@@ -211,6 +211,8 @@ def _valid_stages(folder: Path, found: Meta | None, requested: Meta, changed: Se
     """The requested record with the finished stages that are still valid."""
     if found is None or found.tokenizer is None or changed & {"data", "tokenizer", "train"}:
         return requested
+    if "valid" in changed and requested.settings["data"].get("user_field"):
+        changed = changed | {"test"}  # events of validation are known there
     intact = partial(_is_intact, folder, found)
     if not intact(TOKENIZER):
         return requested
@@ -328,6 +330,8 @@ class _Stages:
         num_known: list[int] = []
         if self.data.sequences == "independent":
             lowercase = self.tokenizer.lowercase
+            if split != "train" and self.data.user_field is None:
+                lines = continued(lines, read_lines(self.data, "train"), split)
             lines = counted_known(lines, split, num_known, lowercase=lowercase)
         elif split == "train":
             others = {s: read_lines(self.data, s) for s in SPLITS[1:] if s in meta.inputs}

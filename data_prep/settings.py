@@ -97,7 +97,8 @@ class DataConfig(Strict):
     of a hash of user, time and item, whatever the order of the rows is.
     """
     split: Literal["files", "leave_one_out", "time"] = "files"
-    """user_field: files: each split has files of its own. Otherwise `files.train` has all events.
+    """user_field: files: each split has files of its own; events that a user has in those of an
+    earlier split are known, and not predicted. Otherwise `files.train` has all events.
     leave_one_out: the last item of a user is test and the one before it validation; users with
     fewer than three events are in training alone. time: events from `valid_from` on are validation,
     and from `test_from` on test.

@@ -15,6 +15,15 @@ from lm.scoring.run_ngram import RunNGram
 from lm.states import Prefix, State, Step
 
 
+def _refused(name: str, advice: str = "load the model without ngram=True") -> Any:
+    """A method that has no meaning for a mixture."""
+
+    def method(*_: Any, **__: Any) -> NoReturn:
+        raise ValueError(f"{name}: {advice}")
+
+    return method
+
+
 class MixedModel(LoadedModel):
     """The mixture of `lm.scoring.run_ngram`, made by `lm.load(…, ngram=True)`.
 
@@ -93,14 +102,8 @@ class MixedModel(LoadedModel):
         log_prob = np.concatenate(tokens)
         return perplexity(-float(log_prob.sum()), len(log_prob))
 
-    def evaluate(self, text: str) -> NoReturn:
-        """Not for a mixture."""
-        raise ValueError("evaluate: use perplexity, or lm evaluate --ngram")
-
-    def generate(self, *_: Any, **__: Any) -> NoReturn:
-        """Not for a mixture."""
-        raise ValueError("generate: load the model without ngram=True")
-
-    def search(self, *_: Any, **__: Any) -> NoReturn:
-        """Not for a mixture."""
-        raise ValueError("search: load the model without ngram=True")
+    evaluate = _refused("evaluate", "use perplexity, or lm evaluate --ngram")
+    generate, search, complete = map(_refused, ("generate", "search", "complete"))
+    prefix_log_prob, continuation_log_prob = map(
+        _refused, ("prefix_log_prob", "continuation_log_prob")
+    )

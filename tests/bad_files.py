@@ -49,6 +49,7 @@ BAD_FILES = r"""\
   ngram 2==>ngram 3= | its head states 0 2-grams, and 1 follow
   2-grams:\n=>2-grams:\n-1 a\n | expected log10 P, 2 words and
   2-grams:\n=>2-grams:\nx\ta b\n | line 14: expected log10 P
+  2-grams:\n=>2-grams:\nNaN\tthe qu\n | line 14: expected log10 P, 2 words
   2-grams:\n=>2-grams:\n0.48\ta b\n | line 14: log10 P is 0.48, above 0
   1-grams:\n=>1-grams:\n1e-3\tx\n | line 7: log10 P is 0.001, above 0
   a comment=>iARPA | own format: convert it by compile-lm --text=yes … arpa.txt

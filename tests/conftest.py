@@ -231,6 +231,7 @@ def items_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         start = rng.integers(20)
         for time in range(rng.integers(1, 9)):
             rows.append(f"u{user},item {(start + time) % 20},{time}")
+    rows += ["u61,item 3,1", "u61,rare,2", "u61,item 4,3"]  # the second is in no event of training
     rows += ["u60,item 3,1", "u60,item 4,2", "u60,never seen before,3"]
     (folder / "events.csv").write_text("\n".join(rows))
     config = folder / "items.yaml"

@@ -80,7 +80,7 @@ def test_a_validation_without_items_of_the_catalogue_is_a_mistake_of_the_user(
 def test_without_a_time_the_order_is_that_of_the_rows(printed: Callable[..., str]) -> None:
     write("a.jsonl", "u", "i", "t", [3, 4])
     summary = printed("new", "my.yaml", "--text=a.jsonl", "--items", "u", "i")
-    assert "with 4 items, in the order of the rows\n" in summary
+    assert "with 4 items (2 in valid and test alone), in the order of the rows\n" in summary
     assert "runs/my --ranking\n" in summary
     data = load_config("my.yaml").data
     assert (data.format, data.user_field, data.item_field) == ("json", "u", "i")
@@ -96,7 +96,10 @@ def test_lines_of_a_user_and_items_become_a_table_as_the_error_says(
     command = problem[problem.index("awk") : problem.index(", --items")]
     subprocess.run(command.replace("FILE", "toys.txt"), shell=True, check=True)
     summary = printed(*new, "--text=NEW.csv", *columns)
-    assert "NEW.csv, 7 events of 2 users with 5 items, in the order of the rows\n" in summary
+    assert (
+        "7 events of 2 users with 5 items (2 in valid and test alone), in the order of the rows\n"
+        in summary
+    )
 
 
 def test_more_events_have_the_settings_of_the_recipe_for_items() -> None:
@@ -137,3 +140,12 @@ def test_a_column_of_few_words_is_warned_of(caplog: pytest.LogCaptureFixture) ->
     write("a.csv", "who", "what", "when", [2, 1])
     assert main(["new", "my.yaml", "--text=a.csv"]) == 0  # the only column of text
     assert "column who has few words: a table of events needs --items USER ITEM TIME" in caplog.text
+
+
+def test_columns_are_named_once(complaint: Callable[..., str]) -> None:
+    write("a.csv", "who", "what", "when", [2, 1])
+    Path("c.csv").write_text("u0,i0,17\nu1,i1,18\n")
+    new = ("new", "my.yaml", "--text=a.csv", "--items", "who", "who", "when")
+    assert "are one column, 'who'" in complaint(*new)
+    problem = "c.csv: the first row looks like data, not names: name"
+    assert problem in complaint("new", "my.yaml", "--text=c.csv")

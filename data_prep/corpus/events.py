@@ -6,28 +6,25 @@ An item is one word of its line. `item_word` writes white space and `%` in it as
 
 import logging
 import re
-from bisect import bisect_left
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import islice, pairwise
-from pathlib import Path
+from itertools import pairwise
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 import numpy as np
 import pyarrow
 from numpy.typing import NDArray
-from pyarrow import compute, parquet
 
+from data_prep.corpus.event_table import as_times, read_table
 from data_prep.corpus.formats import reading
-from data_prep.corpus.lines import SPLITS, input_files, log_once, records
-from data_prep.errors import DataError, UserError
+from data_prep.corpus.lines import SPLITS, input_files, log_once
+from data_prep.errors import UserError
 from data_prep.sequences import RARE_REPEATS
 from data_prep.settings import DataConfig, SplitFiles
 
-ROWS = 1 << 16
-"""Rows of a file without columns that are in memory as Python objects."""
 SHARES = {"valid_from": 0.8, "test_from": 0.9}
 """Default shares of the events before each limit of a split by time."""
 FAR, RECENT = 30, 1e8
@@ -74,14 +71,17 @@ class EventCounts(NamedTuple):
     users: int
     items: int
     short: int  # users with fewer than three events
+    held_out: int  # items that no event of training has
 
 
 def count_events(data: DataConfig) -> EventCounts:
     """Count the events of the training files; raises UserError as `event_lines`."""
     events = _read(data, "train", warn=True)
-    _cuts(events, data)
+    _, end = _cuts(events, data)["train"]
+    num_trained = len(np.unique(events.item[np.arange(len(events.item)) < end[events.user]]))
     num_short = int((events.end - events.begin < 3).sum())
-    return EventCounts(len(events.item), len(events.begin), len(events.words), num_short)
+    counts = len(events.item), len(events.begin), len(events.words)
+    return EventCounts(*counts, num_short, counts[2] - num_trained)
 
 
 def histories(data: DataConfig, path: str) -> Iterator[tuple[str, list[str]]]:
@@ -108,20 +108,84 @@ def user_lines(data: DataConfig, split: str) -> Iterator[tuple[str, str]]:
     """
     events = _read(data, split, warn=split == "train" or data.split == "files")
     words, num_events = events.words, events.end - events.begin
-    if data.split == "files" and split != "train" and data.files.train:
-        users = replace(data, item_field=str(data.user_field), time_field=None)
-        if both := len({*events.names} & {*_read(users, "train").names}):
-            found = f"{both:,} of {len(events.names):,} users are in data.files.train too"
-            log_once(f"{split}: {found}: what they did there is not known here")
     if data.split == "leave_one_out" and split == "valid" and (num_events < 3).any():
         text = "%d of %d users have fewer than three events and are in training alone"
         _log.info(text, (num_events < 3).sum(), len(num_events))
-    cuts = [each.tolist() for each in (events.begin, *_cuts(events, data)[split])]
+    to_predict, ends = _cuts(events, data)[split]
+    if data.split == "files":
+        to_predict = to_predict + _num_known(events, data, split)
+    cuts = [each.tolist() for each in (events.begin, to_predict, ends)]
     for name, first, cut, last in zip(events.names, *cuts, strict=True):
         if cut < last:
             parts = [" ".join(words[events.item[a:b]]) for a, b in ((first, cut), (cut, last))]
             has_known = split != "train" and data.split != "files"
-            yield name, "\t".join(parts) if has_known else parts[1]
+            yield name, "\t".join(parts) if has_known or first < cut else parts[1]
+
+
+def _num_known(events: _Events, data: DataConfig, split: str) -> Ints:
+    """Events of each user [U] up to the last one that the files of an earlier split have too.
+
+    With times, it is one of the same user, item and time. Without, all of the user's events there
+    have to be the first ones here. The log has the numbers.
+    """
+    known = np.zeros(len(events.begin), np.int64)
+    for other in SPLITS[: SPLITS.index(split)]:
+        if not getattr(data.files, other):
+            continue
+        earlier, key = _read(data, other), f"data.files.{other}"
+        user, item = (
+            np.array([place.get(each, -1) for each in mine], np.int64)
+            for mine, place in (
+                (events.names, {each: place for place, each in enumerate(earlier.names)}),
+                (events.words, {each: place for place, each in enumerate(earlier.words)}),
+            )
+        )
+        columns = [(user[events.user], earlier.user), (item[events.item], earlier.item)]
+        is_shared = _are_in(columns)
+        if data.time_field is None:
+            is_same = _continued(events, earlier, user, columns[1])
+        elif (events.time.dtype.kind == "M") != (earlier.time.dtype.kind == "M"):
+            problem = "the times of one are dates, those of the other numbers"
+            raise UserError(f"data.files.{split} and {key}: {problem}")
+        else:
+            is_same = _are_in([*columns, (events.time, earlier.time)])
+        num_known, same = np.zeros_like(known), np.flatnonzero(is_same)
+        np.maximum.at(num_known, events.user[same], same + 1 - events.begin[events.user[same]])
+        if num_users := int((num_known > 0).sum()):
+            text = f"{num_known.sum():,} events of {num_users:,} users are known from {key}"
+            log_once(f"{split}: {text}: they are not predicted")
+        is_other = (user >= 0) & (num_known == 0)
+        if num_users := int(is_other.sum()):
+            text = f"{num_users:,} of {len(user):,} users are in {key} too"
+            log_once(f"{split}: {text}: what they did there is not known here")
+        if data.time_field is None and (doubled := int((is_shared & is_other[events.user]).sum())):
+            text = f"{doubled:,} events of them have the user and item of one in {key}"
+            log_once(f"{split}: {text}: they are predicted, remove those that are the same")
+        known = np.maximum(known, num_known)
+    return known
+
+
+def _are_in(columns: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Any:
+    """Whether each row of some columns [n] is one of the others' rows."""
+    keys = np.zeros(sum(map(len, columns[0])), np.int64)
+    for column in map(np.concatenate, columns):
+        _, values = np.unique(column, return_inverse=True)
+        _, keys = np.unique(keys * len(keys) + values, return_inverse=True)
+    size = len(columns[0][0])
+    return np.isin(keys[:size], keys[size:])
+
+
+def _continued(events: _Events, others: _Events, user: Ints, items: tuple[Ints, Ints]) -> Any:
+    """Whether each event [n] is one of those of all of its user's others, if it begins with these.
+
+    `user` [U] has the place among the others, or -1; `items`, the items of both, by others' places.
+    """
+    found = np.zeros(len(events.item), bool)
+    for mine in np.flatnonzero(user >= 0).tolist():
+        theirs = items[1][others.begin[user[mine]] : others.end[user[mine]]]
+        rows = slice(events.begin[mine], min(events.begin[mine] + len(theirs), events.end[mine]))
+        found[rows] = np.array_equal(items[0][rows], theirs)
+    return found
 
 
 def _cuts(events: _Events, data: DataConfig) -> dict[str, tuple[Ints, Ints]]:
@@ -151,7 +215,7 @@ def _limit(events: _Events, name: str, data: DataConfig) -> Any:
     given, key = getattr(data, name), f"data.{name}"
     if given is None:
         return np.quantile(events.time, SHARES[name], method="higher")
-    limit = _times(pyarrow.chunked_array([[given]]), key).to_numpy()[0]
+    limit = as_times(pyarrow.chunked_array([[given]]), key).to_numpy()[0]
     if (is_date := limit.dtype.kind == "M") != (events.time.dtype.kind == "M"):
         expected, found = ("number", "date") if is_date else ("date", "number")
         raise UserError(f"{key}: expected a {expected}, as data.time_field has, got a {found}")
@@ -166,7 +230,7 @@ def _shown(time: Any) -> str:
 def _read(data: DataConfig, split: str, *, warn: bool = False) -> _Events:
     """Read and sort the events of the files of a split."""
     paths = input_files(data, split)
-    tables = [_table(path, data) for path in paths]
+    tables = [read_table(path, data) for path in paths]
     with reading(f"data.files.{split}"):
         table = pyarrow.concat_tables(tables, promote_options="permissive")
     if not len(table):  # of parquet; other files may have some
@@ -216,12 +280,23 @@ def _warn(events: _Events, data: DataConfig) -> None:
         share = f"{count:,} of {total:,} events ({100 * count / total:.3g} %)"
         log_once(f"{events.source}: {share} {problem}")
     for kind, names in (("users", events.names), ("items", map(word_item, events.words))):
-        forms = {name: " ".join(name.split()) for name in names}
+        forms = {name: _form(name) for name in names}
         first = {form: name for name, form in reversed(forms.items())}
         pairs = [(first[form], name) for name, form in forms.items() if first[form] != name]
         if pairs:
-            text = "{}: {} that differ from others by white space alone: {:,}, as {!r} and {!r}"
-            log_once(text.format(events.source, kind, len(pairs), *pairs[0]))
+            text = "{}: {} that differ from others by {} alone: {:,}, as {!a} and {!a}"
+            by = "white space, invisible characters, Unicode form, leading zeros or .0"
+            log_once(text.format(events.source, kind, by, len(pairs), *pairs[0]))
+
+
+def _form(name: str) -> str:
+    """What names that probably are of one user or item have in common."""
+    if not name.isascii():
+        name = unicodedata.normalize("NFC", name)
+        name = "".join(each for each in name if unicodedata.category(each) != "Cf")
+    name = " ".join(name.split())
+    number = re.fullmatch(r"0*(\d+?)(?:\.0+)?", name)
+    return number[1] if number else name
 
 
 def _problems(events: _Events, data: DataConfig) -> Iterator[tuple[int, str]]:
@@ -231,6 +306,15 @@ def _problems(events: _Events, data: DataConfig) -> Iterator[tuple[int, str]]:
         doubled = int(_equal(user, item).sum())
         if doubled > RARE_REPEATS * len(user):
             yield doubled, "have the user and item of the row before"
+        size = events.end - events.begin
+        half = size // 2
+        first = np.flatnonzero(np.arange(len(user)) - events.begin[user] < half[user])
+        is_same = item[first] == item[first + half[user[first]]]
+        num_same = np.bincount(user[first[is_same]], minlength=len(half))
+        is_twice = (num_same == half) & (2 * half == size) & (size > 2)
+        if 2 * is_twice.sum() > len(half):
+            text = "repeat all earlier ones of their user: does the table have its rows twice?"
+            yield half[is_twice].sum(), text
         return
     times, sizes = np.unique(time, return_counts=True)
     most = sizes.argmax()
@@ -256,95 +340,3 @@ def _problems(events: _Events, data: DataConfig) -> Iterator[tuple[int, str]]:
         other = "; random makes figures independent of it" * (data.ties == "rows")
         text = f"share user and time with another: {what} theirs (data.ties: {data.ties}{other})"
         yield len(tied), text
-
-
-def _table(path: Path, data: DataConfig) -> Any:
-    """The columns user, item and, if there is one, time of a file, without a value missing."""
-    fields = {"user": data.user_field, "item": data.item_field, "time": data.time_field}
-    given = {name: field for name, field in fields.items() if field is not None}
-    with reading(str(path)):
-        table = _columns(path, data.format, list(dict.fromkeys(given.values())))
-    empty = {name: table[field] for name, field in given.items() if table[field].null_count}
-    if empty:
-        counts = ", ".join(
-            f"data.{name}_field {given[name]}: {column.null_count}, the first in row"
-            f" {column.is_null().index(True).as_py() + 1}"
-            for name, column in empty.items()
-        )
-        raise DataError(f"{path}: rows without a value ({counts}; row 1 is the first): remove them")
-    found = {}
-    for name, field in given.items():
-        key, column = f"{path}: data.{name}_field {field}", table[field]
-        if pyarrow.types.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
-        is_text = _is_text(column.type)
-        if name != "time" and not (is_text or pyarrow.types.is_integer(column.type)):
-            raise UserError(f"{key}: expected text or integers, got {column.type}")
-        if name != "time" or is_text:
-            column = column.cast(pyarrow.large_string())
-        if is_text and compute.any(compute.equal(column, "")).as_py():
-            row = compute.index(column, "").as_py() + 1
-            raise UserError(f"{key}: row {row} is empty")
-        if name == "time":
-            column = _times(column, key)
-        found[name] = column
-    return pyarrow.table(found)
-
-
-def _is_text(kind: Any) -> bool:
-    return kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
-
-
-def _columns(path: Path, format: str, fields: list[str]) -> Any:
-    """The named columns of a file."""
-    if format == "parquet":
-        with parquet.ParquetFile(path) as file:
-            _check_columns(path, fields, file.schema_arrow.names)
-            return file.read(columns=fields)
-    rows, tables = records(path, format), list[Any]()
-    while chunk := list(islice(rows, ROWS)):
-        if not tables:
-            _check_columns(path, fields, chunk[0])
-        columns = [[row.get(field) for row in chunk] for field in fields]
-        tables.append(pyarrow.table(dict(zip(fields, columns, strict=True))))
-    if not tables:
-        raise UserError(f"{path}: the table has no row")
-    return pyarrow.concat_tables(tables, promote_options="permissive")
-
-
-def _check_columns(path: Path, fields: list[str], found: Any) -> None:
-    for field in fields:
-        if field not in found:
-            columns = ", ".join(map(repr, found))
-            keys = "name them by data.user_field, item_field and time_field (lm new: --items)"
-            raise UserError(f"{path} has no column {field!r}, only {columns}: {keys}")
-
-
-def _times(column: Any, key: str) -> Any:
-    """Times as integers, floats or dates in microseconds; UserError names one that is none."""
-    if (found := _as_times(column)) is not None:
-        return found
-    row = bisect_left(range(len(column)), 1, key=lambda row: _as_times(column[: row + 1]) is None)
-    expected = f"a time like {column[0]} of row 1" if row else "a number, or 2024-10-06 (ISO 8601)"
-    place = f" in row {row + 1}" * (len(column) > 1)
-    raise UserError(f"{key}: expected {expected}, got {column[row]}{place}")
-
-
-def _as_times(column: Any) -> Any:
-    """Times as by `_times`; None if a value is none."""
-    kind, types = column.type, pyarrow.types
-    rounded = compute.CastOptions(pyarrow.timestamp("us"), allow_time_truncate=True)
-    targets = [pyarrow.float64() if types.is_floating(kind) or types.is_decimal(kind) else kind]
-    if _is_text(kind):
-        dates = [pyarrow.timestamp(unit, zone) for zone in (None, "UTC") for unit in ("us", "ns")]
-        targets = [pyarrow.int64(), pyarrow.float64(), *dates]
-    for target in targets:
-        try:
-            found = column.cast(target)
-            if not types.is_integer(target) and target != pyarrow.float64():
-                found = found.cast(options=rounded)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError):
-            continue
-        if np.isfinite(found.to_numpy()).all():
-            return found
-    return None

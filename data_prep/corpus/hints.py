@@ -8,12 +8,12 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
 from data_prep.corpus.formats import COMPRESSED_NAME, HEAD_BYTES, PARQUET, reading
-from data_prep.corpus.lines import TextFile, csv_rows, read_text, records
+from data_prep.corpus.lines import TextFile, csv_rows, looks_like_data, read_text, records
 from data_prep.errors import DataError
 from data_prep.storage import open_to_read
 
@@ -66,6 +66,7 @@ def find_text(path: Path, field: str | None) -> TextFile:
         columns = ", ".join(map(repr, texts or names))
         among = f", --text-field=NAME, of {columns}" if texts else f": none of {columns} is one"
         wrong = f"{found[0]!r} is no column of text: " if found else ""
+        wrong += "the first row looks like data, not names: " * looks_like_data(names)
         remedy = "name the column of the text (those of a table of events: --items USER ITEM TIME)"
         raise DataError(f"{path}: {wrong}{remedy}{among}")
     if field is None and len(names) > 1 and _num_spaces(cells[found[0]]) < least:
@@ -204,6 +205,29 @@ def compared(lines: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> Ite
                 split,
                 100 * (num_lines - num_unseen) / num_lines,
             )
+
+
+def continued(lines: Iterable[str], training: Iterable[str], split: str) -> Iterator[str]:
+    """Pass sequences of items on; warn if many predict those of a training sequence again.
+
+    It begins the sequence, and is longer than one item and than what is before a tab.
+    """
+    whole = {[*_hashes(line)][-1] for line in training if len(line.split()) > 1}
+    num_lines = num_again = 0
+    for line in lines:
+        num_lines += 1
+        known, tab, _ = line.partition("\t")
+        num_known = len(known.split()) if tab else 0
+        num_again += any(each in whole for each in islice(_hashes(line), num_known, None))
+        yield line
+    if num_again > MANY_REPEATED * num_lines:
+        text = "%s: %d of %d sequences begin with one of training, whose items are predicted again:"
+        logger.warning(f"{text} a tab after them makes them known", split, num_again, num_lines)
+
+
+def _hashes(line: str) -> Iterator[int]:
+    """A hash of the first word, of the first two, …."""
+    return islice(accumulate(line.split(), lambda *pair: hash(pair), initial=0), 1, None)
 
 
 def _totals(found: Counter[tuple[int, int]]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from io import BufferedReader, TextIOWrapper
@@ -200,8 +200,12 @@ class TextFile(NamedTuple):
                 yield from column_rows(records(path, format, field), field, str(path), nulls)
 
 
-def records(path: Path, format: str, field: str | None = None) -> Iterator[dict[str, Any]]:
+def records(
+    path: Path, format: str, field: str | None = None, fields: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file: column → value; of parquet, `field` alone if it is given.
+
+    CSV may have neither `field` nor one of the `fields` twice.
 
     The format is `json` (lines, or one array), `parquet` or `csv` (separated as its first line is).
     """
@@ -219,7 +223,7 @@ def records(path: Path, format: str, field: str | None = None) -> Iterator[dict[
         if field not in (None, header.strip('"')) and not {*CSV_SEPARATORS} & {*header}:
             expected = "expected a first line of names, separated by a comma, tab, semicolon or |"
             raise DataError(f"{path}: {expected}, got {header!r:.60}")
-        yield from csv_rows(chain([header], lines))
+        yield from csv_rows(chain([header], lines), fields=[*fields, *filter(None, [field])])
         return
     for number, line in enumerate(lines, 1):
         is_array = line.lstrip().startswith("[")
@@ -234,16 +238,27 @@ def records(path: Path, format: str, field: str | None = None) -> Iterator[dict[
             yield record
 
 
-def csv_rows(lines: Iterator[str], *, strict: bool = True) -> Iterator[dict[str, Any]]:
+def looks_like_data(names: Iterable[str]) -> bool:
+    """Whether one of the names of columns is a number or a date, as in a table without names."""
+    return any(re.fullmatch(r"[-+]?\d[-+\d.,:eETZ ]*", name) for name in names if name)
+
+
+def csv_rows(
+    lines: Iterator[str], *, strict: bool = True, fields: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of a CSV file.
 
-    With `strict`, quotes that are not closed and cells without a name are a `csv.Error`.
+    With `strict`, quotes that are not closed and cells without a name are a `csv.Error`, and two of
+    the `fields` with one name.
     """
     csv.field_size_limit(sys.maxsize)
     header = next(lines, "")
     text = (f"{line}\n" for line in chain([header], lines))
     separator = max(CSV_SEPARATORS, key=header.count)
-    for number, row in enumerate(csv.DictReader(text, delimiter=separator, strict=strict), 1):
+    reader = csv.DictReader(text, delimiter=separator, strict=strict)
+    if twice := [name for name in fields if [*(reader.fieldnames or [])].count(name) > 1]:
+        raise csv.Error(f"there are two columns {twice[0]!r}")
+    for number, row in enumerate(reader, 1):
         if strict and None in row and any(row.pop(None)):
             problem = "more cells than the first line has names: quote those with separators"
             raise csv.Error(f"row {number} has {problem}")

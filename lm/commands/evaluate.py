@@ -175,11 +175,13 @@ def _write(run: TrainedRun, name: str, values: dict[str, Any]) -> None:
 
 def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
     """Print how high the next items rank, and write it to `evaluate-<split>-ranking-….json`."""
-    from lm.commands.ranks import write_ranks
+    from lm.commands.ranks import check_ranks, write_ranks
     from lm.figures import as_json
     from lm.scoring.ranking import evaluate_ranking
 
     split, ranks = options.split, options.ranks and Path(options.ranks)
+    if ranks:
+        check_ranks(ranks)
     report = evaluate_ranking(
         run,
         split,

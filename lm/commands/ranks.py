@@ -1,5 +1,6 @@
 """The ranks of `lm evaluate --ranking --ranks`: a table with a row for each prediction."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pyarrow
 from pyarrow import parquet
 
 from data_prep.corpus.events import user_lines
-from data_prep.errors import DataError
+from data_prep.errors import DataError, UserError
 from data_prep.sequences import Sequences
 from data_prep.storage import write_atomically
 from lm.evaluation import encode_text
@@ -15,33 +16,58 @@ from lm.generation.items import Catalogue
 from lm.run import TrainedRun
 from lm.scoring.ranking_figures import Predictions
 
+COLUMNS = ["user", "position", "item", "rank", "probability"]
+
+
+def check_ranks(path: Path) -> None:
+    """Raise UserError if there is a file that `write_ranks` has not written."""
+    found = list[str]()
+    if path.is_file():
+        with suppress(OSError, ValueError):  # another file
+            found = parquet.read_schema(path).names
+    if path.exists() and found != COLUMNS:
+        raise UserError(f"--ranks {path}: this is no table of ranks, and would be replaced")
+
 
 def write_ranks(
     path: Path, run: TrainedRun, split: str, found: Predictions, sequences: Sequences
 ) -> None:
     """Write a parquet file: user, position, item, rank and probability of predictions of a split.
 
-    An item outside the catalogue has a row with its user alone, after those of the user's others.
+    Positions count all items of a user's sequence from 1. One outside the catalogue has no item,
+    rank and probability.
 
     Raises:
         DataError: if the table of users is not the one that was prepared.
     """
     users, catalogue = _users(run, split, len(sequences.begin)), Catalogue(run)
     items = pyarrow.array([catalogue.item(id) for id in range(run.prepared.vocab_size)])
-    lost = np.repeat(np.arange(len(sequences.begin)), sequences.num_left_out)
-    sequence = np.concatenate([found.sequence, lost])
-    order = np.lexsort((np.append(found.place, lost * 0 + found.place.max() + 1), sequence))
-    num_lost = np.full(len(lost), np.nan)
-    position, target, rank, probability = (
-        np.concatenate([each, num_lost])[order]
-        for each in (found.place + 1, found.target, found.rank, found.probability)
+    tokens = run.prepared.tokens(split)
+    end = np.flatnonzero(tokens == run.prepared.eos_id)
+    begin = np.append(0, end[:-1] + 1)
+    is_lost = tokens == run.prepared.unk_id
+    places = np.flatnonzero(~is_lost)[sequences.begin[found.sequence] + found.place]
+    # Of the items that a sequence lacks, the last ones are to be predicted.
+    lost_places = np.flatnonzero(is_lost)
+    lost = np.searchsorted(end, lost_places)
+    num_lost = np.bincount(lost, minlength=len(end))
+    number_from_end = np.cumsum(num_lost)[lost] - np.arange(len(lost))
+    is_predicted = number_from_end <= sequences.num_left_out[lost]
+    lost, lost_places = lost[is_predicted], lost_places[is_predicted]
+    sequence = np.append(found.sequence, lost)
+    place = np.append(places, lost_places)
+    order = np.argsort(place)
+    position = (place - begin[sequence] + 1)[order]
+    nothing = np.full(len(lost), np.nan)
+    target, rank, probability = (
+        np.append(each, nothing)[order] for each in (found.target, found.rank, found.probability)
     )
     whole = pyarrow.int64()
     target = pyarrow.array(target, whole, from_pandas=True)
     table = pyarrow.table(
         {
             "user": users.take(pyarrow.array(sequence[order])),
-            "position": pyarrow.array(position, whole, from_pandas=True),
+            "position": pyarrow.array(position, whole),
             "item": items.take(target),
             "rank": pyarrow.array(rank, whole, mask=~np.isfinite(rank)),
             "probability": pyarrow.array(probability, from_pandas=True),

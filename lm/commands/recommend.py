@@ -4,7 +4,9 @@ import argparse
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_prep.errors import NotFiniteError, UserError
@@ -23,7 +25,7 @@ OPTIONS: Options = (
             "help": "the items of one user in each line, oldest first: separated by white space, or"
             " a JSON list",
         },
-        "--events": FILE | {"help": "a table instead, of the format and with the columns of RUN's"},
+        "--events": FILE | {"help": "a table instead, with the columns of RUN's"},
         "--k": COUNT | {"default": 10, "help": "number of items (default 10)"},
     }
     | EXCLUDE
@@ -51,8 +53,11 @@ def run(options: argparse.Namespace) -> None:
     catalogue = Catalogue(run)
     excluded = [*catalogue.special, *_retired(options.retired, catalogue)]
     most = run.model.vocab_size - len({*excluded})
+    if most < 1:
+        raise UserError(f"--retired {options.retired}: it has all items of the catalogue")
     if options.k > most:
-        raise UserError(f"--k {options.k}: k must be within 1 … {most}")
+        retired = ", the number of items that are not retired" * bool(options.retired)
+        raise UserError(f"--k {options.k}: k must be within 1 … {most}{retired}")
     exclude = options.exclude
     if exclude is None:
         exclude = run.prepared.proposed_exclusion
@@ -81,11 +86,11 @@ def run(options: argparse.Namespace) -> None:
                 shown = (f"{item} ({prob:.4f})" for item, prob in zip(items, probs, strict=True))
                 print("\t".join([*named.values(), *shown]))
     if num_lost:
-        text = "%s: %d items are not in the catalogue and are left out, %s; nothing is left of %d"
-        text += " users"
+        text = "%s: %d items are not in the catalogue and are left out, %s"
+        text += f"; nothing is left of {num_without} users" * bool(num_without)
         if options.history:
             text += ". Items with white space are given as JSON lists"
-        _log.warning(text, source, num_lost, first, num_without)
+        _log.warning(text, source, num_lost, first)
 
 
 def _retired(name: str | None, catalogue: "Catalogue") -> list[int]:
@@ -120,6 +125,10 @@ def _users(
     if run.config.data.user_field is None:
         raise UserError(f"--events: {run.folder} has no columns of a table, use --history")
     from data_prep.corpus.events import histories  # imports pyarrow
+    from data_prep.corpus.hints import find_columns
 
-    for user, items in histories(run.config.data, options.events):
+    data, path = run.config.data, Path(options.events)
+    if path.is_file() and (format := find_columns(path)[0]) != "text":
+        data = replace(data, format=format)  # type: ignore[arg-type]
+    for user, items in histories(data, options.events):
         yield f"of user {user!r}", {"user": user}, items

@@ -66,11 +66,12 @@ def new_item_recipe(
     sizes = counts.events, counts.items + 2, ITEMS
     content, model = fit(path, {"train": table}, *sizes, backbone, events=settings)
     order = f"in the order of {time[0]}" if time else "in the order of the rows"
+    held_out = f" ({counts.held_out:,} in valid and test alone)" * bool(counts.held_out)
     summary = (
         f"{path}: for {table}, {counts.events:,} events of {counts.users:,} users with"
-        f" {counts.items:,} items, {order}\nsplit: the last item of each user is test, the one"
-        f" before it valid; {counts.short:,} users with fewer than three events are in train"
-        f" alone\n"
+        f" {counts.items:,} items{held_out}, {order}\n"
+        f"split: the last item of each user is test, the one before it valid; {counts.short:,}"
+        f" users with fewer than three events are in train alone\n"
         f"model: {model}\n"
     )
     with folder_to_fill(path.parent):

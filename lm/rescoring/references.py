@@ -19,14 +19,20 @@ from lm.rescoring.formats import NUMBER, NonWords
 _TRN = re.compile(r"(.*?)\s*\((\S+)\)\s*")
 _SCTK = re.compile(r"(?:^|\s)(?:\(\S+\)|\{ .* / .* \})(?:\s|$)")
 _TIMES = rf"(?:(\d*\.\d+)|{NUMBER})\s+{NUMBER}"
-_JOINED = """'!/^;;/ {{ w[$1]; for (i = {}; i <= {}; i++) w[$1] = w[$1] " " $i }} \
+_JOINED = """'!/^;;/{} {{ w[$1]; for (i = {}; i <= {}; i++) w[$1] = w[$1] " " $i }} \
 END {{ for (u in w) print u w[u] }}'"""
 _OTHERS = {
-    "an STM file": (rf"(?:\S+\s+){{3}}{_TIMES}(?:\s.*)?", _JOINED.format(6, "NF")),
-    "a CTM file": (rf"\S+\s+\S+\s+{_TIMES}\s+\S+(?:\s+{NUMBER}.*)?\s*", _JOINED.format(5, 5)),
+    "an STM file": (
+        rf"(?:\S+\s+([AB12])\s+(?!{NUMBER}\s)\S+|(?:\S+\s+){{2}}\S+)\s+{_TIMES}(?:\s.*)?",
+        _JOINED.format(" && tolower($0) !~ /ignore_time_segment_in_scoring/", 6, "NF"),
+    ),
+    "a CTM file": (
+        rf"\S+\s+\S+\s+{_TIMES}\s+\S+(?:\s+{NUMBER}.*)?\s*",
+        _JOINED.format("", 5, 5),
+    ),
     "a list with scores": (rf"\S+ (?:(-?\d+\.\d+)|{NUMBER})\t.*", r"-F'\t' '{ print $1, $NF }'"),
 }
-"""What is no file of references: its lines, with group 1 in some, and what makes it one in awk."""
+"""What is no file of references: its lines, with a group in some, and what makes it one in awk."""
 _log = logging.getLogger(__name__)
 
 
@@ -69,7 +75,7 @@ def read_references(
     texts = [(place, f"{key} {text}") for place, key, text in rows if key[:2] != ";;"]
     for what, (pattern, program) in _OTHERS.items():
         found = [re.fullmatch(pattern, text) for _, text in texts]
-        if all(found) and any(match and match[1] for match in found):
+        if all(found) and any(match and any(match.groups()) for match in found):
             raise DataError(f"{name} is {what}, not lines id words: awk {program} {name}")
     known = set(ids)
     if not all(key in known for _, key, _ in rows):

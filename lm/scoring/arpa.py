@@ -105,7 +105,8 @@ def _blocks(path: Path) -> Iterator[tuple[int, int, list[str]]]:
     order, block, has_begun, is_complete = 0, list[str](), False, False
     for number, line in enumerate(read_text(str(path)), 1):
         line = line.strip(" \t\r")
-        is_ngram = has_begun and bool(line) and line[0] not in "\\nN"
+        is_ngram = has_begun and bool(line)
+        is_ngram &= line[:1] not in "\\nN" or line[:3].lower() == "nan"
         if is_ngram:
             block.append(line)
         if block and not (is_ngram and len(block) < BLOCK):

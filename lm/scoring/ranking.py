@@ -33,6 +33,7 @@ from lm.model.language_model import LanguageModel
 from lm.model.reader import Ints, read_lines
 from lm.run import TrainedRun
 from lm.scoring.ranking_figures import (
+    NUM_SAMPLES,
     Predictions,
     RankingReport,
     figures_of,
@@ -95,8 +96,8 @@ def evaluate_ranking(
     num_items = run.prepared.vocab_size - len(special)
     if max(ks) > num_items:
         raise UserError(f"--k {max(ks)}: the catalogue has {num_items} items")
-    if not sequences.num_predicted.any():
-        raise UserError(f"{split}: there is no item of the catalogue to predict")
+    if not (sequences.num_predicted + sequences.num_left_out).any():
+        raise UserError(f"{split}: there is no item to predict")
     ks = sorted(set(ks))
     found = predict(
         run.model,
@@ -127,7 +128,18 @@ def evaluate_ranking(
         excluded_targets=int(np.isinf(found[0].rank).sum()),
         model=model,
         popularity=by_count,
+        method=_method(run),
     )
+
+
+def _method(run: TrainedRun) -> str:
+    """How a run was split and its model chosen, and what the intervals are, in words."""
+    model = f"{run.checkpoint or 'of the last step'}"
+    if run.checkpoint is None and run.description.valid_perplexity is not None:
+        model = f"best validation {run.config.criterion.replace('ndcg', 'NDCG@10')}"
+    intervals = f"{NUM_SAMPLES:,} bootstrap draws of users, 2.5 % to 97.5 %"
+    rule = f"data.split: {run.config.data.split}; seed: {run.config.seed}"
+    return f"{rule}; model: {model}; intervals: {intervals}"
 
 
 def _sequences(run: TrainedRun, split: str) -> Sequences:

@@ -80,6 +80,7 @@ class RankingReport:
     excluded_targets: int  # missed
     model: Ranked
     popularity: Ranked
+    method: str  # split, seed, choice of the model and intervals, in words
 
     def table(self, title: str) -> str:
         """The figures as lines of text below a title."""
@@ -118,6 +119,7 @@ class RankingReport:
             for name in ("expected", "observed")
         )
         lines += [f"HR@{last.k} by tenths, expected  {expected}", f"{'observed':>28}  {observed}"]
+        lines.append(self.method)
         return "\n".join(lines)
 
 

@@ -126,7 +126,14 @@ def _report_result(run: Run, num_steps: int) -> None:
         is_independent = run.prepared.is_independent
         rule = perplexity_rule(ITEM if is_independent else token_unit(run.config.tokenizer))
         perplexity = f"perplexity {description.valid_perplexity:,.2f}"
-        ndcg = f"NDCG@{K} of up to {RANKED_USERS:,} users {description.valid_ndcg or 0:.4f}"
+        users = ""
+        if description.valid_ndcg is not None:
+            valid = run.prepared.sequences("valid")
+            num_users = int(
+                (valid.num_predicted + valid.num_left_out > run.config.data.predict_eos).sum()
+            )
+            users = f"{min(num_users, RANKED_USERS):,} of {num_users:,} users"
+        ndcg = f"NDCG@{K} of {users} {description.valid_ndcg or 0:.4f}"
         figure = f"validation {perplexity}, {rule}"
         if description.valid_ndcg is not None:
             figure = f"validation {perplexity} ({ndcg}), {rule}"

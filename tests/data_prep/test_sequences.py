@@ -1,6 +1,7 @@
 """Independent sequences: what is read and what is predicted, from lines to a prepared folder."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,6 +59,19 @@ def test_a_tab_separates_the_items_that_are_known(tmp_path: Path) -> None:
     assert found.sequences("train").num_known.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("valid", "num_again"),
+    [("a b c\nb b\n", 2), ("a b\tc\nb\tb\nb b c\n", 2), ("a b\tc\nb c\n", 0), ("c a b\n", 0)],
+)
+def test_sequences_that_predict_those_of_training_again_are_counted(
+    valid: str, num_again: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared(tmp_path, train="a b\nb b\nc\n", valid=valid)
+    num_lines = len(valid.splitlines())
+    problem = f"valid: {num_again} of {num_lines} sequences begin with one of training, whose items"
+    assert (problem in caplog.text) == bool(num_again) == ("predicted again" in caplog.text)
+
+
 def test_a_damaged_record_of_known_items_is_made_again(tmp_path: Path) -> None:
     texts = {"train": "a b c\n", "valid": "a\tb c\n"}
     path = prepared(tmp_path, **texts).folder / "valid-known.npy"
@@ -65,6 +79,18 @@ def test_a_damaged_record_of_known_items_is_made_again(tmp_path: Path) -> None:
     path.write_bytes(content[:-1] + b"\1")
     assert prepared(tmp_path, **texts).sequences("valid").num_known.tolist() == [1]
     assert path.read_bytes() == content
+
+
+def test_events_of_new_validation_files_are_known_in_test(corpus: Corpus) -> None:
+    columns: dict[str, Any] = {"user_field": "user", "time_field": None, "sequences": "independent"}
+    files = SplitFiles(**{split: f"{split}.csv" for split in ("train", "valid", "test")})
+    corpus.classes = None
+    corpus.data = DataConfig(dir=str(corpus.folder), files=files, format="csv", **columns)
+    for num_valid in (3, 4):
+        for split, items in {"train": "ab", "valid": "abab"[:num_valid], "test": "ababa"}.items():
+            rows = [{"user": "u", "item": item} for item in items]
+            write_table(corpus.folder / f"{split}.csv", rows)
+        assert corpus.prepare().sequences("test").num_known.tolist() == [num_valid]
 
 
 @pytest.mark.parametrize(

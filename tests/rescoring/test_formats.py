@@ -121,6 +121,12 @@ def test_references_are_read_in_the_layouts_of_kaldi_and_sctk(
     ("text", "what"),
     [
         ("u1 1 spk 0.00 1.00 w1\nu1 A spk 1 2 <o,f0> w2\nu2 1 spk 0.5 1 w3\n", "an STM file"),
+        ("u1 A s 0 1 w1\nu1 A s 1 2 w2\nu2 B t 0 2 w3\n", "an STM file"),
+        (
+            "u1 1 s 0.5 1 w1 w2\nu2 1 s 0 1 w3\nu3 1 s 1 2 IGNORE_TIME_SEGMENT_IN_SCORING\n"
+            "u2 1 s 2 3 <o,f0> ignore_time_segment_in_scoring\n",
+            "an STM file",
+        ),
         (";; file\nu1 1 0.00 0.3 w1\nu1 1 .3 0.4 w2 0.99\nu2 1 0 1 w3\n", "a CTM file"),
         ("u1\t-12.5\t3\tw1 w2\nu2\t-9\t2\tw3\n", "a list with scores"),
     ],

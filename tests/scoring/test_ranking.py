@@ -25,6 +25,7 @@ from lm.run import TrainedRun
 from lm.scoring import ranking
 from lm.scoring.ranking_figures import Predictions, figures_of, popularity_groups
 from tests.conftest import OTHER_LETTERS
+from tests.data_prep.conftest import write_table
 from tests.models import log_probs, small_model
 
 N, EOS, UNK = 23, 0, 1
@@ -219,7 +220,10 @@ def test_classes_show_items_as_their_table_has_them(
 
 
 def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
-    items_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    items_run: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    complaint: Callable[..., str],
 ) -> None:
     history, retired = tmp_path / "users.txt", tmp_path / "retired.txt"
     history.write_text('["item 3"]\nitem 3\n["item 4", "Nope"]\n')
@@ -234,7 +238,19 @@ def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
     )
     retired.write_text('["item 3"]\n')
     assert main(["recommend", str(items_run), *files]) == 2
+    catalogue = [f"item {number}" for number in range(20)]
+    for items, problem in (
+        (catalogue, f"--retired {retired}: it has all items of the catalogue"),
+        (catalogue[1:], "--k 10: k must be within 1 … 1, the number of items that are not retired"),
+    ):
+        retired.write_text("\n".join(items))
+        assert complaint("recommend", items_run, *files) == problem
     table = tmp_path / "events.csv"
+    rows = [{"user": "u7", "item": item, "time": 1} for item in ("item 3", "Nope")]
+    for name in ("a.parquet", "a.json"):
+        write_table(tmp_path / name, rows)
+        assert main(["recommend", str(items_run), f"--events={tmp_path / name}"]) == 0
+        assert caplog.messages[-1].endswith("left out, the first is 'Nope' of user 'u7'")
     table.write_text("user,item,time\nu7,item 3,1\nu8,Nope,2\n")
     assert main(["recommend", str(items_run), f"--events={table}"]) == 0
     assert caplog.messages[-1] == (
@@ -327,7 +343,7 @@ def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path) -> No
     assert lines[0].count("\t") == 1
     assert evaluate_text(run, lines, progress=False) == evaluate_split(run, "test", progress=False)
     valid = evaluate_split(run, "valid", progress=False)
-    assert (valid.oov, valid.bits_per_byte) == (0, None)  # known items are not predicted
+    assert (valid.oov, valid.bits_per_byte) == (1, None)  # known items are not predicted
     with pytest.raises(UserError, match="an open vocabulary requires a text"):
         evaluate_text(run, lines, open_vocabulary=True)
     with pytest.raises(UserError, match="has items, which are not spelled: no open vocabulary"):

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from safetensors.torch import load_file
 
 import lm
 from data_prep.prepared import Prepared
-from data_prep.sequences import find_sequences
+from data_prep.sequences import Sequences, find_sequences
 from lm.cli import main
 from lm.model.files import read_description, save_model
 from lm.run import TrainedRun
@@ -43,14 +44,14 @@ def test_figures_follow_from_ranks_and_from_all_log_probabilities(
     assert truth == pytest.approx({name: values["model"]["at"][0][name] for name in truth})
     assert values["model"]["mrr"] == pytest.approx((1 / rank).mean(), abs=1e-6)
     assert len(rows) == values["predictions"]
-    assert rows[-1] == dict.fromkeys(rows[0]) | {"user": "u60"}  # of an item never seen before
+    assert rows[-1] == dict.fromkeys(rows[0]) | {"user": "u60", "position": 3}  # of a new item
     histories, model = dict[str, list[str]](), lm.load(items_run, device="cpu")
     for line in (items_run.parent / "events.csv").read_text().splitlines()[1:]:
         user, item, _ = line.split(",")
         histories.setdefault(user, []).append(item)
     for row in rows[:-1]:
         history = histories[row["user"]]
-        before = history[: row["position"] - 1]
+        before = [item for item in history[: row["position"] - 1] if item != "rare"]
         assert (history[-1], len(history)) == (row["item"], row["position"])
         p = model.log_prob(before).exp().double().numpy()
         p[[model.eos_id, model.unk_id, *(map(model.id, before) if exclude == "seen" else ())]] = 0
@@ -58,6 +59,42 @@ def test_figures_follow_from_ranks_and_from_all_log_probabilities(
         target = model.id(row["item"])
         assert row["probability"] == pytest.approx(p[target], abs=1e-6)
         assert row["rank"] == 1 + np.argsort(-p, kind="stable").tolist().index(target)
+
+
+def test_only_a_table_of_ranks_is_replaced(
+    items_run: Path, printed: Callable[..., str], complaint: Callable[..., str], tmp_path: Path
+) -> None:
+    path, command = tmp_path / "ranks.parquet", ("evaluate", items_run, "--ranking", "--users=2")
+    for _ in range(2):
+        printed(*command, f"--ranks={path}")
+    events = pa.table({"user": ["u"], "item": ["a"], "time": [1]})
+    parquet.write_table(events, tmp_path / "events.parquet")
+    (tmp_path / "text.parquet").write_text("user,item\n")
+    (tmp_path / "empty.parquet").touch()
+    (tmp_path / "folder.parquet").mkdir()
+    for name in ("events", "text", "empty", "folder"):
+        found = complaint(*command, f"--ranks={tmp_path / name}.parquet")
+        assert found.endswith(f"{name}.parquet: this is no table of ranks, and would be replaced")
+    assert parquet.read_table(tmp_path / "events.parquet") == events
+
+
+def test_targets_outside_the_catalogue_alone_are_missed(
+    items_run: Path, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def lost(found: Sequences, num_users: int) -> Sequences:
+        assert num_users == 1
+        keep = found.num_left_out > 0
+        end = np.where(keep, found.end, found.begin)
+        return found._replace(end=end, num_known=found.num_known * keep)
+
+    monkeypatch.setattr(ranking, "_drawn", lost)
+    path = tmp_path / "ranks.parquet"
+    values = evaluated(items_run, printed, "--users=1", f"--ranks={path}")
+    assert (values["predictions"], values["unknown_targets"], values["users"]) == (1, 1, 1)
+    assert (values["model"]["at"][0]["hit_rate"], values["model"]["mrr"]) == (0, 0)
+    (row,) = parquet.read_table(path).to_pylist()
+    assert (row["user"], row["position"], row["item"], row["rank"]) == ("u60", 3, None, None)
+    assert "1 not in the catalogue" in printed("evaluate", items_run, "--ranking", "--users=1")
 
 
 def test_users_are_drawn_and_the_time_is_announced(
@@ -82,6 +119,9 @@ def test_users_are_drawn_and_the_time_is_announced(
         " among all 20 items of the training split\nitems that a user has had are left out (0.0 %"
         " of a user's training events repeat one; --exclude nothing ranks them too)\n"
     )
+    method = "data.split: leave_one_out; seed: 1; model: best validation NDCG@10;"
+    method += " intervals: 1,000 bootstrap draws of users, 2.5 % to 97.5 %"
+    assert (table.splitlines()[-1], draws[0]["method"]) == (method, method)
     assert caplog.text.count("ranking test: about 0:00:0") == 3
     everyone = evaluated(items_run, printed, "--users=999")
     assert everyone["users"] == total
@@ -127,7 +167,7 @@ def test_scores_that_are_not_finite_are_refused(
             "evaluate",
             run,
             "--ranking",
-        ): r"run: \d+ of \d+ log-probabilities are not finite: weights",
+        ): r"run: [\d,]+ of [\d,]+ log-probabilities are not finite: weights",
         ("evaluate", run): "run: the log-probability of the text is nan: weights",
         ("recommend", run, f"--history={tmp_path / 'users.txt'}"): "run: log-probabilities of pos",
     }.items():
@@ -152,7 +192,9 @@ def test_a_checkpoint_is_evaluated_in_place_of_the_model(
     save_model(run, changed, read_description(run))
     last = run / "checkpoints" / "last.ckpt"
     for name in ("last", str(last)):
-        assert evaluated(run, printed, f"--checkpoint={name}") == kept | {"checkpoint": str(last)}
+        found = evaluated(run, printed, f"--checkpoint={name}")
+        assert str(last) in found["method"]
+        assert found == kept | {"checkpoint": str(last), "method": found["method"]}
     assert (run / "evaluate-test-ranking-seen-step-30.json").exists()
     assert f"the model of step 30 of 30 ({last})\n" in printed("evaluate", run, "--checkpoint=last")
     assert TrainedRun(run).description.step == 30

@@ -76,6 +76,7 @@ def test_the_model_is_kept_by_the_criterion_until_the_patience_is_spent(
     last = perplexities[len(shown) - 1], ndcgs[len(shown) - 1]
     assert shown[-1] == (str(steps), f"{last[0]:.2f}", f"{last[1]:.4f}")
     assert f"has the model of step {best} of {steps}: validation " in caplog.text
+    assert re.search(r"NDCG@10 of (\d+) of \1 users 0\.[1-4]", caplog.text)
     assert main([*arguments, *options, "--resume=auto"]) == 0
     assert "training is already complete" in caplog.text
     longer = "--train.patience=9"  # which may change

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from data_prep.corpus import events
-from data_prep.corpus.events import item_word, word_item
+from data_prep.corpus import event_table
+from data_prep.corpus.events import event_lines, item_word, word_item
+from data_prep.corpus.lines import log_once
 from data_prep.corpus.reader import read_lines
 from data_prep.errors import UserError
 from data_prep.settings import DataConfig, SplitFiles
@@ -75,7 +76,7 @@ BY_TIME = {
 def test_splits_by_the_last_items_and_by_time(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "ROWS", 3)  # that are read at once
+    monkeypatch.setattr(event_table, "ROWS", 3)  # that are read at once
     data = write(tmp_path, format, EVENTS)
     assert lines(data, split="leave_one_out") == LEAVE_ONE_OUT
     assert lines(data, split="time", valid_from="15", test_from="40") == BY_TIME
@@ -132,6 +133,11 @@ START = 1_600_000_000
 SPACED: list[Row] = [("u1", "a b", 1), ("u1 ", "a", 2), ("u2", "a\u00a0 b", 3), ("u3", "ab", 4)]
 
 
+def other(user: str, item: str, first_item: str = "a", first_user: str = "u") -> list[Row]:
+    """Two events."""
+    return [(first_user, first_item, 1), (user, item, 2)]
+
+
 @pytest.mark.parametrize(
     ("rows", "warnings"),
     [
@@ -158,6 +164,18 @@ SPACED: list[Row] = [("u1", "a b", 1), ("u1 ", "a", 2), ("u2", "a\u00a0 b", 3), 
             "8 of 16 .* the user and item of the row be.*",
         ),
         (SPACED, r"users .*: 1, as 'u1' and 'u1 '; items .*: 1, as 'a b' and 'a\\xa0 b'"),
+        (
+            other("u\u200b", "a"),
+            r"users .* by white space, invisible .* alone: 1, as 'u' and 'u\\u.*",
+        ),
+        (other("\ufeffu", "a"), r"users .*: 1, as 'u' and '\\ufeffu'"),
+        (other("u", "\u200ea"), r"items .*: 1, as 'a' and '\\u200ea'"),
+        (other("u", "e\u0301", "\u00e9"), r"items .*: 1, as '\\xe9' and 'e\\u0301'"),
+        (other("u", "3.0", "3"), r"items .* or \.0 alone: 1, as '3' and '3\.0'"),
+        (other("007", "a", "a", "7"), r"users .*: 1, as '7' and '007'"),
+        (other("u", "3.1", "3"), ""),
+        (other("u", "0", "00a"), ""),
+        (untimed(EVENTS) + untimed(EVENTS), "2 of 16 .*; 7 of 16 .* repeat all earlier .*"),
     ],
 )
 def test_what_is_probably_wrong_is_counted_once(
@@ -183,11 +201,55 @@ def test_random_ties_do_not_depend_on_the_order_of_the_rows(tmp_path: Path) -> N
     assert lines(events, split="leave_one_out", ties="random")["test"][0] == "3 5 7\t7"
 
 
+KNOWN = " events of 2 users are known from data.files.train: they are not predicted"
+
+
+@pytest.mark.parametrize(
+    ("time_field", "train", "valid", "test", "problem"),
+    [  # numbers of rows of EVENTS in the files of train and valid; all are in that of test
+        ("when", [2, 4, 1], [2, 4, 1, 5, 6], ["3 5 7\t7", "1 2\t3", "9"], f"test: 3{KNOWN}"),
+        (None, [0, 2, 1], [1, 6], ["7 3\t5 7", "1 2\t3", "9"], f"test: 3{KNOWN}"),
+        ("when", [6, 0], [], ["1 2\t3", "9"], f"test: 6{KNOWN}"),
+        (None, [1, 6, 7, 0], [], ["7\t3 5 7", "9"], f"test: 4{KNOWN}"),
+        (None, [6, 1], [], ["7 3 5 7", "1 2 3", "9"], "2 events of them have the user and item"),
+        ("when", [3, 2, 4, 5, 0, 1, 6], [7], [], f"test: 7{KNOWN.replace('2', '3')}"),
+    ],
+)
+def test_events_of_earlier_files_are_known(
+    time_field: str | None,
+    train: list[int],
+    valid: list[int],
+    test: list[str],
+    problem: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data, files = write(tmp_path, "csv", EVENTS), {"test": "events.csv"}
+    for name, rows in {"train": train, "valid": valid}.items():
+        if rows:
+            files[name] = f"{name}.csv"
+            found = [dict(zip(("who", "what", "when"), EVENTS[i], strict=True)) for i in rows]
+            write_table(tmp_path / files[name], found)
+    log_once.cache_clear()
+    given = {"files": SplitFiles(**files), "time_field": time_field}
+    assert list(event_lines(DataConfig(**{**vars(data), **given}), "test")) == test
+    assert problem in caplog.text
+
+
+def test_times_of_two_files_have_one_kind(tmp_path: Path) -> None:
+    data = write(tmp_path, "csv", EVENTS)
+    write_table(tmp_path / "old.csv", [{"who": "ann", "what": 3, "when": "2024-02-01"}])
+    files = SplitFiles(train="old.csv", test="events.csv")
+    with pytest.raises(UserError, match=r"test and data\.files\.train: the times of one are dates"):
+        list(read_lines(DataConfig(**{**vars(data), "files": files}), "test"))
+
+
 def test_users_in_two_files_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = write(tmp_path, "csv", EVENTS)
     (tmp_path / "events.csv").rename(tmp_path / "test.csv")
     write(tmp_path, "csv", [("bob", 1, 1), ("dan", 1, 1)])
     files = SplitFiles(train="events.csv", test="test.csv")
+    log_once.cache_clear()
     list(read_lines(DataConfig(**{**vars(data), "files": files}), "test"))
     assert "test: 1 of 3 users are in data.files.train too" in caplog.text
 
@@ -202,6 +264,44 @@ def test_items_are_kept_as_they_are(tmp_path: Path) -> None:
     assert list(map(word_item, words)) == items
     assert list(map(item_word, items)) == words
     assert line.split() == words
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([("u", "a", 1), ("u", " \u00a0", 2)], "data.item_field what: row 2 is empty"),
+        ([("u", "a", 1), ("u", np.nan, 2)], "(data.item_field what: 1, the first in row 2;"),
+        (
+            [("u", 1, 1), ("u", 2, 2), ("u", "1", 3)],
+            "events.json: column 'what': row 3 has '1', an earlier one 1: text and numbers",
+        ),
+        (
+            [("u", "1", 1), (7, "1", 3)],
+            "events.json: column 'who': row 2 has 7, an earlier one 'u'",
+        ),
+    ],
+)
+def test_values_of_other_types_are_refused(rows: list[Row], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(problem)):
+        list(read_lines(write(tmp_path, "json", rows), "train"))
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "problem"),
+    [
+        ("u,i,i\na,1,2\n", ("u", "i"), r"there are two columns 'i'"),
+        ("u,i,i\na,1,2\n", ("u", "u"), r"user_field and data\.item_field are one column, 'u'"),
+        ("u0,i0,17\nu1,i1,18\n", ("user", "item"), "the first row looks like data: write one with"),
+    ],
+)
+def test_columns_are_there_once_and_have_names(
+    text: str, fields: tuple[str, str], problem: str, tmp_path: Path
+) -> None:
+    data = write(tmp_path, "csv", EVENTS)
+    (tmp_path / "events.csv").write_text(text)
+    given = dict(zip(("user_field", "item_field"), fields, strict=True)) | {"time_field": None}
+    with pytest.raises(UserError, match=problem):
+        list(read_lines(DataConfig(**{**vars(data), **given}), "train"))
 
 
 @pytest.mark.parametrize("format", ["csv", "parquet"])
