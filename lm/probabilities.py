@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lm.generation.completion import Completions
 from lm.generation.text import checked_text, encode_prompt
@@ -41,6 +42,14 @@ class Probabilities(ABC):
     def _state(self, prefix: Prefix) -> State:
         """The state after a prefix."""
 
+    @abstractmethod
+    def _topk(self, state: State, k: int, excluded: list[int]) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids of the k most probable tokens."""
+
+    @abstractmethod
+    def _candidates(self, states: list[State], words: Tensor) -> Tensor:
+        """Log-probabilities [S, K] of tokens [1, K]."""
+
     def surprisal(self, sentences: Iterable[str], *, eos: bool = False) -> "pandas.DataFrame":
         """A row for each word; see `lm.scoring.surprisal.surprisal_table` for its columns."""
         return surprisal_table(self._run, self._scorer, self._lines(sentences), eos=eos)
@@ -58,8 +67,9 @@ class Probabilities(ABC):
         Lines are separated by `<eos>`. The space between two words may be in either text; a word
         that begins in the context and goes on in the continuation is predicted as a whole.
         """
-        if self._run.is_independent:
-            raise ValueError("continuations: the model is of independent sequences")
+        if self._run.is_independent or self._scorer.ngram is not None:
+            problem = "an n-gram model" if self._scorer.ngram else "independent sequences"
+            raise ValueError(f"continuations: not for {problem}")
         scorer, pairs = self._scorer, listed("pairs of texts", pairs)
         model, tokenizer = scorer.model, scorer.tokenizer
         if wrong := [pair for pair in pairs if isinstance(pair, str) or len(pair) != 2]:
@@ -87,21 +97,28 @@ class Probabilities(ABC):
             scores.append(ContinuationScore(total, bool(is_greedy[i]), num, num_before))
         return scores
 
+    @torch.no_grad()
     def complete(self, prefix: Prefix, beginning: str, k: int = 3) -> list[tuple[str, float]]:
         """The k most probable next words that begin with a text, as `topk`, or all if fewer do.
 
         Of words in the vocabulary, in alphabetical lists that the first call makes.
         """
-        hidden = self._state(prefix).hidden
-        word, log_prob = self._completions.best(self._run.model.output, hidden, beginning, k)
+        state = self._state(prefix)
+        word, log_prob = self._completions.best(
+            beginning,
+            k,
+            self._run.model.output,
+            search=lambda number: self._topk(state, number, []),
+            evaluate=lambda ids: self._candidates([state], ids.to(state.hidden.device)[None])[0],
+        )
         return list(zip(map(self._run.tokenizer.token, word), log_prob, strict=True))
 
     @torch.no_grad()
     def prefix_log_prob(self, prefix: Prefix, beginning: str) -> float:
         """Log-probability that the next word begins with a text: log Σ P(word), -∞ if none does."""
-        hidden, word = self._state(prefix).hidden, self._completions.ids(beginning)
-        log_prob = self._run.model.output.candidate_log_prob(hidden, word.to(hidden.device))
-        return float(log_prob.logsumexp(0))
+        state, ids = self._state(prefix), self._completions.ids(beginning)
+        log_prob = self._candidates([state], ids.to(state.hidden.device)[None])
+        return float(log_prob.logsumexp(1))
 
     def has_beginning(self, beginning: str) -> bool:
         """Whether a word of the vocabulary begins with a text."""

@@ -1,6 +1,7 @@
 """Words by their beginnings, for text that is typed or recognised letter by letter."""
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,6 +12,10 @@ from lm.generation.text import checked_count, checked_text
 from lm.model.language_model import OutputLayer
 from lm.output import HierarchicalSoftmax
 
+Search = Callable[[int], tuple[Tensor, Tensor]]
+"""Log-probabilities and ids of so many most probable words."""
+Evaluate = Callable[[Tensor], Tensor]
+"""Log-probabilities [K] of some words [K]."""
 SEARCHED = 256
 """Most probable words among which completions are looked for first."""
 FEW_ROWS = 1 / 4
@@ -44,9 +49,8 @@ class Completions:
         """The ids [K] of the words that begin with a text."""
         return self._id[self.interval(beginning)]
 
-    @torch.no_grad()
     def best(
-        self, output: OutputLayer, hidden: Tensor, beginning: str, k: int
+        self, beginning: str, k: int, output: OutputLayer, search: Search, evaluate: Evaluate
     ) -> tuple[list[int], list[float]]:
         """The k most probable words with a beginning, and log-probabilities; all if they are fewer.
 
@@ -58,13 +62,15 @@ class Completions:
         k = min(k, len(ids))
         if isinstance(output, HierarchicalSoftmax) and k:
             arrays = output.tree.arrays
-            nodes = torch.unique(arrays.node_of_row[arrays.row_of_word[ids.to(hidden.device)]])
+            nodes = torch.unique(
+                arrays.node_of_row[arrays.row_of_word[ids.to(output.weight.device)]]
+            )
             if arrays.num_children[nodes].sum() > FEW_ROWS * output.tree.num_rows:
-                searched = output.topk(hidden, min(SEARCHED, output.vocab_size))
+                searched = search(min(SEARCHED, output.vocab_size))
                 log_prob, word = (each.cpu() for each in searched)
                 place = self._place[word]
                 chosen = ((found.start <= place) & (place < found.stop)).nonzero()[:k, 0]
                 if len(chosen) == k:
                     return word[chosen].tolist(), log_prob[chosen].tolist()
-        log_prob, place = output.candidate_log_prob(hidden, ids.to(hidden.device)).cpu().topk(k)
+        log_prob, place = evaluate(ids).cpu().topk(k)
         return ids[place].tolist(), log_prob.tolist()

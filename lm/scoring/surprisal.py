@@ -94,6 +94,8 @@ def begins_word(tokenizer: Tokenizer) -> NDArray[np.bool_]:
 @torch.no_grad()
 def _corrected(scorer: Scorer, scores: list[LineScore]) -> list[Floats]:
     """Log-probabilities of the units of lines that are read in pieces."""
+    if scorer.ngram is not None:
+        raise ValueError("surprisal: pieces of words are not corrected for an n-gram model")
     model, tokenizer = scorer.model, scorer.tokenizer
     begins = torch.from_numpy(begins_word(tokenizer)).to(model.device)
     log_boundary = [np.zeros(len(score.tokens.id)) for score in scores]

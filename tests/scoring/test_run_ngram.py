@@ -94,7 +94,15 @@ def test_probabilities_add_up_to_1_and_agree_in_all_methods(
         best = model.topk(prefix, 5)
         assert best[0][0] == words[int(log_prob.argmax())]
         assert [p for _, p in best] == pytest.approx(log_prob.topk(5)[0].tolist(), abs=1e-6)
+        of_c = log_prob[[id for id, word in enumerate(words) if word.startswith("c")]]
+        found = model.prefix_log_prob(prefix, "c"), model.complete(prefix, "c", 1)[0][1]
+        assert found == pytest.approx((float(of_c.logsumexp(0)), float(of_c.max())), abs=1e-5)
+    with pytest.raises(ValueError, match="not for an n-gram model"):
+        model.continuation_log_prob([("the", " cat")])
     lines = ["the old cat sees a zebra", "a dog", ""]
+    bits = model.surprisal(lines[1:], eos=True)["surprisal"]
+    nats = sum(score.total for score in model.score(lines[1:]))
+    assert -math.log(2) * bits.sum() == pytest.approx(nats, abs=1e-4)
     for line, score in zip(lines, model.score(lines), strict=True):
         state, total = model.start(), 0.0
         units: list[str | int] = [*line.split(), model.eos_id]
