@@ -103,7 +103,6 @@ class MixedModel(LoadedModel):
         return perplexity(-float(log_prob.sum()), len(log_prob))
 
     evaluate = _refused("evaluate", "use perplexity, or lm evaluate --ngram")
-    generate, search, complete = map(_refused, ("generate", "search", "complete"))
-    prefix_log_prob, continuation_log_prob = map(
-        _refused, ("prefix_log_prob", "continuation_log_prob")
+    generate, search, continuation_log_prob = map(
+        _refused, ("generate", "search", "continuation_log_prob")
     )
