@@ -103,4 +103,6 @@ class MixedModel(LoadedModel):
         return perplexity(-float(log_prob.sum()), len(log_prob))
 
     evaluate = _refused("evaluate", "use perplexity, or lm evaluate --ngram")
-    generate, search = _refused("generate"), _refused("search")
+    generate, search, continuation_log_prob = map(
+        _refused, ("generate", "search", "continuation_log_prob")
+    )

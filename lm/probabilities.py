@@ -67,9 +67,8 @@ class Probabilities(ABC):
         Lines are separated by `<eos>`. The space between two words may be in either text; a word
         that begins in the context and goes on in the continuation is predicted as a whole.
         """
-        if self._run.is_independent or self._scorer.ngram is not None:
-            problem = "an n-gram model" if self._scorer.ngram else "independent sequences"
-            raise ValueError(f"continuations: not for {problem}")
+        if self._run.is_independent:
+            raise ValueError("continuations: the model is of independent sequences")
         scorer, pairs = self._scorer, listed("pairs of texts", pairs)
         model, tokenizer = scorer.model, scorer.tokenizer
         if wrong := [pair for pair in pairs if isinstance(pair, str) or len(pair) != 2]:

@@ -97,7 +97,7 @@ def test_probabilities_add_up_to_1_and_agree_in_all_methods(
         of_c = log_prob[[id for id, word in enumerate(words) if word.startswith("c")]]
         found = model.prefix_log_prob(prefix, "c"), model.complete(prefix, "c", 1)[0][1]
         assert found == pytest.approx((float(of_c.logsumexp(0)), float(of_c.max())), abs=1e-5)
-    with pytest.raises(ValueError, match="not for an n-gram model"):
+    with pytest.raises(ValueError, match="without ngram=True"):
         model.continuation_log_prob([("the", " cat")])
     lines = ["the old cat sees a zebra", "a dog", ""]
     bits = model.surprisal(lines[1:], eos=True)["surprisal"]
