@@ -96,7 +96,10 @@ def test_lines_of_a_user_and_items_become_a_table_as_the_error_says(
     command = problem[problem.index("awk") : problem.index(", --items")]
     subprocess.run(command.replace("FILE", "toys.txt"), shell=True, check=True)
     summary = printed(*new, "--text=NEW.csv", *columns)
-    assert "NEW.csv, 7 events of 2 users with 5 items, in the order of the rows\n" in summary
+    assert (
+        "NEW.csv, 7 events of 2 users with 5 items (2 in valid and test alone), in the order of"
+        in summary
+    )
 
 
 def test_more_events_have_the_settings_of_the_recipe_for_items() -> None:
