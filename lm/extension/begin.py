@@ -87,7 +87,11 @@ def _check(trained: TrainedRun, config: Config) -> None:
         others["train.precision"] = before.train.precision, after.train.precision
     if others:
         changes = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in others.items())
-        raise UserError(f"--init-from {trained.folder} has another model ({changes})")
+        same = f"lm train {trained.folder} --init-from {trained.folder} --name=NAME"
+        raise UserError(
+            f"--init-from {trained.folder} has another model ({changes}): set these as there, or"
+            f" take its configuration, {same} --data.files.train=FILE --data.files.valid=FILE"
+        )
     folder = config.prepared_path
     if config.data.prepared_dir is not None and (folder / META).exists():
         problem = "has data already, and --init-from prepares others"

@@ -161,6 +161,10 @@ class Adaptation(Strict):
         if "valid" not in run.prepared.splits:
             raise UserError(f"{run.folder} has no validation split to tune an adaptation on")
         valid = run.prepared.tokens("valid")
+        kinds = " and ".join(
+            k for k, is_ in zip(("--cache", "--dynamic"), missing, strict=True) if is_
+        )
+        _log.info("tuning %s on the validation split, once for these weights: minutes", kinds)
         if missing[0]:
             theta, weight = _tuned_cache(run, valid[: NUM_TUNED[0]])
             found = replace(found, theta=theta, weight=weight)
@@ -209,7 +213,7 @@ class AdaptedEvaluation:
         """The figures as lines of text."""
         found, rows = self.adaptation, {"without adaptation": f"{self.perplexity_model:.2f}"}
         if self.perplexity_cache is not None:
-            settings = f"θ {found.theta:.2f}, {1 - (found.weight or 0):.3f} of P"
+            settings = f"its share {1 - (found.weight or 0):.3f}, θ {found.theta:.2f}"
             rows[f"with a cache of {WINDOW:,} positions"] = (
                 f"{self.perplexity_cache:.2f}  {settings}"
             )
