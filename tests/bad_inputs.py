@@ -110,6 +110,7 @@ BAD_INPUTS = """\
 2 | evaluate {run} --ngram --open-vocabulary | --ngram excludes --open-vocabulary
 2 | evaluate {run} --ngram --ranking | --ranking excludes --text, --arpa, --ngram
 3 | evaluate {run} --ngram | has no n-gram model: run `lm ngram
+2 | evaluate {run} --ngram --checkpoint=last | --checkpoint excludes --ngram
 3 | score {run} {text} --ngram | has no n-gram model: run `lm ngram
 2 | score {run} {text} --ngram --details | --ngram excludes --details
 3 | rescore {run} {nbest} --lm-weight=1 --ngram | has no n-gram model

@@ -33,11 +33,11 @@ def run(options: argparse.Namespace) -> None:
     token, are_items = run.prepared.tokenizer().token, run.config.data.user_field is not None
     for node in report["nodes"]:
         words = list(map(token, node["top_words"]))
-        node["top_words"] = _items(words) if are_items else words
+        node["top_words"] = item_names(words) if are_items else words
     print(json.dumps(report, ensure_ascii=False) if options.json else _lines(report))
 
 
-def _items(words: list[str]) -> list[str]:
+def item_names(words: list[str]) -> list[str]:
     """The items of a table that words stand for."""
     from data_prep.corpus.events import word_item  # imports pyarrow
 

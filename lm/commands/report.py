@@ -169,7 +169,7 @@ def _classes(run: TrainedRun) -> list[str]:
         return []
     import torch
 
-    from lm.commands.classes import _items
+    from lm.commands.classes import item_names
     from lm.commands.tree_report import tree_report
 
     counts = torch.tensor(run.prepared.counts())
@@ -177,7 +177,7 @@ def _classes(run: TrainedRun) -> list[str]:
     rows = []
     for node in report["nodes"][1:]:
         words = list(map(run.tokenizer.token, node["top_words"]))
-        words = _items(words) if run.is_independent else words
+        words = item_names(words) if run.config.data.user_field is not None else words
         share = 100 * node["token_mass"]
         bar = f'<div class=bar style="width:{max(1, round(20 * share))}px"></div>'
         rows.append([bar, f"{share:.2f}&nbsp;%", node["words"], escape(" · ".join(words))])

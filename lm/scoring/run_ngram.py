@@ -117,6 +117,8 @@ class RunNGram:
                 other weights.
         """
         _check_text(run)
+        if run.checkpoint is not None:
+            raise UserError("--checkpoint excludes --ngram: λ is tuned for the model that is kept")
         path, again = run.folder / DESCRIPTION, f"run `lm ngram {run.folder}`"
         if not path.exists():
             raise DataError(f"{run.folder} has no n-gram model: {again}")
