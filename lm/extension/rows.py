@@ -17,8 +17,13 @@ which each one stands for several."""
 MAX_LOGITS = 1 << 31
 """Logits of the children of a node, of all events; likewise."""
 MAX_NEW_LOGITS = 1 << 27
-"""Logits of the new children of a node, of all events. If there are more, as in a full softmax with
-thousands of new words, the rows of these remain the means."""
+"""Logits of the new children of a node, of the events of these. If there are more, as in a full
+softmax with thousands of new words, the rows of these remain the means."""
+NUM_OLD_LOGITS = 1 << 23
+"""Logits of the new children of a node, of a sample of the other events: as many events as new
+children have, or as many as have this number of logits, if that is more."""
+PART = 1 << 20
+"""Logits of the new children of a node that are computed at once."""
 MIN_EVENTS = 100
 """Events of each new word that are in the sample, if it has as many."""
 PENALTY = 5.0
@@ -42,16 +47,23 @@ def find_rows(model: LanguageModel, contexts: Contexts, counts: NDArray[np.int64
     num_of_node = torch.bincount(tree.node_of_row[new_row], minlength=tree.num_nodes)
     hidden, target, weight = _events(model, contexts, counts, num_of_node.cpu().numpy())
     row = tree.row_of_word[target]
-    node = tree.node_of_row[row]
+    node, is_new_word = tree.node_of_row[row], target >= contexts.num_old
+    generator = torch.Generator(model.device).manual_seed(1)
+    uniform = torch.rand(len(target), generator=generator, device=model.device)
     for each in num_of_node.nonzero().flatten().tolist():
         first, among = int(tree.first_row[each]), node == each
         rows = torch.arange(first, first + int(tree.num_children[each]), device=new_row.device)
         is_new = torch.isin(rows, new_row)
-        if int(among.sum()) * int(is_new.sum()) > MAX_NEW_LOGITS:
-            num_unsolved += int(is_new.sum())
+        is_own = among & is_new_word
+        num_own, num_new = int(is_own.sum()), int(is_new.sum())
+        if num_own * num_new > MAX_NEW_LOGITS:
+            num_unsolved += num_new
             continue
+        share = max(num_own, NUM_OLD_LOGITS // num_new) / max(1, int(among.sum()) - num_own)
+        event = (among & (is_own | (uniform < share))).nonzero().flatten()
+        weight_of_event = weight[event] / torch.where(is_own[event], 1.0, min(1.0, share))
         num_prior = 0 if contexts.are_items else PRIOR * int((~is_new).sum())
-        of_node = hidden[among].float(), row[among], weight[among]
+        of_node = hidden[event].float(), row[event], weight_of_event
         _fit(output, rows[~is_new], rows[is_new], num_prior, *of_node)
     if num_unsolved:
         _log.warning(
@@ -98,7 +110,7 @@ def _fit(
 ) -> None:
     """Find the new rows of a node, given its old ones and P events of its children.
 
-    `num_prior` further events, at the same hidden vectors, have old children.
+    `num_prior` further events, spread over the same hidden vectors, have old children.
     """
     assert output.bias is not None
     with torch.no_grad():
@@ -107,20 +119,29 @@ def _fit(
         prior = output.weight[new, : output.hidden_size].float()
         start = torch.cat([prior, output.bias[new, None].float()], dim=1)
     inputs = torch.cat([hidden, hidden.new_ones(len(hidden), 1)], dim=1)
-    is_new, number = torch.isin(row, new), torch.searchsorted(new, row)
-    weight_of_all = weight + num_prior / len(hidden)
+    number = torch.searchsorted(new, row).clamp(max=len(new) - 1)[:, None]
+    weight_of_own = weight * torch.isin(row, new)
+    weight_of_all = weight * (1 + num_prior / weight.sum())
+    events = inputs, old_lse, weight_of_all, weight_of_own, number
+    parts = list(
+        zip(*(torch.split(each, max(1, PART // len(new))) for each in events), strict=True)
+    )
     found = start.clone().requires_grad_()
     line_search = "strong_wolfe"
     optimizer = torch.optim.LBFGS([found], max_iter=MAX_ITERATIONS, line_search_fn=line_search)
 
+    @torch.no_grad()
     def loss() -> Tensor:
-        optimizer.zero_grad()
-        logit = inputs @ found.T
-        nll = torch.logaddexp(old_lse, logit.logsumexp(1))
-        own = logit[is_new].gather(1, number[is_new, None]).squeeze(1)
-        penalty = PENALTY / 2 * (found[:, :-1] - prior).square().sum()
-        total = weight_of_all @ nll - weight[is_new] @ own + penalty
-        total.backward()  # type: ignore[no-untyped-call]
+        difference = found[:, :-1] - prior
+        total = PENALTY / 2 * difference.square().sum()
+        found.grad = torch.nn.functional.pad(PENALTY * difference, (0, 1))
+        for x, lse, of_all, of_own, own in parts:
+            logit = x @ found.T
+            nll = torch.logaddexp(lse, logit.logsumexp(1))
+            total += of_all @ nll - of_own @ logit.gather(1, own).squeeze(1)
+            error = (logit - nll[:, None]).exp_().mul_(of_all[:, None])
+            error.scatter_add_(1, own, -of_own[:, None])
+            found.grad.addmm_(error.T, x)
         return total
 
     optimizer.step(loss)  # type: ignore[no-untyped-call]

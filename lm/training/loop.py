@@ -29,9 +29,8 @@ from lm.training.environment import peak_memory
 from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
 from lm.training.metrics import draw_curves
-from lm.training.optimizers import set_learning_rate
+from lm.training.optimizers import clip_gradients, set_learning_rate
 from lm.training.run_folder import LOCK, check_folder, report_new_length, write_run_metadata
-from lm.training.shards import clip_gradients
 from lm.training.signals import Interrupted, StopSignals
 from lm.training.state import TrainingState
 from lm.training.validation import RANKED_USERS, K, Validation

@@ -1,10 +1,11 @@
-"""The optimizer, and the learning rate as a function of the step and of the validations."""
+"""The optimizer, clipping, and the learning rate as a function of the step and the validations."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lm.config import OptimConfig, WordTable
@@ -112,3 +113,24 @@ def learning_rate(
     if config.schedule == "plateau":
         return config.lr * config.decay**num_bad_validations
     return config.lr
+
+
+def clip_gradients(model: LanguageModel, parameters: Sequence[Tensor], largest: float) -> Tensor:
+    """Scale the gradients of all processes so that their norm as one vector is at most `largest`.
+
+    Like `torch.nn.utils.clip_grad_norm_` of all parameters of the model, with the tables of all
+    processes in the norm. They are not scaled if `largest` is 0. Returns the norm before.
+    """
+    dealt = model.dealt_tables
+    grads: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            grads[name in dealt].append(parameter.grad)
+    total = torch.nn.utils.get_total_norm(grads[False])
+    if dealt:
+        squares = torch.nn.utils.get_total_norm(grads[True]).square().to(model.device)
+        dist.all_reduce(squares)
+        total = (total.square() + squares).sqrt()
+    if largest:
+        torch.nn.utils.clip_grads_with_norm_(parameters, largest, total)
+    return total

@@ -1,13 +1,12 @@
-"""Tables of words that are dealt to processes, in training: saving, continuing and clipping.
+"""Tables of words that are dealt to processes, in training: saving and continuing.
 
 A checkpoint contains whole tables, as of one process, so that any number of processes continues it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lm.model.language_model import LanguageModel
@@ -69,24 +68,3 @@ def columns_of(states: list[tuple[Tensor, ...]], rank: int, world_size: int) -> 
     """
     whole = (torch.stack(parts, 2).flatten(1, 2) for parts in zip(*states, strict=True))
     return tuple(part[:, rank::world_size].contiguous() for part in whole)
-
-
-def clip_gradients(model: LanguageModel, parameters: Sequence[Tensor], largest: float) -> Tensor:
-    """Scale the gradients of all processes so that their norm as one vector is at most `largest`.
-
-    Like `torch.nn.utils.clip_grad_norm_` of all parameters of the model, with the tables of all
-    processes in the norm. They are not scaled if `largest` is 0. Returns the norm before.
-    """
-    dealt = model.dealt_tables
-    grads: dict[bool, list[Tensor]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            grads[name in dealt].append(parameter.grad)
-    total = torch.nn.utils.get_total_norm(grads[False])
-    if dealt:
-        squares = torch.nn.utils.get_total_norm(grads[True]).square().to(model.device)
-        dist.all_reduce(squares)
-        total = (total.square() + squares).sqrt()
-    if largest:
-        torch.nn.utils.clip_grads_with_norm_(parameters, largest, total)
-    return total

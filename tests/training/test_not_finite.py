@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from data_prep.errors import NotFiniteError
 from lm.cli import main
 from lm.run import Run
-from lm.training import shards
+from lm.training import optimizers
 from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
 from lm.training.devices import build_fabric
@@ -28,7 +28,7 @@ SAVES = ["--train.checkpoint_every_steps=1", "--train.val_every_steps=4", "--log
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`poison(numbers, value)`: the largest gradient of these steps of the process is `value`."""
-    clip = shards.clip_gradients
+    clip = optimizers.clip_gradients
 
     def patch(numbers: set[int], value: float = float("nan")) -> None:
         calls = iter(range(1, 1000))

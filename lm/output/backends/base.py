@@ -138,7 +138,12 @@ Tensors = tuple[Tensor, ...]
 
 
 class Softmaxes(NamedTuple):
-    """The softmaxes on the targets' paths, over the rows that a problem has; [D, P] each."""
+    """The softmaxes on the targets' paths, over the rows that a problem has; [D, P] each.
+
+    In `compute_dtype` and the order of the problem's positions. A level has no visit where a path
+    has ended or a node has one child. Only largest + log_total - logit counts, and for a shard
+    largest + log_total, so that the terms may be divided otherwise among the three, and broadcast.
+    """
 
     largest: Tensor  # of the logits z
     log_total: Tensor  # log Σ exp(z - largest); -inf, or `largest` is, for no visit and no rows
@@ -183,31 +188,37 @@ class Solver(ABC):
     ) -> Gradients:
         """The gradients that are needed, given the gradient d_nll [P] of the nll.
 
-        `problem` and `saved` are those of the forward; `needs` has the same `row_wise` and asks for
-        no more gradients. For a shard, the log-sum-exps [D, P] over all shards are given, and
-        d_hidden is what its rows add.
+        d_nll may be expanded, and of ignored targets it is any number, which counts as 0. With
+        `needs.row_wise`, d_weight and d_bias are `RowGradient`s, of `RowFactors` as in
+        `reference.py`, or of a subclass that updates a table by itself. `problem` and `saved` are
+        those of the forward; `needs` has the same `row_wise` and asks for no more gradients. For a
+        shard, the log-sum-exps [D, P] over all shards are given, and d_hidden is what its rows add.
         """
 
 
 class Backend(Solver):
-    """A solver of problems whose rows are all on one device, known by its name."""
+    """A solver of problems whose rows are in this process, all of a tree or a shard's.
+
+    To add one: its name in `BACKENDS` (in order of preference), in `Literal` of `functional.py` and
+    of `lm/config/schema.py`, and in the fixtures of `tests/output/conftest.py` and `test_laws.py`.
+    """
 
     name: str  # as in the argument `backend` of the public functions
     automatic_on: frozenset[str] = frozenset()
     """Types of devices where "auto" prefers it to the reference."""
     saved_types: tuple[Any, ...]
-    """What a forward may save."""
+    """What a forward may save: NamedTuples of tensors."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
         """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""
         return None
 
     def verified(self, problem: Problem, device: torch.device) -> bool:
-        """Whether "auto" may rely on the results for such dtypes and strides on a device."""
+        """Whether "auto" may rely on the results for such dtypes and strides, as by `verify`."""
         return True
 
     def part_size(self, problem: Problem) -> int:
-        """Most positions computed at once, so that what a backward requires fits in memory."""
+        """Most positions that the backward takes at once by itself, for estimates of memory."""
         return problem.num_positions
 
     def saved_type(self, problem: Problem, needs: Needs) -> Any:

@@ -1,9 +1,10 @@
 """Optimizers of tables of rows, whose step touches only the rows with a gradient.
 
 A block of a `RowGradient` is formed, its rows are updated, and it is discarded. The gradient of a
-single batch by the fused kernels is formed and applied within one of them. Rows with a gradient are
-updated as by the dense optimizer; rows without one retain their values and their state. There is no
-weight decay, which would touch every row.
+single batch by the fused kernels is formed and applied within one of them. Rows without a gradient
+retain their values and their state: `RowSGD` steps as SGD, `RowAdagrad` has one sum for each row,
+and the moments of `RowAdam` decay where there is a gradient alone, corrected by the number of steps
+of the table. There is no weight decay, which would touch every row.
 
 Where `lr` is a tensor on the device of a table, a step reads it there: a CUDA graph that contains
 the step follows what is written to it.
@@ -74,7 +75,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         if not isinstance(grad, RowGradient):
             blocks = [Block(slice(0, len(grad)), grad.view(table.shape).to(wide(table)))]
         elif table.is_contiguous():
-            blocks = grad.factors.update(table, rule)
+            blocks = grad.factors.update(table, rule)  # none if the backend did it all
         else:
             blocks = grad.blocks()
         is_rounded, noise = table.dtype == torch.bfloat16, None
@@ -164,7 +165,7 @@ class RowAdam(RowOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
     def _rule(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> Rule:
-        """1 - β1, β2, 1 - β2, lr / (1 - β1^t), √(1 - β2^t) and eps, after t steps."""
+        """1 - β1, β2, 1 - β2, lr / (1 - β1^t), √(1 - β2^t) and eps, in step t, which it counts."""
         state = self.state[param]
         if not state:
             state["step"] = 0
