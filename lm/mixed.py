@@ -63,9 +63,8 @@ class MixedModel(LoadedModel):
         return self._mixed([state], ngram[None], super().log_prob(state)[None])[0]
 
     def _candidates(self, states: list[State], words: Tensor) -> Tensor:
-        contexts, ids = self._contexts(states), words.flatten().cpu().numpy()
-        pairs = np.repeat(contexts, len(ids)), np.tile(ids, len(states))
-        ngram = self._ngram.tree.extend(*pairs)[0].reshape(len(states), -1)
+        ids = words.flatten().cpu().numpy()
+        ngram = self._ngram.tree.extend_each(self._contexts(states), ids)
         return self._mixed(states, ngram, super()._candidates(states, words))
 
     @torch.no_grad()

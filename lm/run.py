@@ -287,6 +287,12 @@ class TrainedRun:
         """Whether the end of a line is predicted, which is not learned from items without one."""
         return not self.is_independent or self.config.data.predict_eos
 
+    def check_text(self, what: str) -> None:
+        """Raises UserError if it is on independent sequences, which `what` does not take."""
+        if self.is_independent:
+            problem = f"requires a text, but {self.folder} has independent sequences"
+            raise UserError(f"{what} {problem}")
+
     def never_drawn(self, allow_unk: bool = False) -> tuple[int, ...]:
         """Token ids that no text has: an `<eos>` that is not predicted, `<unk>` unless allowed."""
         unk = () if allow_unk else (self.tokenizer.unk_id,)

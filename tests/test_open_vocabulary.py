@@ -18,7 +18,7 @@ from lm.loaded import LoadedModel
 from lm.rescoring.models import ArpaScores
 from lm.run import TrainedRun
 from lm.scoring import Scorer
-from lm.scoring.ngram import NGramModel
+from lm.scoring.arpa_model import ArpaModel
 from tests.conftest import LETTERS, PIECES, PIECES_WITH_BYTES
 from tests.conftest import OTHER_LETTERS as SENTENCES
 from tests.data_prep.tokenizer.spelling import Definition
@@ -182,7 +182,7 @@ def test_an_arpa_model_spells_the_words_that_it_lacks(
 ) -> None:
     known = {"<s>": -99.0, "</s>": -0.7, "<unk>": -1.0, "ab": -0.5, "bbb": -0.9}
     path = write(tmp_path / "model.arpa", {(w,): (value, 0.0) for w, value in known.items()}, 1)
-    speller, ngram = TrainedRun(run).speller, NGramModel(path)
+    speller, ngram = TrainedRun(run).speller, ArpaModel(path)
     scores = ArpaScores(ngram, speller=speller)
     lines, spelled = ["ab b bbb", "日本 <unk>"], ["b", "日本", "<unk>"]
     ten = {"ab": -0.5, "bbb": -0.9, "<eos>": -0.7} | dict.fromkeys(spelled, -1.0)

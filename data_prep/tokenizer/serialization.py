@@ -100,6 +100,12 @@ def load_tokenizer(folder: Path | str, *, verify: bool = True) -> Tokenizer:
         raise DataError(f"{Path(folder, MODEL_FILE[description.kind])}: {error}") from error
 
 
+def load_counts(folder: Path) -> NDArray[np.int64]:
+    """The counts [N] of the words of a folder in its training split."""
+    lines = (folder / MODEL_FILE["words"]).read_bytes().split(b"\n")[:-1]
+    return np.array([int(line.rpartition(b"\t")[2]) for line in lines])
+
+
 def verify_tokenizer(folder: Path, sha256: str) -> None:
     """Compare the files of a tokenizer with its checksum in `TokenizerInfo`, without loading it."""
     _read(folder, verify=True, sha256=sha256)

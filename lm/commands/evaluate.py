@@ -204,10 +204,8 @@ def _check_text(options: argparse.Namespace, runs: list[TrainedRun]) -> None:
     """Raises UserError if a run is on independent sequences, and an option is not."""
     needs_text = ("cache", "dynamic", "open_vocabulary", "arpa", "ngram", "by_frequency", "compare")
     given = [f"--{name.replace('_', '-')}" for name in needs_text if getattr(options, name)]
-    for run in runs:
-        if given and run.is_independent:
-            problem = f"requires a text, but {run.folder} has independent sequences"
-            raise UserError(f"{given[0]} {problem}")
+    for run in runs if given else ():
+        run.check_text(given[0])
 
 
 def _check(options: argparse.Namespace) -> None:

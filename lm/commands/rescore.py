@@ -180,7 +180,7 @@ def _models(
     from lm.loaded import LoadedModel
     from lm.mixed import MixedModel
     from lm.rescoring.models import ArpaScores, common_vocabulary_size, num_unknown_types
-    from lm.scoring.ngram import NGramModel
+    from lm.scoring.arpa_model import ArpaModel
     from lm.scoring.unknown import UnknownWords
 
     hypotheses = [text for each in lists for text in each.texts]
@@ -194,7 +194,7 @@ def _models(
     words = {word for run in opened for word in run.tokenizer.literals}
     literals = {word: sum(text.count(word) for text in hypotheses) for word in sorted(words)}
     log_literals("hypotheses", literals)
-    ngram = None if options.arpa is None else NGramModel(Path(options.arpa))
+    ngram = None if options.arpa is None else ArpaModel(Path(options.arpa))
     common, is_open = options.vocabulary_size, options.open_vocabulary
     unknown = [(run.tokenizer, num_unknown_types(run.tokenizer, hypotheses)) for run in opened]
     if common is None and not is_open:

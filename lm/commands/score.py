@@ -77,8 +77,8 @@ def run(options: argparse.Namespace) -> None:
     run = open_run(options)
     if not run.predicts_eos:
         raise UserError(f"{run.folder} {_NO_END}")
-    if options.text != "line" and run.is_independent:
-        raise UserError(f"--stream requires a text, but {run.folder} has independent sequences")
+    if options.text != "line":
+        run.check_text("--stream")
     kinds, adaptation = {"cache": options.cache, "dynamic": options.dynamic}, None
     if any(kinds.values()):
         adaptation = Adaptation.tuned(run, **kinds)

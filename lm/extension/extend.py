@@ -8,10 +8,11 @@ from data_prep.errors import UserError
 from data_prep.prepare import Given, prepare_with
 from data_prep.settings import DataConfig, SplitFiles
 from data_prep.storage import new_folder, write_hashed
+from data_prep.tokenizer.serialization import load_counts
 from data_prep.tokenizer.speller import SPELLER
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.config import Config, differences, to_yaml
-from lm.extension.words import Extended, extended, vocabulary_lines
+from lm.extension.words import Extended, extended
 from lm.model.files import save_model
 from lm.run import Run, TrainedRun
 from lm.training.run_folder import write_run_metadata
@@ -90,9 +91,8 @@ def extend(
 def _compare_events(trained: TrainedRun, found: Extended) -> None:
     """Warn of data that has fewer items than the run was trained with."""
     assert found.counts is not None
-    counts = [count for _, count in vocabulary_lines(trained)]
-    tokenizer = trained.tokenizer
-    before = sum(counts) - counts[tokenizer.eos_id] - counts[tokenizer.unk_id]
+    counts, tokenizer = load_counts(trained.folder), trained.tokenizer
+    before = counts.sum() - counts[[tokenizer.eos_id, tokenizer.unk_id]].sum()
     if found.counts.sum() < before:
         text = "the training split has %d events, that of %s had %d: all so far should be in it"
         _log.warning(text, found.counts.sum(), trained.folder, before)

@@ -1,6 +1,5 @@
 """New words with contexts in a trained model: their classes, means of these, and the new tree."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from data_prep.corpus.reader import read_lines as read_corpus
 from data_prep.errors import UserError
 from data_prep.tokenizer.pieces import find_pieces
 from data_prep.tokenizer.punctuation import EOS, UNK
-from data_prep.tokenizer.serialization import MODEL_FILE
+from data_prep.tokenizer.serialization import load_counts
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from data_prep.tokenizer.vocabulary import count_words
 from data_prep.tokenizer.word_index import WordIndex
@@ -245,21 +244,13 @@ def extended_pieces(trained: TrainedRun, pieces: Tensor, new: list[str]) -> Tens
         UserError: if the words do not lead to the pieces of the run again, as those of a run that
             has got words from others.
     """
-    lines = vocabulary_lines(trained)
-    words, counts = (list(each) for each in zip(*lines, strict=True))
     num_pieces, tokenizer = trained.description.model.input_pieces, trained.tokenizer
     assert num_pieces is not None
-    without = tokenizer.eos_id, tokenizer.unk_id
-    every = find_pieces(words, np.array(counts), num_pieces, without, new)
+    assert isinstance(tokenizer, WordTokenizer)
+    words, without = list(tokenizer.words), (tokenizer.eos_id, tokenizer.unk_id)
+    every = find_pieces(words, load_counts(trained.folder), num_pieces, without, new)
     found, width = torch.from_numpy(every), pieces.shape[1]
     if not torch.equal(found[: len(words), :width], pieces.cpu()):
         problem = "new words have no pieces: those of the run (model.input_pieces) are not found"
         raise UserError(f"{trained.folder}: {problem} again in its vocabulary")
     return found.to(pieces.device)
-
-
-def vocabulary_lines(trained: TrainedRun) -> Iterator[tuple[str, int]]:
-    """Yield the words of a run, and their counts in its training split."""
-    for line in (trained.folder / MODEL_FILE["words"]).read_text("utf-8").split("\n")[:-1]:
-        word, _, count = line.rpartition("\t")
-        yield word, int(count)

@@ -26,7 +26,7 @@ from data_prep.tokenizer.speller import Speller
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.rescoring.nbest import Floats, Ints, NBest
 from lm.rescoring.word_errors import WordErrors
-from lm.scoring.ngram import NO_UNK, NGramModel
+from lm.scoring.arpa_model import NO_UNK, ArpaModel
 from lm.scoring.unknown import UnknownRule, UnknownWords
 
 LOWEST = 10 * NO_UNK
@@ -43,7 +43,7 @@ def num_unknown_types(tokenizer: Tokenizer, texts: Sequence[str]) -> int | None:
 
 
 def common_vocabulary_size(
-    unknown: Sequence[tuple[Tokenizer, int | None]], ngram: NGramModel | None, texts: Sequence[str]
+    unknown: Sequence[tuple[Tokenizer, int | None]], ngram: ArpaModel | None, texts: Sequence[str]
 ) -> int | None:
     """The default V of equation (1) for all models of words; None if there is none.
 
@@ -75,7 +75,7 @@ def unknown_counts(
 class NGramStep(NamedTuple):
     """What follows from a word."""
 
-    state: Ints  # [order - 1], the words before the next one
+    state: int  # the context of the next word
 
 
 class ArpaScores:
@@ -89,7 +89,7 @@ class ArpaScores:
 
     def __init__(
         self,
-        ngram: NGramModel,
+        ngram: ArpaModel,
         vocabulary_size: int | None = None,
         speller: Speller | None = None,
     ) -> None:
@@ -115,24 +115,23 @@ class ArpaScores:
         """Log-probabilities [words + 1] in nats of the words of each text and of its end."""
         each = [self._ids(text.split()) for text in texts]
         ids = [np.append(ids, self.eos_id) for ids, _ in each]
-        values = np.maximum(self._model.log_prob(np.concatenate(ids)), LOWEST)
+        values = np.maximum(self._model.read(np.concatenate(ids))[0], LOWEST)
         values += np.concatenate([np.append(of_unknown, 0.0) for _, of_unknown in each])
         return np.split(values, np.cumsum([len(each) for each in ids])[:-1])
 
-    def start(self) -> Ints:
+    def start(self) -> int:
         """The state before the first word."""
         return self._model.start
 
-    def step_many(self, states: Sequence[Ints], words: Sequence[str]) -> list[NGramStep]:
+    def step_many(self, states: Sequence[int], words: Sequence[str]) -> list[NGramStep]:
         """The state after each pair of a state and a word."""
-        extended = np.column_stack([self._model.word_ids(words), np.stack(states)])
-        return list(map(NGramStep, extended[:, : self._model.order - 1]))
+        after = self._model.extend(np.array(states), self._model.word_ids(words))[1]
+        return list(map(NGramStep, after.tolist()))
 
-    def candidate_log_probs(self, states: Sequence[Ints], words: Sequence[str | int]) -> Floats:
+    def candidate_log_probs(self, states: Sequence[int], words: Sequence[str | int]) -> Floats:
         """Log-probabilities [S, K] of some next words, or `eos_id`, after each state, in nats."""
         is_end = np.array([isinstance(word, int) for word in words])
         ids, of_unknown = np.full(len(words), self.eos_id), np.zeros(len(words))
         ids[~is_end], of_unknown[~is_end] = self._ids([w for w in words if isinstance(w, str)])
-        histories = np.repeat(np.stack(states), len(ids), axis=0)
-        values = np.maximum(self._model.log_probs(histories, np.tile(ids, len(states))), LOWEST)
-        return values.reshape(len(states), len(ids)) + of_unknown
+        values = np.maximum(self._model.extend_each(np.array(states), ids), LOWEST)
+        return values + of_unknown

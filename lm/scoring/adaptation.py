@@ -148,8 +148,7 @@ class Adaptation(Strict):
         Raises:
             UserError: if the run is of independent sequences, or there is no validation split.
         """
-        if run.is_independent:
-            raise UserError(f"{run.folder} has independent sequences: there is no text to adapt to")
+        run.check_text("an adaptation")
         path, sha256 = run.folder / FILE, run.description.weights_sha256
         found = cls(weights_sha256=sha256)
         if run.checkpoint is None and path.exists():

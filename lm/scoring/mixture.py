@@ -14,14 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
-from data_prep.tokenizer.punctuation import UNK
-from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.evaluation import check_finite
-from lm.figures import token_unit
 from lm.model.reader import read_text
 from lm.run import TrainedRun
 from lm.scoring.arpa import Floats
-from lm.scoring.ngram import NGramModel
 
 
 def check_weight(run: TrainedRun, weight: float | None) -> None:
@@ -57,28 +53,6 @@ def tuned_weight(model: Floats, ngram: Floats) -> float:
             return middle
         low, high = (middle, high) if slope > 0 else (low, middle)
     return round((low + high) / 2, 10)
-
-
-def ngram_log_probs(ngram: NGramModel, tokenizer: Tokenizer, tokens: NDArray[Any]) -> Floats:
-    """Log-probabilities [n] in nats of a text of tokens [n] by an n-gram model.
-
-    Raises:
-        UserError: if its file lacks one of them.
-    """
-    eos_id, unk_id, path = tokenizer.eos_id, tokenizer.unk_id, ngram.path
-    distinct, first, place = np.unique(tokens, return_index=True, return_inverse=True)
-    if unk_id in distinct and not ngram.has_unk:
-        raise UserError(f"{path} has no {UNK}, and the text has a word outside the vocabulary")
-    ids = ngram.word_ids(map(tokenizer.token, distinct.tolist()))
-    is_absent = (ids == ngram.unk_id) & (distinct != unk_id) & (distinct != eos_id)
-    if is_absent.any():
-        token, unit = tokenizer.token(int(tokens[first[is_absent].min()])), token_unit(tokenizer)
-        raise UserError(
-            f"{path} has no unigram {token!r}, a {unit} that the model has: estimate the n-gram"
-            f" model on the model's own training text, a token for each {unit}"
-        )
-    ids[distinct == eos_id] = ngram.eos_id
-    return ngram.log_prob(ids[place])
 
 
 @torch.no_grad()

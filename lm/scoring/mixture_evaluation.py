@@ -9,14 +9,7 @@ from numpy.typing import NDArray
 
 from lm.figures import perplexity, table_of
 from lm.run import TrainedRun
-from lm.scoring.mixture import (
-    check_weight,
-    mixed,
-    ngram_log_probs,
-    token_log_probs,
-    tuned_weight,
-)
-from lm.scoring.ngram import NGramModel
+from lm.scoring.mixture import check_weight, mixed, token_log_probs
 from lm.scoring.run_ngram import RunNGram
 
 
@@ -69,30 +62,19 @@ def evaluate_mixture(
     """
     if path is not None or weight is not None:
         check_weight(run, weight)
-    valid_perplexity: float | None = None
-    weights, model = np.full(1, weight or 0.0), token_log_probs(run, tokens)
-    if path is None:
-        found = RunNGram.open(run)
-        ngram, length = found.read(tokens)
-        if weight is None:
-            weights, valid_perplexity = found.weights, found.valid_perplexity
-        else:
-            length[:] = 0
-    else:
-        arpa = NGramModel(path)
-        if weight is None:
-            valid = run.prepared.tokens("valid")
-            each = token_log_probs(run, valid), ngram_log_probs(arpa, run.tokenizer, valid)
-            weights[0] = tuned_weight(*each)
-            total = float(mixed(*each, weights[0]).sum())
-            valid_perplexity = perplexity(-total, len(valid))
-        ngram, length = ngram_log_probs(arpa, run.tokenizer, tokens), np.zeros(len(tokens), int)
-    mixture = mixed(model, ngram, weights[length])
+    found = RunNGram.open(run) if path is None else RunNGram.of_arpa(run, path)
+    if weight is not None:
+        found.weights, found.valid_perplexity = np.array([weight]), None
+    elif path is not None:
+        found.tune(run)
+    model, (ngram, place) = token_log_probs(run, tokens), found.read(tokens)
+    weights = found.weights
+    mixture = mixed(model, ngram, weights[place])
     perplexities = [perplexity(-float(each.sum()), len(tokens)) for each in (model, ngram, mixture)]
     return MixtureEvaluation(
-        weight=float(weights[length].mean() if len(weights) > 1 else weights[0]),
+        weight=float(weights[place].mean() if len(weights) > 1 else weights[0]),
         weights=weights.tolist(),
-        valid_perplexity=valid_perplexity,
+        valid_perplexity=found.valid_perplexity,
         tokens=len(tokens),
         perplexity_model=perplexities[0],
         perplexity_ngram=perplexities[1],

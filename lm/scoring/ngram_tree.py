@@ -1,14 +1,16 @@
-"""An n-gram model over token ids, as a tree in a few flat arrays.
+"""An n-gram model over word ids, as a tree in a few flat arrays.
 
     log P(w | h) = log p(h w)                   if the model has the n-gram h w,
                    log b(h) + log P(w | h')     else, where h' is h without its first word      (1)
 
-A node is an n-gram of at most `order` words: 0 is the empty one, 1 + w the word w, and `<s>` is the
-word N. Its children are the n-grams of one word more, in the order of their last words; the nodes
-of each length follow those of the length before, in the order of their parents.
+and b(h) = 1 if the model has no h. A node is an n-gram of at most `order` words: 0 is the empty
+one, 1 + w the word w. Its children are the n-grams of one word more, in the order of their last
+words; the nodes of each length follow those of the length before, in the order of their parents.
 
-A *context* is the node of the longest end of a history that has children. It depends on the history
-alone, and has all that equation (1) needs. A line begins in the context of `<s>`.
+A *context* is the node of the longest end of a history that has children or b(h) ≠ 1. It depends on
+the history alone, and has all that equation (1) needs. A line begins in the context of `<s>`.
+
+Source: Katz 1987; Heafield 2011, KenLM.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,16 +35,16 @@ class Arrays(NamedTuple):
     """The G nodes, of which the first M have fewer than `order` words."""
 
     word: NDArray[np.uint32]  # [G], the last one
-    log_prob: NDArray[np.float32]  # [G] nats
-    backoff: NDArray[np.float32]  # [M] nats, log b
-    suffix: NDArray[np.uint32]  # [M], the node without its first word
+    log_prob: NDArray[np.floating[Any]]  # [G] nats
+    backoff: NDArray[np.floating[Any]]  # [M] nats, log b
+    suffix: NDArray[np.uint32]  # [M], the longest shorter end of it that is a node
     first: NDArray[np.uint32]  # [M + 1], the first child of each
 
     @classmethod
-    def empty(cls, num_nodes: int, num_inner: int) -> "Arrays":
+    def empty(cls, num_nodes: int, num_inner: int, real: type = np.float32) -> "Arrays":
         """Arrays to be filled, in which node 0 is complete but for its children."""
         sizes = num_nodes, num_nodes, num_inner, num_inner, num_inner + 1
-        arrays = cls(*(np.zeros(size, d) for size, d in zip(sizes, cls.dtypes(), strict=True)))
+        arrays = cls(*(np.zeros(size, d) for size, d in zip(sizes, cls.dtypes(real), strict=True)))
         arrays.first[:2] = 1, num_nodes
         return arrays
 
@@ -54,9 +56,9 @@ class Arrays(NamedTuple):
         return cls(*(each.view(d) for each, d in zip(parts, cls.dtypes(), strict=True)))
 
     @staticmethod
-    def dtypes() -> tuple[type, ...]:
-        """Types of the fields, of 4 bytes each."""
-        return np.uint32, np.float32, np.float32, np.uint32, np.uint32
+    def dtypes(real: type = np.float32) -> tuple[type, ...]:
+        """Types of the fields, by default of 4 bytes each."""
+        return np.uint32, real, real, np.uint32, np.uint32
 
 
 @compiled
@@ -85,11 +87,33 @@ def _extend(arrays: Arrays, node: int, word: int) -> tuple[float, int]:
         node = np.int64(arrays.suffix[node])  # type: ignore[assignment]
         child = _find(arrays, node, word)
     log_prob += arrays.log_prob[child]
-    if child >= len(arrays.suffix):
-        child = _find(arrays, np.int64(arrays.suffix[node]), word)
-    while arrays.first[child] == arrays.first[child + 1]:
-        child = np.int64(arrays.suffix[child])
-    return log_prob, child
+    num_inner = len(arrays.suffix)
+    while node > 0 and not 0 <= child < num_inner:
+        node = np.int64(arrays.suffix[node])  # type: ignore[assignment]
+        child = _find(arrays, node, word)
+    after = child if child < num_inner else 0  # 0: all n-grams are single words
+    while (
+        after > 0 and arrays.first[after] == arrays.first[after + 1] and not arrays.backoff[after]
+    ):
+        after = np.int64(arrays.suffix[after])
+    return log_prob, after
+
+
+@compiled
+def link(arrays: Arrays) -> None:
+    """Fill in `suffix`, and equation (1) for nodes without a log-probability, which are NaN."""
+    for parent in range(1, len(arrays.suffix)):
+        for node in range(arrays.first[parent], min(arrays.first[parent + 1], len(arrays.suffix))):
+            log_prob, above = arrays.backoff[parent], np.int64(arrays.suffix[parent])
+            word = np.int64(arrays.word[node])
+            child = _find(arrays, above, word)
+            while child < 0:
+                log_prob += arrays.backoff[above]
+                above = np.int64(arrays.suffix[above])
+                child = _find(arrays, above, word)
+            arrays.suffix[node] = child
+            if np.isnan(arrays.log_prob[node]):
+                arrays.log_prob[node] = log_prob + arrays.log_prob[child]
 
 
 @compiled
@@ -117,18 +141,20 @@ class NGramTree:
 
     Args:
         arrays: the nodes.
-        sizes: number of n-grams of each length, from one word; the words are N and `<s>`.
+        sizes: number of n-grams of each length, from one word.
         eos_id: id of the end of a line.
+        begin: id of `<s>`; None: the last word.
 
     Attributes:
         order: the largest n.
         start: the context at the beginning of a line.
     """
 
-    def __init__(self, arrays: Arrays, sizes: list[int], eos_id: int) -> None:
-        self.arrays, self.sizes, self.eos_id = arrays, sizes, eos_id
-        self.order, self.vocab_size = len(sizes), sizes[0] - 1
-        self.start = 1 + self.vocab_size
+    def __init__(
+        self, arrays: Arrays, sizes: list[int], eos_id: int, begin: int | None = None
+    ) -> None:
+        self.arrays, self.sizes, self.eos_id, self.order = arrays, sizes, eos_id, len(sizes)
+        self.start = 0 if self.order == 1 else 1 + (sizes[0] - 1 if begin is None else begin)
         self._begins = np.cumsum([0, 1, *sizes])  # of the nodes of each length
 
     def read(self, tokens: NDArray[Any]) -> tuple[Floats, Ints]:
@@ -148,12 +174,17 @@ class NGramTree:
         after[words == self.eos_id] = self.start
         return values, after
 
+    def extend_each(self, contexts: Ints, words: Ints) -> Floats:
+        """Log-probabilities [S, K] of words [K] in each of the contexts [S]."""
+        pairs = np.repeat(contexts, len(words)), np.tile(words, len(contexts))
+        return self.extend(*pairs)[0].reshape(len(contexts), -1)
+
     def log_prob(self, context: int) -> Floats:
-        """Log-probabilities [N] of all words in a context."""
+        """Log-probabilities [N] in a context of all words but the last one, `<s>`."""
         nodes = [context]
         while nodes[-1]:
             nodes.append(int(self.arrays.suffix[nodes[-1]]))
-        values = np.zeros(self.vocab_size + 1)
+        values = np.zeros(self.sizes[0])
         for node in reversed(nodes):
             children = slice(*self.arrays.first[node : node + 2].tolist())
             values += self.arrays.backoff[node] if node else 0.0

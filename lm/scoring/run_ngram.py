@@ -1,14 +1,17 @@
-"""The n-gram model of a run: the files in its folder, and its mixture with the network.
+"""N-gram models that a run is mixed with: that of its folder, or an ARPA file.
 
     P = λ P_model + (1 - λ) P_ngram                                                              (1)
 
 λ depends on the number of words of the n-gram model's context, which the history alone determines,
-so that the probabilities of all words add up to 1. Both models predict the same tokens.
-`ngram.npy` has the nodes, and is mapped into memory; `ngram.json` describes it.
+so that the probabilities of all words add up to 1; that of an ARPA file is one number. Both models
+predict the same tokens. `ngram.npy` has the nodes of the run's own n-gram model, and is mapped into
+memory; `ngram.json` describes it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from data_prep.storage import ArrayInfo, map_array, read_json, write_array, writ
 from lm.figures import perplexity
 from lm.run import TrainedRun
 from lm.scoring.arpa import Floats, Ints
+from lm.scoring.arpa_model import ArpaModel
 from lm.scoring.kneser_ney import estimate
 from lm.scoring.mixture import check_weight, mixed, token_log_probs, tuned_weight
 from lm.scoring.ngram_tree import Arrays, NGramTree
@@ -49,7 +53,7 @@ class RunNGram:
 
     Attributes:
         tree: the n-gram model.
-        weights: λ by the length of the context, [order].
+        weights: λ by the length of the context; the last one is that of longer ones too.
         valid_perplexity: that of the mixture on the validation split, if λ was tuned there.
         sha256: checksum of `ngram.npy`.
     """
@@ -60,37 +64,34 @@ class RunNGram:
         weights: Sequence[float],
         valid_perplexity: float | None = None,
         sha256: str = "",
+        ids: Callable[[NDArray[Any]], NDArray[Any]] = np.asarray,
     ) -> None:
         self.tree, self.weights = tree, np.array(weights, np.float64)
-        self.valid_perplexity, self.sha256 = valid_perplexity, sha256
+        self.valid_perplexity, self.sha256, self._ids = valid_perplexity, sha256, ids
+
+    @classmethod
+    def of_arpa(cls, run: TrainedRun, path: Path) -> "RunNGram":
+        """The model of an ARPA file, without a λ."""
+        model = ArpaModel(path)
+        return cls(model, [0.0], ids=partial(model.token_ids, run.tokenizer))
 
     @classmethod
     def count(
         cls, run: TrainedRun, order: int, prune: Sequence[int], weight: float | None
     ) -> "RunNGram":
-        """Estimate the model on the training split of a run, and write its files.
-
-        λ None: those of the lowest perplexity on the validation split, one for each length of a
-        context that has `FEWEST` tokens there, else that of all tokens.
+        """Estimate the model on the training split of a run, and write its files; λ None: `tune`.
 
         Raises:
             UserError: if there is no text to count, no such split, or λ is out of range.
         """
-        _check_text(run)
+        run.check_text("an n-gram model")
         check_weight(run, weight)
         prepared = run.prepared
         tokens = prepared.tokens("train")
         tree = estimate(tokens, prepared.vocab_size, prepared.eos_id, order, prune)
         found = cls(tree, [weight or 0.0] * order)
         if weight is None:
-            valid = prepared.tokens("valid")
-            model, (ngram, length) = token_log_probs(run, valid), found.read(valid)
-            found.weights[:] = tuned_weight(model, ngram)
-            for n in range(order):
-                if (chosen := length == n).sum() >= FEWEST:
-                    found.weights[n] = tuned_weight(model[chosen], ngram[chosen])
-            total = mixed(model, ngram, found.weights[length]).sum()
-            found.valid_perplexity = perplexity(-float(total), len(valid))
+            found.tune(run)
         description, folder = run.description, run.folder
         (folder / DESCRIPTION).unlink(missing_ok=True)  # of other nodes
         content = Description(
@@ -116,7 +117,7 @@ class RunNGram:
             UserError: if there is none, a file is damaged, or it belongs to another tokenizer or to
                 other weights.
         """
-        _check_text(run)
+        run.check_text("an n-gram model")
         if run.checkpoint is not None:
             raise UserError("--checkpoint excludes --ngram: λ is tuned for the model that is kept")
         path, again = run.folder / DESCRIPTION, f"run `lm ngram {run.folder}`"
@@ -135,23 +136,31 @@ class RunNGram:
         tree = NGramTree(Arrays.of(values, *counts), found.sizes, found.eos_id)
         return cls(tree, found.weights, found.valid_perplexity, found.nodes.sha256)
 
+    def tune(self, run: TrainedRun) -> None:
+        """Set the λ of the lowest perplexity on the validation split of a run.
+
+        There is one for each length of a context with `FEWEST` tokens, else that of all tokens.
+        """
+        valid = run.prepared.tokens("valid")
+        model, (ngram, length) = token_log_probs(run, valid), self.read(valid)
+        self.weights[:] = tuned_weight(model, ngram)
+        for n in range(len(self.weights)):
+            if (chosen := length == n).sum() >= FEWEST:
+                self.weights[n] = tuned_weight(model[chosen], ngram[chosen])
+        total = mixed(model, ngram, self.weights[length]).sum()
+        self.valid_perplexity = perplexity(-float(total), len(valid))
+
     def read(self, tokens: NDArray[Any]) -> tuple[Floats, Ints]:
-        """Log-probabilities [n] of the n-gram model for a text, and the lengths of its contexts."""
-        log_prob, contexts = self.tree.read(tokens)
-        return log_prob, self.tree.length(contexts)
+        """Log-probabilities [n] of the n-gram model for a text, and the place of each λ."""
+        log_prob, contexts = self.tree.read(self._ids(tokens))
+        return log_prob, np.minimum(self.tree.length(contexts), len(self.weights) - 1)
 
     def mixed(self, tokens: NDArray[Any], log_prob: Floats) -> Floats:
         """Equation (1) of a text of lines [n], given log P_model."""
-        ngram, length = self.read(tokens)
-        return mixed(log_prob, ngram, self.weights[length])
+        ngram, place = self.read(tokens)
+        return mixed(log_prob, ngram, self.weights[place])
 
     def mixed_after(self, contexts: Ints, ngram: Floats, log_prob: Floats) -> Floats:
         """Equation (1) in contexts [S], given log P_ngram and log P_model [S, …]."""
         weights = self.weights[self.tree.length(contexts)]
         return mixed(log_prob, ngram, weights.reshape(-1, *[1] * (log_prob.ndim - 1)))
-
-
-def _check_text(run: TrainedRun) -> None:
-    if run.is_independent:
-        problem = f"requires a text, but {run.folder} has independent sequences"
-        raise UserError(f"an n-gram model {problem}")

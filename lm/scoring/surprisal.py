@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from data_prep.errors import UserError
 from data_prep.tokenizer.punctuation import EOS, UNK
-from data_prep.tokenizer.serialization import MODEL_FILE
+from data_prep.tokenizer.serialization import load_counts
 from data_prep.tokenizer.tokenizer import SENTENCEPIECE_SPACE, Tokenizer
 from lm.model.reader import read_lines
 from lm.run import TrainedRun
@@ -120,9 +120,7 @@ def _occurrences(run: TrainedRun, scores: list[LineScore]) -> tuple[Floats, int,
     pieces = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
     counts, space = Counter[str](), ""
     if tokenizer.kind == "words":
-        lines = (run.folder / MODEL_FILE["words"]).read_bytes().decode().split("\n")[:-1]
-        found = [int(line.rpartition("\t")[2]) for line in lines]
-        counts.update(dict(zip(pieces, found, strict=True)))
+        counts.update(dict(zip(pieces, load_counts(run.folder).tolist(), strict=True)))
         del counts[pieces[tokenizer.eos_id]]
     else:
         pieces[tokenizer.eos_id] = space = SENTENCEPIECE_SPACE

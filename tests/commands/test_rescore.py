@@ -18,7 +18,7 @@ from lm.rescoring.weights import Weights
 from lm.rescoring.word_errors import word_errors
 from lm.run import TrainedRun
 from lm.scoring import Scorer
-from lm.scoring.ngram import NGramModel
+from lm.scoring.arpa_model import ArpaModel
 from tests.conftest import toy_sentences
 from tests.scoring.arpa_files import THE_CAT, write
 
@@ -248,7 +248,7 @@ def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
         assert values["unknown"][0]["vocabulary_size"] == expected_size
         for text, value in lm_column(rows).items():
             (score,) = scorer.sentences([text])
-            (arpa,) = ArpaScores(NGramModel(path))([text])
+            (arpa,) = ArpaScores(ArpaModel(path))([text])
             arpa -= [
                 0.0 if word in ("the", "cat", "zebra", "</s>") else math.log(expected_size - 4)
                 for word in [*text.split(), "</s>"]

@@ -16,7 +16,7 @@ from lm.rescoring.lattice import Lattice, read_lattices
 from lm.rescoring.lattice_search import WordModel, Words, search, to_nbest
 from lm.rescoring.models import ArpaScores
 from lm.rescoring.weights import ScoredList, Weights
-from lm.scoring.ngram import NGramModel
+from lm.scoring.arpa_model import ArpaModel
 from tests.conftest import ADVERBS, NOUNS, VERBS
 from tests.scoring.arpa_files import THE_CAT, write
 
@@ -135,7 +135,7 @@ def best_of_all(
 def test_a_large_beam_finds_the_best_of_all_paths(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    arpa = ArpaScores(NGramModel(write(tmp_path / "model.arpa", THE_CAT, 2)), 1000)
+    arpa = ArpaScores(ArpaModel(write(tmp_path / "model.arpa", THE_CAT, 2)), 1000)
     has_two = name == "both"
     run: Path = request.getfixturevalue("lstm_run" if has_two else name)
     model = lm.load(run, vocabulary_size=1000)
@@ -188,7 +188,7 @@ def test_scales_are_relative_to_that_of_the_acoustic_scores() -> None:
 
 def test_words_of_probability_0_are_chosen_by_the_acoustic_score_alone(tmp_path: Path) -> None:
     zero = THE_CAT | {("the",): (-math.inf, 0.0), ("dog",): (-math.inf, 0.0)}
-    models = [ArpaScores(NGramModel(write(tmp_path / "model.arpa", zero, 2)))]
+    models = [ArpaScores(ArpaModel(write(tmp_path / "model.arpa", zero, 2)))]
     lines = ["u", "0 1 the 1,1", "0 1 dog 1,2", "0 1 cat 1,3", "1"]
     for weights, best in (
         (Weights(lm_weight=0.0), "the"),

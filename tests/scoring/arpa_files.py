@@ -25,7 +25,7 @@ def write(path: Path, ngrams: NGrams, order: int) -> Path:
 
 
 def definition(ngrams: NGrams, line: list[str], order: int) -> list[float]:
-    """Equation (1) of `ngram.py` for the words of a line and its end, log10."""
+    """Equation (1) of `ngram_tree.py` for the words of a line and its end, log10."""
     known = [w if (w,) in ngrams and w not in ("<s>", "</s>") else "<unk>" for w in line]
     text, values = ["<s>", *known, "</s>"], []
     for place in range(1, len(text)):

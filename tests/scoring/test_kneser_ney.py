@@ -10,9 +10,8 @@ import pytest
 
 from data_prep.errors import UserError
 from data_prep.tokenizer.tokenizer import WordTokenizer
+from lm.scoring.arpa_model import ArpaModel
 from lm.scoring.kneser_ney import estimate
-from lm.scoring.mixture import ngram_log_probs
-from lm.scoring.ngram import NGramModel
 
 NUM_WORDS, EOS = 90, 0
 BEGIN = NUM_WORDS
@@ -75,13 +74,13 @@ class Definition:
         return [share + rest * p for share, p in zip(shares, lower, strict=True)]
 
 
-@pytest.mark.parametrize("num_lines", [600, 5])
+@pytest.mark.parametrize("text", [lines(), lines(5), [[1, 2]] * 9])  # the last one has none once
 @pytest.mark.parametrize("prune", [[0], [0, 0, 1], [0, 1, 1, 2]])
 @pytest.mark.parametrize("order", [2, 3, 4, 5])
 def test_probabilities_are_those_of_the_definition_and_add_up_to_1(
-    order: int, prune: list[int], num_lines: int
+    order: int, prune: list[int], text: list[list[int]]
 ) -> None:
-    text, random = lines(num_lines), Random(order)
+    random = Random(order)
     tree = estimate(joined(text), NUM_WORDS, EOS, order, prune[:order])
     definition = Definition(text, order, prune)
     seen = [line[: random.randint(0, 9)] for line in random.choices(text, k=30)]
@@ -90,6 +89,7 @@ def test_probabilities_are_those_of_the_definition_and_add_up_to_1(
         expected = definition.probs((BEGIN, *before)[1 - order :])
         assert found.sum() == pytest.approx(1, abs=1e-6)
         assert found == pytest.approx(expected, rel=1e-6)
+        assert found.min() > 0
     values, contexts = tree.read(joined(text))
     for context, value, token in zip(contexts, values, joined(text), strict=True):
         assert tree.log_prob(int(context))[token] == pytest.approx(value, abs=1e-6)
@@ -111,21 +111,12 @@ def test_an_arpa_file_has_the_same_probabilities(prune: list[int], tmp_path: Pat
     names = ["<eos>", "<unk>", *(f"w{word}" for word in range(2, NUM_WORDS))]
     tree = estimate(train, NUM_WORDS, EOS, 4, prune)
     tree.write_arpa(tmp_path / "arpa", ["</s>", *names[1:], "<s>"])
-    ngram = NGramModel(tmp_path / "arpa")
+    ngram = ArpaModel(tmp_path / "arpa")
     assert ngram.order == 4
-    expected = ngram_log_probs(ngram, WordTokenizer(names), text)
+    expected = ngram.read(ngram.token_ids(WordTokenizer(names), text))[0]
     assert tree.read(text)[0] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(UserError, match="has a word </s>"):
         tree.write_arpa(tmp_path / "arpa", ["</s>", "</s>", *names[2:], "<s>"])
-
-
-def test_every_word_has_a_probability_also_if_nothing_occurs_once() -> None:
-    text = [[1, 2]] * 9
-    tree = estimate(joined(text), NUM_WORDS, EOS, 3)
-    for before in ([], [1], [1, 2], [7]):
-        log_prob = tree.log_prob(tree.context(np.array(before, np.int64)))
-        assert np.isfinite(log_prob).all()
-        assert np.exp(log_prob).sum() == pytest.approx(1, abs=1e-6)
 
 
 def test_nothing_to_count_is_refused() -> None:

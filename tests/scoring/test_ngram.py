@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lm.rescoring.models import ArpaScores
-from lm.scoring.ngram import NGramModel
+from lm.scoring.arpa_model import ArpaModel
 from tests.scoring.arpa_files import NGrams, definition, write
 
 WORDS = ["a", "b", "c", "d", "<unk>", "</s>"]
@@ -33,7 +33,7 @@ def random_ngrams(order: int, has_unk: bool) -> NGrams:
 def test_scores_are_those_of_the_definition(order: int, has_unk: bool, tmp_path: Path) -> None:
     ngrams, path, rng = random_ngrams(order, has_unk), tmp_path / "model.arpa", random.Random(1)
     write(path, ngrams, order)
-    scores = ArpaScores(NGramModel(path))
+    scores = ArpaScores(ArpaModel(path))
     lines = [rng.choices(["a", "b", "c", "d", "zebra", "</s>"], k=k % 9) for k in range(60)]
     for line, found in zip(lines, scores([" ".join(line) for line in lines]), strict=True):
         expected = math.log(10) * np.array(definition(ngrams, line, order))
@@ -68,8 +68,8 @@ def edited(tmp_path: Path, *edits: tuple[str, str]) -> Path:
     ],
 )
 def test_heads_of_other_programs_are_read(edits: list[tuple[str, str]], tmp_path: Path) -> None:
-    expected = ArpaScores(NGramModel(edited(tmp_path)))(["a b d c"])[0]
-    assert ArpaScores(NGramModel(edited(tmp_path, *edits)))(["a b d c"])[0].tolist() == (
+    expected = ArpaScores(ArpaModel(edited(tmp_path)))(["a b d c"])[0]
+    assert ArpaScores(ArpaModel(edited(tmp_path, *edits)))(["a b d c"])[0].tolist() == (
         expected.tolist()
     )
 
@@ -83,7 +83,7 @@ def test_probabilities_of_words_that_do_not_add_up_to_1_are_reported(
     for word, p in (("a", 0.5), ("b", 0.2), ("</s>", 0.3)):
         ngrams[word,] = (math.log(p, base), 0.0)
     write(path, ngrams, 1)
-    NGramModel(path)
+    ArpaModel(path)
     assert ("its 1-grams add up to" in caplog.text) == (base != 10)
 
 
@@ -97,6 +97,6 @@ def test_probabilities_after_words_that_add_up_to_more_than_1_are_reported(
     for n in range(1, order):
         value = log_prob if n == order - 1 else -3.0
         ngrams |= {(*before[:n], word): (value, 0.0) for word in words}
-    NGramModel(write(tmp_path / "model.arpa", ngrams, order))
+    ArpaModel(write(tmp_path / "model.arpa", ngrams, order))
     problem = f"its {order}-grams after '{' '.join(before)}' add up to {total}, not to 1"
     assert (problem in caplog.text) == bool(caplog.text) == (total is not None)
