@@ -41,6 +41,7 @@ from data_prep.meta import (
     write_meta,
 )
 from data_prep.prepared import Prepared
+from data_prep.sequences import word_item
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
 from data_prep.storage import copy_atomically, locked, make_folder, write_array
 from data_prep.tokenizer.punctuation import UNK
@@ -367,8 +368,6 @@ class _Stages:
 
     def _words(self) -> list[str]:
         """The words as a file of the user's has them: items as in their table."""
-        from data_prep.corpus.events import word_item  # imports pyarrow
-
         tokenizer = load_tokenizer(self.folder, verify=False)
         words = list(map(tokenizer.token, range(tokenizer.vocab_size)))
         return words if self.data.user_field is None else list(map(word_item, words))

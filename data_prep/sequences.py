@@ -1,6 +1,12 @@
-"""Independent sequences of a split: where each begins, and which of its items are predicted."""
+"""Independent sequences of a split: where each begins, and which of its items are predicted.
 
+An item of a table is one word of its line. `item_word` writes white space and `%` in it as URLs do,
+`%20`; `word_item` restores it.
+"""
+
+import re
 from typing import Any, Literal, NamedTuple
+from urllib.parse import quote, unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +16,22 @@ Exclude = Literal["nothing", "seen"]
 """Items that are left out of a ranking: none, or those that the user has had."""
 RARE_REPEATS = 0.01
 """`seen` is proposed where a smaller share of a user's events in training repeat an item."""
+_ESCAPED = re.compile(r"^<(?:unk|eos)>$|[%\s\x00-\x1f\x7f-\xa0\ufeff]")
+"""What is written as in URLs: special words too, which no item is."""
+
+
+def item_word(item: str | int) -> str:
+    """The word that stands for an item.
+
+    >>> item_word("Heat (1995)"), item_word(12), word_item(item_word("5 % off"))
+    ('Heat%20(1995)', '12', '5 % off')
+    """
+    return _ESCAPED.sub(lambda found: quote(found[0], safe=""), str(item))
+
+
+def word_item(word: str) -> str:
+    """The item that a word stands for, as text."""
+    return unquote(word)
 
 
 class Sequences(NamedTuple):

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _flush()
     except BrokenPipeError:
         return 141
-    except (UserError, OSError, MemoryError, RuntimeError) as error:
+    except (UserError, OSError, MemoryError, RuntimeError, ModuleNotFoundError) as error:
         text, code = _described(error)
         if code is None or os.environ.get("LM_TRACEBACK"):
             raise
@@ -80,6 +80,9 @@ def _described(error: Exception) -> tuple[str, int | None]:
     if isinstance(error, UserError):
         return str(error), error.exit_code
     text = str(error)
+    if isinstance(error, ModuleNotFoundError):
+        is_ours = (error.name or "lm").partition(".")[0] in ("lm", "data_prep")
+        return f"this requires the package {error.name}", None if is_ours else UserError.exit_code
     if isinstance(error, OSError):
         reason = error.strerror or text
         return f"{error.filename}: {reason}" if error.filename else reason, StorageError.exit_code

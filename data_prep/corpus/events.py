@@ -1,8 +1,4 @@
-"""Tables of events, each of a user, an item and a time, as lines: the items of each user in order.
-
-An item is one word of its line. `item_word` writes white space and `%` in it as URLs do, `%20`;
-`word_item` restores it.
-"""
+"""Tables of events, each of a user, an item and a time, as lines: the items of each user in order."""
 
 import logging
 import re
@@ -12,7 +8,6 @@ from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
 
 import numpy as np
 import pyarrow
@@ -22,7 +17,7 @@ from data_prep.corpus.event_table import as_times, read_table
 from data_prep.corpus.formats import reading
 from data_prep.corpus.lines import SPLITS, input_files, log_once
 from data_prep.errors import UserError
-from data_prep.sequences import RARE_REPEATS
+from data_prep.sequences import RARE_REPEATS, item_word, word_item
 from data_prep.settings import DataConfig, SplitFiles
 
 SHARES = {"valid_from": 0.8, "test_from": 0.9}
@@ -31,24 +26,8 @@ FAR, RECENT = 30, 1e8
 """Consecutive times of this ratio, the later one possible since 1970, have not the same unit."""
 ROUNDED = 1 << 27
 """Greater times, as seconds since 1970 are, are multiples of 16 or more as floats of 32 bits."""
-_ESCAPED = re.compile(r"^<(?:unk|eos)>$|[%\s\x00-\x1f\x7f-\xa0\ufeff]")
-"""What is written as in URLs: special words too, which no item is."""
 Ints = NDArray[np.int64]
 _log = logging.getLogger("data_prep")
-
-
-def item_word(item: str | int) -> str:
-    """The word that stands for an item.
-
-    >>> item_word("Heat (1995)"), item_word(12), word_item(item_word("5 % off"))
-    ('Heat%20(1995)', '12', '5 % off')
-    """
-    return _ESCAPED.sub(lambda found: quote(found[0], safe=""), str(item))
-
-
-def word_item(word: str) -> str:
-    """The item that a word stands for, as text."""
-    return unquote(word)
 
 
 class _Events(NamedTuple):

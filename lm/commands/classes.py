@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from data_prep.errors import UserError
+from data_prep.sequences import word_item
 from lm.commands.arguments import COUNT, JSON, SOURCE, Options
 from lm.run import Run
 
@@ -33,15 +34,8 @@ def run(options: argparse.Namespace) -> None:
     token, are_items = run.prepared.tokenizer().token, run.config.data.user_field is not None
     for node in report["nodes"]:
         words = list(map(token, node["top_words"]))
-        node["top_words"] = item_names(words) if are_items else words
+        node["top_words"] = list(map(word_item, words)) if are_items else words
     print(json.dumps(report, ensure_ascii=False) if options.json else _lines(report))
-
-
-def item_names(words: list[str]) -> list[str]:
-    """The items of a table that words stand for."""
-    from data_prep.corpus.events import word_item  # imports pyarrow
-
-    return list(map(word_item, words))
 
 
 def _lines(report: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from data_prep.errors import DataError, UserError
+from data_prep.sequences import word_item
 from lm.commands.arguments import (
     BY_LINE,
     COMPUTING,
@@ -220,8 +221,6 @@ def _known_items(run: TrainedRun, prompts: list[str]) -> tuple[list[str], list[s
 
 
 def _items_of_words(text: str) -> list[str]:
-    from data_prep.corpus.events import word_item
-
     return list(map(word_item, text.split()))
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from data_prep.sequences import word_item
 from lm.commands.arguments import COMPUTING, COUNT, RUN, Options, open_run
 from lm.run import TrainedRun
 
@@ -169,7 +170,6 @@ def _classes(run: TrainedRun) -> list[str]:
         return []
     import torch
 
-    from lm.commands.classes import item_names
     from lm.commands.tree_report import tree_report
 
     counts = torch.tensor(run.prepared.counts())
@@ -177,7 +177,7 @@ def _classes(run: TrainedRun) -> list[str]:
     rows = []
     for node in report["nodes"][1:]:
         words = list(map(run.tokenizer.token, node["top_words"]))
-        words = item_names(words) if run.config.data.user_field is not None else words
+        words = list(map(word_item, words)) if run.config.data.user_field is not None else words
         share = 100 * node["token_mass"]
         bar = f'<div class=bar style="width:{max(1, round(20 * share))}px"></div>'
         rows.append([bar, f"{share:.2f}&nbsp;%", node["words"], escape(" · ".join(words))])

@@ -98,13 +98,22 @@ def _export(
         warnings.simplefilter("ignore")
         options: dict[str, Any] = {"input_names": names[0], "output_names": names[1]}
         options |= {"dynamic_axes": axes, "opset_version": OPSET, "dynamo": False}
-        torch.onnx.export(module, inputs, str(path), **options)
+        torch.onnx.register_custom_op_symbolic("aten::scatter_reduce", _largest, OPSET)
+        try:
+            torch.onnx.export(module, inputs, str(path), **options)
+        finally:
+            torch.onnx.unregister_custom_op_symbolic("aten::scatter_reduce", OPSET)
     model = onnx.load(path)
     for key, value in known.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = key, str(value)
     onnx.save(model, path)
     return path
+
+
+def _largest(g: Any, top: Any, dim: Any, index: Any, rows: Any, *_: Any) -> Any:
+    """The largest of scattered values; the exporter's own has a branch for scalars."""
+    return g.op("ScatterElements", top, index, rows, axis_i=-1, reduction_s="max")
 
 
 def _quantized(path: Path) -> Path:

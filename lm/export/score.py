@@ -33,6 +33,7 @@ class Model(torch.nn.Module):
         for name, value in load_file(Path(folder, "model.safetensors")).items():
             value = value.float() if value.is_floating_point() else value.long()
             self.register_buffer(name.replace(".", "_"), value)
+        self.is_wide = self["output_weight"].shape[1] > self.config["hidden"]
         self.num_children, above = self["output_tree_num_children"], self["output_tree_row_of_node"]
         nodes = torch.arange(len(self.num_children)).repeat_interleave(self.num_children)
         rows, path = self["output_tree_row_of_word"], list[Tensor]()
@@ -144,8 +145,10 @@ class Model(torch.nn.Module):
 
         It forms the logits of all rows of the weight.
         """
-        weight = self["output_weight"][:, : hidden.shape[-1]]
-        rows = F.linear(hidden, weight, self["output_bias"])
+        weight, size = self["output_weight"], self.config["hidden"]
+        weight = weight[:, :size] if self.is_wide else weight
+        rows = F.linear(hidden.reshape(-1, size), weight, self["output_bias"])
+        rows = rows.view(*hidden.shape[:-1], -1)
         node = self.node_of_row.expand_as(rows)
         top = rows.new_full((*rows.shape[:-1], len(self.num_children)), -torch.inf)
         top = top.scatter_reduce(-1, node, rows, "amax")

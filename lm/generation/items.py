@@ -7,8 +7,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from data_prep.corpus.events import item_word, word_item
 from data_prep.errors import UserError
+from data_prep.sequences import item_word, word_item
 from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.generation.text import checked_text

@@ -1,8 +1,14 @@
 """What others would install: the check and the README's pins."""
 
 import re
+import subprocess
+import sys
+from importlib.metadata import distributions, packages_distributions, requires
+from pathlib import Path
 
 import pytest
+
+import lm
 
 from scripts.installation import __main__ as installation
 
@@ -55,3 +61,47 @@ def test_hashed_requirements_are_ordinary_wheels_of_the_constraints() -> None:
     for name, version in (line.split("==") for line in constraints.split()):
         assert pins.get(name, version) == version
     assert pins.keys() >= {"torch", "triton", "lightning", "numpy", "numba", "wandb"}
+
+
+def test_trained_models_are_used_in_a_small_installation(
+    lstm_run: Path, pieces_run: Path, items_run: Path
+) -> None:
+    """Without a package that the page on exports does not name, nor those require."""
+    page = (installation.TOP / "lm" / "export" / "README.md").read_text()
+    ((named, optional),) = re.findall(r"constraints.txt (torch .*)  # (\w+) for", page)
+    needed, new = set[str](), {*named.split(), optional}
+    while new:
+        needed |= new
+        lines = [line for name in new for line in requires(name) or [] if "extra ==" not in line]
+        new = {_normalized(line) for line in lines} - needed
+        new = {name for name in new if any(distributions(name=name))}
+    absent = [
+        module
+        for module, names in packages_distributions().items()
+        if not {*map(_normalized, names)} & {*needed, "sqrtlm"}
+        and module not in ("lm", "data_prep")
+    ]
+    assert {"lightning", "pyarrow", "pandas", "datasets", "scipy"} <= {*absent}
+    code = f"import sys; sys.modules |= dict.fromkeys({absent})\nimport lm\n" + (
+        "for run, text in zip(sys.argv[1::2], sys.argv[2::2]):\n"
+        "    print(lm.load(run).score([text])[0].total)\n"
+        "from lm.cli import main\nsys.exit(main(['evaluate', run, '--ranking']))"
+    )
+    runs = {lstm_run: "the old cat", pieces_run: "the old cat", items_run: "item%203 item%204"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *(str(part) for pair in runs.items() for part in pair)],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        2,
+        "lm: this requires the package pyarrow",
+    )
+    for (run, text), line in zip(runs.items(), done.stdout.splitlines(), strict=True):
+        assert float(line) == pytest.approx(lm.load(run).score([text])[0].total)
+
+
+def _normalized(requirement: str) -> str:
+    """The name of a distribution at the beginning of a text."""
+    (name,) = re.findall(r"^[\w.-]+", requirement)
+    return re.sub(r"[._-]+", "-", str(name)).lower()

@@ -11,10 +11,11 @@ import pytest
 from pyarrow import parquet
 
 from data_prep.corpus import event_table
-from data_prep.corpus.events import event_lines, item_word, word_item
+from data_prep.corpus.events import event_lines
 from data_prep.corpus.lines import log_once
 from data_prep.corpus.reader import read_lines
 from data_prep.errors import UserError
+from data_prep.sequences import item_word, word_item
 from data_prep.settings import DataConfig, SplitFiles
 from tests.data_prep.conftest import write_table
 
