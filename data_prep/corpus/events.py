@@ -1,4 +1,4 @@
-"""Tables of events, each of a user, an item and a time, as lines: the items of each user in order."""
+"""Tables of events, each of a user, an item and a time, as lines: a user's items in order."""
 
 import logging
 import re
