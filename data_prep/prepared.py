@@ -64,8 +64,8 @@ class Prepared:
         """
         if split not in self.splits:
             raise DataError(
-                f"{self.folder} has no {split} split: give its files as data.files.{split}"
-                f" (prepared: {', '.join(self.splits)})"
+                f"{self.folder} has no {split} split (prepared: {', '.join(self.splits)}): training"
+                f" takes its files from data.files.{split}, lm evaluate any text with --text FILE"
             )
         return self._array(f"{split}.npy")
 

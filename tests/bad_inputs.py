@@ -237,8 +237,8 @@ classes.max_words: 2 … 2 words, but 5 are to be clustered
 3 | info copy --classes.method=random | (classes.method: exchange → random): run `lm prepare` with
 3 | classes {tiny} --run_dir=copy --classes.method=random | (classes.method: exchange → random): run
 3 | info {tiny} --run_dir=copy --classes.method=random | (classes.method: exchange → random): run
-3 | evaluate {letters} --split=valid | has no valid split: give its files as \
-data.files.valid (prepared: train, test)$
+3 | evaluate {letters} --split=valid | has no valid split (prepared: train, test): training takes \
+its files from data.files.valid, lm evaluate any text with --text FILE$
 2 | evaluate {letters} --split=train --arpa=x | has no validation split to tune on: give --mixture$
 3 | evaluate {run} --text=- --arpa=- --mixture=0.5 | stdin (-) can be only one of the files$
 2 | evaluate {run} --compare={ends} | requires a text, but … has independent sequences

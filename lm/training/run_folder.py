@@ -31,6 +31,7 @@ _FREE_ON_RESUME = (
     "train.skip_nonfinite_steps",
     "train.max_",
     "train.patience",
+    "train.val_every_steps",
 )
 """Keys, or prefixes of keys, that may differ between a run and its continuation."""
 

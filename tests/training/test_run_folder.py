@@ -179,7 +179,7 @@ def test_a_changed_configuration_is_refused_naming_the_keys(
         f"{lstm_run} was started with another configuration ({keys}): set these back to continue"
         " it, or start a new run in another folder"
     )
-    allowed = ["--train.max_steps=99", "--log.every_steps=2"]
+    allowed = ["--train.max_steps=99", "--log.every_steps=2", "--train.val_every_steps=3"]
     assert failed(lstm_run, "--resume", "auto", *allowed, *options) == expected
     checkpoint = lstm_run / "checkpoints" / "last.ckpt"
     assert failed(tmp_path / "run", "--resume", checkpoint, *allowed, *options) == expected
