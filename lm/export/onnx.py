@@ -98,11 +98,12 @@ def _export(
         warnings.simplefilter("ignore")
         options: dict[str, Any] = {"input_names": names[0], "output_names": names[1]}
         options |= {"dynamic_axes": axes, "opset_version": OPSET, "dynamo": False}
-        torch.onnx.register_custom_op_symbolic("aten::scatter_reduce", _largest, OPSET)
+        exporter: Any = torch.onnx
+        exporter.register_custom_op_symbolic("aten::scatter_reduce", _largest, OPSET)
         try:
-            torch.onnx.export(module, inputs, str(path), **options)
+            exporter.export(module, inputs, str(path), **options)
         finally:
-            torch.onnx.unregister_custom_op_symbolic("aten::scatter_reduce", OPSET)
+            exporter.unregister_custom_op_symbolic("aten::scatter_reduce", OPSET)
     model = onnx.load(path)
     for key, value in known.items():
         entry = model.metadata_props.add()
