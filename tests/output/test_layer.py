@@ -39,26 +39,6 @@ def on_meta() -> HierarchicalSoftmax:
         return HierarchicalSoftmax(H, TREE)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: on_meta().to_empty(device="cpu"),
-        lambda: torch.nn.utils.skip_init(HierarchicalSoftmax, H, TREE),  # type: ignore[no-untyped-call]
-        lambda: HierarchicalSoftmax(H, TREE).to("meta").to_empty(device="cpu"),
-        lambda: HierarchicalSoftmax(H, TREE).to_empty(device="cpu"),
-        on_meta,
-    ],
-)
-def test_weights_are_loaded_into_a_layer_without_any(
-    layer: HierarchicalSoftmax, make: Callable[[], HierarchicalSoftmax]
-) -> None:
-    other = make()
-    other.load_state_dict(layer.state_dict(), assign=other.weight.is_meta)
-    hidden, target = torch.randn(7, H), torch.randint(0, N, (7,))
-    assert torch.equal(other.loss(hidden, target), layer.loss(hidden, target))
-    assert torch.equal(other.log_prob(hidden), layer.log_prob(hidden))
-
-
 def test_layers_of_one_tree_move_independently(layer: HierarchicalSoftmax) -> None:
     before, other = layer.state_dict(), HierarchicalSoftmax(H, TREE)
     other.tree.row_of_word.data = torch.zeros(N).long()  # as FSDP moves buffers

@@ -128,8 +128,13 @@ def test_writing_to_other_arrays_is_an_error(name: str) -> None:
 
 
 def reloaded(layer: HierarchicalSoftmax, source: HierarchicalSoftmax) -> HierarchicalSoftmax:
-    layer.load_state_dict(source.state_dict())
+    layer.load_state_dict(source.state_dict(), assign=layer.weight.is_meta)
     return layer
+
+
+def on_meta(tree: ClassTree) -> HierarchicalSoftmax:
+    with torch.device("meta"):
+        return HierarchicalSoftmax(H, tree)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +145,10 @@ def reloaded(layer: HierarchicalSoftmax, source: HierarchicalSoftmax) -> Hierarc
         lambda layer: layer.share_memory(),
         lambda layer: layer.double().float(),
         lambda layer: reloaded(copy.deepcopy(layer).to_empty(device="cpu"), layer),
+        lambda layer: reloaded(copy.deepcopy(layer).to("meta").to_empty(device="cpu"), layer),
+        lambda layer: reloaded(on_meta(layer.tree).to_empty(device="cpu"), layer),
+        lambda layer: reloaded(on_meta(layer.tree), layer),
+        lambda layer: reloaded(nn.utils.skip_init(HierarchicalSoftmax, H, layer.tree), layer),  # type: ignore[no-untyped-call]
         lambda layer: torch.inference_mode()(copy.deepcopy)(layer),
     ],
 )
@@ -216,8 +225,7 @@ def _check_wrapped(rank: int, world_size: int) -> None:
         replica(hidden[share], target[share]).loss.backward()
         torch.testing.assert_close(replica.module.weight.grad, num_steps * gradient)
 
-    with torch.device("meta"):
-        layer = HierarchicalSoftmax(H, TWO_LEVEL)
+    layer = on_meta(TWO_LEVEL)
     fsdp.fully_shard(layer)
     layer.to_empty(device="cpu")
     for name, parameter in layer.named_parameters():
