@@ -123,9 +123,8 @@ def _fit(
     weight_of_own = weight * torch.isin(row, new)
     weight_of_all = weight * (1 + num_prior / weight.sum())
     events = inputs, old_lse, weight_of_all, weight_of_own, number
-    parts = list(
-        zip(*(torch.split(each, max(1, PART // len(new))) for each in events), strict=True)
-    )
+    split = (torch.split(each, max(1, PART // len(new))) for each in events)
+    batches = list(zip(*split, strict=True))
     found = start.clone().requires_grad_()
     line_search = "strong_wolfe"
     optimizer = torch.optim.LBFGS([found], max_iter=MAX_ITERATIONS, line_search_fn=line_search)
@@ -135,7 +134,7 @@ def _fit(
         difference = found[:, :-1] - prior
         total = PENALTY / 2 * difference.square().sum()
         found.grad = torch.nn.functional.pad(PENALTY * difference, (0, 1))
-        for x, lse, of_all, of_own, own in parts:
+        for x, lse, of_all, of_own, own in batches:
             logit = x @ found.T
             nll = torch.logaddexp(lse, logit.logsumexp(1))
             total += of_all @ nll - of_own @ logit.gather(1, own).squeeze(1)
