@@ -51,7 +51,7 @@ def split(nodes: Array) -> tuple[Tensor, Array]:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Factors(RowFactors):
+class CompiledFactors(RowFactors):
     """The gradient of a table in one batch, and of single rows."""
 
     @cached_property

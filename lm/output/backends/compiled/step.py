@@ -12,7 +12,7 @@ from torch import Tensor
 from lm.output.backends.base import Gradients, Needs, Problem
 from lm.output.backends.compiled import loops
 from lm.output.backends.compiled.division import bounds_of, divide
-from lm.output.backends.compiled.factors import Factors, split
+from lm.output.backends.compiled.factors import CompiledFactors, split
 from lm.output.backends.compiled.memory import (
     Array,
     Saved,
@@ -112,7 +112,9 @@ def _row_gradients(
     _form(saved.error, hidden, d_nll, found, d_weight, d_bias)
 
     of_weight, of_bias = (
-        None if t is None else RowGradient(t, Factors(visited=(Visited(listed, saved.error, *v),)))
+        None
+        if t is None
+        else RowGradient(t, CompiledFactors(visited=(Visited(listed, saved.error, *v),)))
         for t, *v in (
             (problem.weight if needs.weight else None, scaled, d_weight),
             (problem.bias if needs.bias else None, d_nll[:, None], d_bias[:, None]),

@@ -10,11 +10,11 @@ from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
 from lm.output.backends.triton.launch import launch
 from lm.output.backends.triton.plan import Memory, Plan
 from lm.output.backends.triton.rows import (
+    BatchFactors,
     Errors,
-    Factors,
     Outputs,
     Partial,
-    Unwritten,
+    TritonFactors,
     write,
 )
 from lm.output.rowwise.row_gradient import RowGradient
@@ -38,7 +38,7 @@ def gradients(
         return Gradients(*outputs[:3])
     factors = factors.kept()
     weight, bias = (
-        None if t is None else RowGradient(t, Unwritten(factors=factors, of_bias=of_bias))
+        None if t is None else RowGradient(t, TritonFactors(factors=factors, of_bias=of_bias))
         for t, of_bias in ((problem.weight if needs.weight else None, False), (bias, True))
     )
     return Gradients(d_hidden, weight, bias)
@@ -80,7 +80,7 @@ def _factors(
     problem: Problem,
     memory: Memory,
     needs: Needs,
-) -> Factors:
+) -> BatchFactors:
     """Launch the first kernel; memory for what the others share."""
     num_positions, most = plan.num_positions, plan.most
     is_half = problem.hidden.dtype == torch.float16 and num_positions
@@ -92,7 +92,7 @@ def _factors(
         new(most.partial_rows) if needs.bias else None,
     )
     errors = Errors(torch.empty_like(memory.exp_logits), scale)
-    factors = Factors(problem, memory, plan, errors, partial)
+    factors = BatchFactors(problem, memory, plan, errors, partial)
     tile = plan.errors_tile
     launch(
         "_errors", -(-num_positions // tile.v), tile,

@@ -70,7 +70,7 @@ class Update(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Factors:
+class BatchFactors:
     """The gradients of a batch for weight and bias as their factors, which need no rows.
 
     Squared norms are formed for weight and bias together and kept until the update of each: a CUDA
@@ -104,7 +104,7 @@ class Factors:
             self.formed[True] = None, totals[1]
         return self.formed[of_bias]
 
-    def kept(self) -> "Factors":
+    def kept(self) -> "BatchFactors":
         """The factors without autograd's history and without what updates do not use."""
         tables = {name: getattr(self.problem, name).detach() for name in ("hidden", "weight")}
         return replace(
@@ -145,7 +145,7 @@ class Factors:
         return self.memory.visit_lse.new_empty(shape)
 
 
-def write(factors: Factors, outputs: Outputs, *, with_chunks: bool = False) -> None:
+def write(factors: BatchFactors, outputs: Outputs, *, with_chunks: bool = False) -> None:
     """Launch the kernels that write gradients from their factors, and sums of chunks if asked."""
     plan, partial, weight = factors.plan, factors.partial, factors.problem.weight
     most, columns, heavy, light = plan.most, weight.shape[1], plan.tiles.heavy, plan.tiles.light
@@ -181,10 +181,10 @@ def write(factors: Factors, outputs: Outputs, *, with_chunks: bool = False) -> N
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Unwritten(RowFactors):
+class TritonFactors(RowFactors):
     """The gradient of the weight or of the bias."""
 
-    factors: Factors
+    factors: BatchFactors
     of_bias: bool
 
     def in_memory(self) -> RowFactors:

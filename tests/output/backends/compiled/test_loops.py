@@ -71,7 +71,7 @@ def test_loops_have_the_results_of_python(
     for module in modules.values():
         monkeypatch.setattr(module, "row_address", row_address)
     monkeypatch.setattr(step, "loops", modules["loops"])
-    monkeypatch.setattr(step, "Factors", modules["factors"].Factors)
+    monkeypatch.setattr(step, "CompiledFactors", modules["factors"].CompiledFactors)
     near = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(results(tree, inputs, target), expected, rtol=near, atol=near)
     with pytest.raises(IndexError, match="target -1 is out of bounds"):
