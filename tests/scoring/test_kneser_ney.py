@@ -10,6 +10,7 @@ import pytest
 
 from data_prep.errors import UserError
 from data_prep.tokenizer.tokenizer import WordTokenizer
+from lm.scoring import kneser_ney, ngram_tree
 from lm.scoring.arpa_model import ArpaModel
 from lm.scoring.kneser_ney import estimate
 
@@ -93,6 +94,24 @@ def test_probabilities_are_those_of_the_definition_and_add_up_to_1(
     values, contexts = tree.read(joined(text))
     for context, value, token in zip(contexts, values, joined(text), strict=True):
         assert tree.log_prob(int(context))[token] == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize("prune", [[], [0, 0, 1]])
+def test_loops_as_python_have_equal_results(
+    prune: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = joined(lines(30))
+    expected = estimate(text, NUM_WORDS, EOS, 4, prune)
+    values, contexts = expected.read(text)
+    for module in (kneser_ney, ngram_tree):  # NumPy checks every index
+        for name, function in list(vars(module).items()):
+            monkeypatch.setattr(module, name, getattr(function, "py_func", function))
+    found = estimate(text, NUM_WORDS, EOS, 4, prune)
+    for each, other in zip(found.arrays, expected.arrays, strict=True):
+        assert each == pytest.approx(other, abs=1e-6)
+    assert found.read(text)[1].tolist() == contexts.tolist()
+    assert found.read(text)[0] == pytest.approx(values, abs=1e-6)
+    assert found.log_prob(3) == pytest.approx(expected.log_prob(3), abs=1e-6)
 
 
 def test_sizes_are_numbers_of_ngrams_that_occur_more_often_than_the_threshold() -> None:
