@@ -48,5 +48,35 @@ def run(options: argparse.Namespace) -> None:
         trained = TrainedRun.open(options.init_from, threads=run.config.train.threads)
         run = begin_from(trained, run, resume, progress=progress)
         resume = resume or "auto"  # the checkpoint that it begins with
-    if train(run, resume=resume, progress=progress):
+    num_steps = train(run, resume=resume, progress=progress)
+    if num_steps is not None:
+        _report(run, num_steps)
         print(run.folder)
+
+
+def _report(run: Run, num_steps: int) -> None:
+    """Say which model the folder has, and what may be done with it."""
+    from lm.figures import ITEM, perplexity_rule, token_unit
+    from lm.model.files import read_description
+    from lm.training.validation import RANKED_USERS, K
+
+    description, figure = read_description(run.folder), "no validation split"
+    if description.valid_perplexity is not None:
+        is_independent = run.prepared.is_independent
+        rule = perplexity_rule(ITEM if is_independent else token_unit(run.config.tokenizer))
+        perplexity = f"perplexity {description.valid_perplexity:,.2f}"
+        figure = f"validation {perplexity}, {rule}"
+        if description.valid_ndcg is not None:
+            valid = run.prepared.sequences("valid")
+            has_predicted = valid.num_predicted + valid.num_left_out > run.config.data.predict_eos
+            num_users = int(has_predicted.sum())
+            users = f"{min(num_users, RANKED_USERS):,} of {num_users:,} users"
+            ndcg = f"NDCG@{K} of {users} {description.valid_ndcg:.4f}"
+            figure = f"validation {perplexity} ({ndcg}), {rule}"
+            if run.config.criterion == "ndcg":
+                figure = f"validation {ndcg} ({perplexity}, {rule})"
+    where = f"{run.folder} has the model of step {description.step:,} of {num_steps:,}"
+    _log.info("%s: %s", where, figure)
+    split = next(name for name in ("test", "valid", "train") if name in run.prepared.splits)
+    ranking = " --ranking" * run.prepared.is_independent
+    _log.info("next: lm evaluate %s --split %s%s", run.folder, split, ranking)

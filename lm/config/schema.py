@@ -104,7 +104,7 @@ class OutputConfig(Strict):
     arity: Annotated[int, Field(ge=2)] = 2
     """huffman: number of children of a node."""
     num_samples: Positive | None = None
-    """full: compare a target with so many words only, drawn by frequency for each batch, while
+    """full: compare a target with this many words only, drawn by frequency for each batch, while
     training (sampled softmax; for comparison). Evaluation computes all. Default: off."""
     cutoffs: list[Positive] | None = None
     """adaptive: frequency ranks at which its clusters begin. Default: N / 10 and N / 3."""

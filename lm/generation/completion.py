@@ -13,7 +13,7 @@ from lm.model.language_model import OutputLayer
 from lm.output import HierarchicalSoftmax
 
 Search = Callable[[int], tuple[Tensor, Tensor]]
-"""Log-probabilities and ids of so many most probable words."""
+"""Log-probabilities and ids of this many most probable words."""
 Evaluate = Callable[[Tensor], Tensor]
 """Log-probabilities [K] of some words [K]."""
 SEARCHED = 256

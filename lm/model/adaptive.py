@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm.output.backends.base import check_positions
-from lm.output.backends.visits import check_words
 from lm.output.functional import Reduction, reduced
+from lm.output.inputs import check_positions, check_words
 
 MAX_DIVISOR = 4
 """Each cluster's projection is up to this factor narrower than the one before it."""

@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.output import ClassTree, HierarchicalSoftmax
-from lm.output.backends.base import check_positions, compute_dtype
-from lm.output.backends.visits import check_words
 from lm.output.functional import Reduction, reduced
+from lm.output.inputs import check_positions, check_words, compute_dtype
 from lm.output.rowwise import lookup
 
 

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lm.output.backends import BACKENDS, check_backend, choose_backend
-from lm.output.backends.base import Needs, Problem, check_tensors, check_whole, row_size
+from lm.output.backends.base import Needs, Problem
 from lm.output.backends.nodes import lse_by_level
 from lm.output.decoding import distribution
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.search import TopK
 from lm.output.functional import BackendName, Reduction, hierarchical_cross_entropy, reduced
+from lm.output.inputs import check_tensors, check_whole, row_size
 from lm.output.rowwise import lookup
 from lm.output.tracing import not_compiled, refuse_recording
 from lm.output.tree.class_tree import ClassTree
@@ -150,11 +151,18 @@ class HierarchicalSoftmax(nn.Module):
             >>> layer.loss(layer.embed(torch.tensor([0, 2])), torch.tensor([2, 1])).backward()
 
         Args:
-            word: int64, words 0 … N - 1.
+            word: int64 or int32, words 0 … N - 1.
+
+        Raises:
+            IndexError: on a CPU, if one is no word.
         """
         check_tensors(words=word)
         check_whole(self.weight)
-        rows = self.tree.arrays.row_of_word.index_select(0, word.flatten())  # no word is below 0
+        try:
+            rows = self.tree.arrays.row_of_word.index_select(0, word.flatten())  # none is below 0
+        except IndexError:
+            size = self.tree.vocab_size
+            raise IndexError(f"words must be 0 … {size - 1}, one is not") from None
         return self._rows(rows.view(word.shape))[..., : self.hidden_size]
 
     def _rows(self, row: Tensor) -> Tensor:
@@ -218,11 +226,10 @@ class HierarchicalSoftmax(nn.Module):
     def candidate_log_prob(self, hidden: Tensor, word: Tensor) -> Tensor:
         """Log-probabilities of some words of each position, [..., K].
 
-        Equal to `log_prob` at these words. Differentiable, on a GPU or compiled once, as the loss;
-        evaluates the softmaxes on the candidates' paths only, on a CPU each once for a position: in
-        a tree of two levels at most C + K N / C columns, and without a gradient all if that is
-        faster. Gradients of the parameters are dense,
-        also for row-wise layers.
+        Equal to `log_prob` at these words. Differentiable, but on a GPU or compiled only once.
+        Evaluates the softmaxes on the candidates' paths, on a CPU each once for a position: in a
+        tree of two levels at most C + K N / C columns. Without a gradient it evaluates all of them
+        where that is faster. Gradients of parameters are dense, also for row-wise layers.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))

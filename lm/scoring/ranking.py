@@ -36,8 +36,8 @@ from lm.scoring.ranking_figures import (
     NUM_SAMPLES,
     Predictions,
     RankingReport,
-    figures_of,
     popularity_groups,
+    ranking_figures,
 )
 
 BLOCK_ELEMENTS = 1 << 23
@@ -55,7 +55,7 @@ class _Block(NamedTuple):
     excluded: list[Ints]  # the distinct items that each leaves out
 
 
-Way = Callable[[_Block, Sequence[int]], tuple[NDArray[Any], ...]]
+Ranker = Callable[[_Block, Sequence[int]], tuple[NDArray[Any], ...]]
 """A way to rank, by some k in ascending order: rank, probability [P] and expected hits [P, number
 of k] of `Predictions`, and the best items [P, largest k], -1 where fewer are left."""
 
@@ -77,7 +77,7 @@ def evaluate_ranking(
         split: of the run.
         ks: numbers of first items.
         exclude: what is left out; None: as the repeats in training propose.
-        users: so many users, drawn at random, the same each time; None: all.
+        users: this many users, drawn at random, the same each time; None: all.
         progress: whether to show a progress bar.
         keep: called with the model's predictions, and the sequences that they are of.
 
@@ -90,7 +90,7 @@ def evaluate_ranking(
     exclude = exclude or run.prepared.proposed_exclusion
     special = [run.prepared.eos_id, run.prepared.unk_id]
     counts = run.prepared.counts()
-    ways = [by_model(run.model, special, str(run.folder)), by_counts(counts, special)]
+    ways = [rank_by_model(run.model, special, str(run.folder)), rank_by_counts(counts, special)]
     everyone = _sequences(run, split)
     sequences = everyone if users is None else _drawn(everyone, users)
     num_items = run.prepared.vocab_size - len(special)
@@ -110,7 +110,7 @@ def evaluate_ranking(
         progress=progress,
     )
     group = popularity_groups(counts, special)
-    model, by_count = (figures_of(each, sequences, ks, group) for each in found)
+    model, by_count = (ranking_figures(each, sequences, ks, group) for each in found)
     if keep is not None:
         keep(found[0], sequences)
     num_users, all_users = (
@@ -164,7 +164,7 @@ def _drawn(sequences: Sequences, num_users: int) -> Sequences:
 def predict(
     model: LanguageModel,
     sequences: Sequences,
-    ways: Sequence[Way],
+    ways: Sequence[Ranker],
     *,
     eos_id: int,
     ks: Sequence[int],
@@ -222,7 +222,7 @@ def _blocks(
             yield _Block(hidden[part], target[part], excluded), sequence[part], place[part]
 
 
-def by_model(model: LanguageModel, special: Sequence[int], name: str = "") -> Way:
+def rank_by_model(model: LanguageModel, special: Sequence[int], name: str = "") -> Ranker:
     """Rank all items but special ones by a model; NotFiniteError begins with its name."""
 
     def ranked(block: _Block, ks: Sequence[int]) -> tuple[NDArray[Any], ...]:
@@ -248,7 +248,7 @@ def by_model(model: LanguageModel, special: Sequence[int], name: str = "") -> Wa
     return ranked
 
 
-def by_counts(counts: Ints, special: Sequence[int]) -> Way:
+def rank_by_counts(counts: Ints, special: Sequence[int]) -> Ranker:
     """Rank all items but special ones by their numbers of events, the same for all but excluded."""
     order = np.argsort(-counts, kind="stable")
     order = order[~np.isin(order, special)]

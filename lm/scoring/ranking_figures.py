@@ -167,7 +167,9 @@ def popularity_groups(counts: Ints, special: Sequence[int]) -> Ints:
     return group
 
 
-def figures_of(found: Predictions, sequences: Sequences, ks: Sequence[int], group: Ints) -> Ranked:
+def ranking_figures(
+    found: Predictions, sequences: Sequences, ks: Sequence[int], group: Ints
+) -> Ranked:
     """The figures of predictions, and of the targets outside the catalogue, which are missed."""
     per_user = sequences.num_predicted + sequences.num_left_out
     discount = 1 / np.log2(1 + found.rank)  # 0 of a missed target

@@ -22,7 +22,7 @@ from lm.config import Config
 IGNORED = -100
 """Target of positions without an item; see `hierarchical_cross_entropy`."""
 SORTED_BATCHES = 32
-"""Windows of so many batches of independent sequences are sorted by length."""
+"""Windows of this many batches of independent sequences are sorted by length."""
 
 
 class Batch(NamedTuple):

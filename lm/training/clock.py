@@ -18,7 +18,7 @@ from lm.training.validation import Validation
 WARM_UP_STEPS = 5
 """First steps of a process, which compile and allocate: they do not count in the pace."""
 MEASURED_STEPS, MEASURED_SECONDS = 30, 10.0
-"""The pace is known after so many steps, or seconds, whichever comes first."""
+"""The pace is known after this many steps or seconds, whichever comes first."""
 FORWARD_SHARE = 1 / 3
 """Part of a training step's work that predicting the same tokens takes."""
 
@@ -47,7 +47,7 @@ class Progress:
             self.logged_tokens = self.tokens_done - self.num_tokens
 
     def is_patience_spent(self, patience: int | None) -> bool:
-        """Whether so many validations in a row were not the best."""
+        """Whether the last `patience` validations brought no improvement."""
         return patience is not None and self.num_since_best >= patience
 
     def record_validation(self, found: Validation, criterion: Criterion) -> bool:

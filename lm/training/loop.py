@@ -18,7 +18,6 @@ from data_prep.storage import locked, make_folder
 from data_prep.tokenizer.serialization import TOKENIZER, verify_tokenizer
 from lm.config import Config
 from lm.device import keep_freed_memory
-from lm.figures import ITEM, perplexity_rule, token_unit
 from lm.model.files import DESCRIPTION, read_description
 from lm.run import Run
 from lm.training.batches import Batch, Batches, make_batches
@@ -33,7 +32,7 @@ from lm.training.optimizers import clip_gradients, set_learning_rate
 from lm.training.run_folder import LOCK, check_folder, report_new_length, write_run_metadata
 from lm.training.signals import Interrupted, StopSignals
 from lm.training.state import TrainingState
-from lm.training.validation import RANKED_USERS, K, Validation
+from lm.training.validation import Validation
 
 _log = logging.getLogger(__name__)
 _BF16 = (
@@ -48,7 +47,7 @@ def train(
     resume: str | None = None,
     progress: bool = True,
     stop_after_validation: bool = False,
-) -> bool:
+) -> int | None:
     """Train a run on its prepared data.
 
     Args:
@@ -61,7 +60,7 @@ def train(
             then the last line of `metrics.csv`; without a validation split it has no effect.
 
     Returns:
-        Whether this process is the first of the run, which writes its files.
+        The number of steps of the run in its first process, which writes its files, else None.
 
     Raises:
         UserError: if the folder already contains a run, the checkpoint does not fit the
@@ -110,38 +109,10 @@ def train(
             _log.info("%s: training is already complete", folder)
         else:
             raise UserError(f"{checkpoint}: training is already complete")
-    if is_main:
-        _report_result(run, batches.steps(done.batches_done))
-    return is_main
-
-
-def _report_result(run: Run, num_steps: int) -> None:
-    """Draw the curves, and say which model the folder has and what may be done with it."""
-    folder, description = run.folder, read_description(run.folder)
-    draw_curves(folder, run.config.name)
-    split = next(name for name in ("test", "valid", "train") if name in run.prepared.splits)
-    figure = "no validation split"
-    if description.valid_perplexity is not None:
-        is_independent = run.prepared.is_independent
-        rule = perplexity_rule(ITEM if is_independent else token_unit(run.config.tokenizer))
-        perplexity = f"perplexity {description.valid_perplexity:,.2f}"
-        users = ""
-        if description.valid_ndcg is not None:
-            valid = run.prepared.sequences("valid")
-            num_users = int(
-                (valid.num_predicted + valid.num_left_out > run.config.data.predict_eos).sum()
-            )
-            users = f"{min(num_users, RANKED_USERS):,} of {num_users:,} users"
-        ndcg = f"NDCG@{K} of {users} {description.valid_ndcg or 0:.4f}"
-        figure = f"validation {perplexity}, {rule}"
-        if description.valid_ndcg is not None:
-            figure = f"validation {perplexity} ({ndcg}), {rule}"
-            if run.config.criterion == "ndcg":
-                figure = f"validation {ndcg} ({perplexity}, {rule})"
-    where = f"{folder} has the model of step {description.step:,} of {num_steps:,}"
-    _log.info("%s: %s", where, figure)
-    ranking = " --ranking" * run.prepared.is_independent
-    _log.info("next: lm evaluate %s --split %s%s", folder, split, ranking)
+    if not is_main:
+        return None
+    draw_curves(folder, config.name)
+    return batches.steps(done.batches_done)
 
 
 def _is_complete(config: Config, batches: Batches, progress: Progress) -> bool:

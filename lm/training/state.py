@@ -303,7 +303,11 @@ class TrainingState:
 
         `last.ckpt` is written last: a run that continues from the previous one repeats the rest.
         """
-        prepared, folder, checkpoint = self.run.prepared, self.run.folder, self._to_checkpoint()
+        prepared, folder, checkpoint = (
+            self.run.prepared,
+            self.run.folder,
+            self._checkpoint_contents(),
+        )
         if self.fabric.is_global_zero:
             if is_best:
                 description = Description(
@@ -326,7 +330,7 @@ class TrainingState:
             keep_newest(folder, num_kept, self.step)
         self.fabric.barrier()  # no process may exit while the first one writes
 
-    def _to_checkpoint(self) -> dict[str, Any]:
+    def _checkpoint_contents(self) -> dict[str, Any]:
         """Everything to save, as plain data, the same for all processes."""
         device, carried = self.fabric.device, self.carried_loss.carried
         noise = self.model.backbone.noise if isinstance(self.model.backbone, LSTM) else None

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree, hierarchical_cross_entropy
-from lm.output.backends.base import row_size
 from lm.output.backends.visits import route
+from lm.output.inputs import row_size
 from lm.output.rowwise import RowAdagrad
 from lm.training.environment import process_bytes
 from scripts.benchmarks import reporting

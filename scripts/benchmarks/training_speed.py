@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from lm.config import changed, load_config
 from lm.device import keep_freed_memory
 from lm.output import HierarchicalSoftmax
-from lm.output.backends.base import followed_by_zeros
+from lm.output.inputs import followed_by_zeros
 from lm.run import Run
 from lm.training.batches import make_batches
 from lm.training.devices import build_fabric

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
-from lm.output.backends.base import compute_dtype
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
+from lm.output.inputs import compute_dtype
 
 Method = Callable[[HierarchicalSoftmax, Tensor, Tensor], Any]
 N, H = 23, 6

@@ -198,7 +198,7 @@ def test_averages_of_buffers_leave_input_vectors_and_what_is_saved_as_they_are(
     vectors = model.output.weight[model.output.tree.row_of_word[words], :H]
     assert torch.equal(model.output.embed(words[None]), vectors[None])
     for wrong in (-1, N):
-        with pytest.raises(IndexError, match="out of range"):
+        with pytest.raises(IndexError, match=f"words must be 0 … {N - 1}"):
             model.output.embed(torch.tensor([wrong]))
     rule = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
     average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True)

@@ -23,7 +23,7 @@ from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 from lm.run import TrainedRun
 from lm.scoring import ranking
-from lm.scoring.ranking_figures import Predictions, figures_of, popularity_groups
+from lm.scoring.ranking_figures import Predictions, popularity_groups, ranking_figures
 from tests.conftest import OTHER_LETTERS
 from tests.data_prep.conftest import write_table
 from tests.models import log_probs, small_model
@@ -80,7 +80,7 @@ def by_hand(model: LanguageModel, sequences: Sequences, exclude: str) -> dict[st
 
 
 def predicted(model: LanguageModel, sequences: Sequences, exclude: Any) -> Predictions:
-    ways = [ranking.by_model(model, [EOS, UNK])]
+    ways = [ranking.rank_by_model(model, [EOS, UNK])]
     (found,) = ranking.predict(model, sequences, ways, eos_id=EOS, ks=KS, exclude=exclude)
     return found
 
@@ -98,7 +98,7 @@ def test_figures_equal_those_by_the_definitions(
         every = predicted(model, sequences, exclude)
         by_user = every.sequence.argsort(kind="stable")
         assert every.rank[by_user].tolist() == truth["rank"]
-        found = figures_of(every, sequences, KS, np.r_[-1, -1, np.zeros(N - 2)])
+        found = ranking_figures(every, sequences, KS, np.r_[-1, -1, np.zeros(N - 2)])
         assert found.mrr == pytest.approx(truth["mrr"])
         for name in truth.keys() - {"rank", "mrr"}:
             values = [getattr(each, name) for each in found.at]

@@ -283,7 +283,7 @@ def test_a_checkpoint_without_its_random_state_and_a_missing_fsync_are_caught(
     truth: Truth, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     if what == "random state":
-        monkeypatch.setattr(TrainingState, "_to_checkpoint", without_random_state)
+        monkeypatch.setattr(TrainingState, "_checkpoint_contents", without_random_state)
     elif what == "content":
         monkeypatch.setattr("data_prep.storage._sync", sync_folders_only)
     elif what == "names":
@@ -296,7 +296,7 @@ def test_a_checkpoint_without_its_random_state_and_a_missing_fsync_are_caught(
         history.train(length=LENGTHS[1], fault=Fault())
 
 
-to_checkpoint, sync = TrainingState._to_checkpoint, data_prep.storage._sync
+to_checkpoint, sync = TrainingState._checkpoint_contents, data_prep.storage._sync
 
 
 def without_random_state(state: TrainingState) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from lm.output.backends.base import Backend, Needs, Problem, Solver, compute_dtype
+from lm.output.backends.base import Backend, Needs, Problem, Solver
+from lm.output.inputs import compute_dtype
 from lm.output.tracing import ONCE, differentiable_once, not_compiled
 from lm.output.tree.arrays import TreeArrays
 

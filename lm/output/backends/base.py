@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from lm.output.inputs import autocast, check_parameters, check_positions, check_tensors, row_size
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tracing import is_recorded
 from lm.output.tree.arrays import Shard, TreeArrays
@@ -18,15 +18,18 @@ from lm.output.tree.class_tree import ClassTree
 
 
 class Problem(NamedTuple):
-    """The negative log-likelihoods to compute, in the order in which the custom ops take it."""
+    """The negative log-likelihoods to compute, in the order in which the custom ops take it.
+
+    P positions, H features, R rows of W ≥ H numbers, D levels of the tree.
+    """
 
     hidden: Tensor  # [P, H] floating point
-    weight: Tensor  # [R, W] floating point; W ≥ H, and `hidden` counts as followed by zeros
+    weight: Tensor  # [R, W] floating point; `hidden` counts as followed by zeros
     target: Tensor  # [P] int64, words or `ignore_index`
     tree: TreeArrays
     bias: Tensor | None  # [R] floating point
     depth: int  # D
-    max_path_columns: int
+    max_path_columns: int  # most children of the nodes on a path, in all
     ignore_index: int  # value of the targets that are ignored
     shard: Shard | None = None  # None: `weight` has all rows of the tree
 
@@ -140,13 +143,14 @@ Tensors = tuple[Tensor, ...]
 class Softmaxes(NamedTuple):
     """The softmaxes on the targets' paths, over the rows that a problem has; [D, P] each.
 
-    In `compute_dtype` and the order of the problem's positions. A level has no visit where a path
-    has ended or a node has one child. Only largest + log_total - logit counts, and for a shard
-    largest + log_total, so that the terms may be divided otherwise among the three, and broadcast.
+    In at least fp32, see `compute_dtype`, and in the order of the problem's positions. A level has
+    no visit where a path has ended or a node has one child. Only largest + log_total - logit is
+    used, and for a shard largest + log_total: a backend may put all into one of them, and broadcast
+    the others.
     """
 
     largest: Tensor  # of the logits z
-    log_total: Tensor  # log Σ exp(z - largest); -inf, or `largest` is, for no visit and no rows
+    log_total: Tensor  # log Σ exp(z - largest); this or `largest` is -inf for no visit, no rows
     logit: Tensor  # of the child on the path; 0 for no visit, or if its row is in another shard
 
     @classmethod
@@ -168,7 +172,7 @@ class Solver(ABC):
 
     @abstractmethod
     def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
-        """The softmaxes, and what the backward needs if `needs.any`.
+        """The softmaxes, and what the backward needs: as `new_saved` if `needs.any`, else anything.
 
         A target that is neither a word nor `ignore_index` raises an IndexError, or fails a
         device-side assertion where the backend does not wait for the device.
@@ -189,10 +193,11 @@ class Solver(ABC):
         """The gradients that are needed, given the gradient d_nll [P] of the nll.
 
         d_nll may be expanded, and of ignored targets it is any number, which counts as 0. With
-        `needs.row_wise`, d_weight and d_bias are `RowGradient`s, of `RowFactors` as in
-        `reference.py`, or of a subclass that updates a table by itself. `problem` and `saved` are
-        those of the forward; `needs` has the same `row_wise` and asks for no more gradients. For a
-        shard, the log-sum-exps [D, P] over all shards are given, and d_hidden is what its rows add.
+        `needs.row_wise`, d_weight and d_bias are `RowGradient`s, of `RowFactors` (see
+        `rowwise/factors.py`) or of a subclass that updates a table by itself. `problem` and `saved`
+        are those of the forward; `needs` has the same `row_wise` and asks for no more gradients.
+        For a shard, the log-sum-exps [D, P] over all shards are given, and d_hidden is what its
+        rows add.
         """
 
 
@@ -200,7 +205,7 @@ class Backend(Solver):
     """A solver of problems whose rows are in this process, all of a tree or a shard's.
 
     To add one: its name in `BACKENDS` (in order of preference), in `Literal` of `functional.py` and
-    of `lm/config/schema.py`, and in the fixtures of `tests/output/conftest.py` and `test_laws.py`.
+    of `lm/config/schema.py`, and among those of `tests/output/conftest.py` and `test_laws.py`.
     """
 
     name: str  # as in the argument `backend` of the public functions
@@ -210,7 +215,7 @@ class Backend(Solver):
     """What a forward may save: NamedTuples of tensors."""
 
     def obstacle(self, problem: Problem, device: torch.device) -> str | None:
-        """Why the backend cannot solve the problem on a device, as a predicate; None if it can."""
+        """Why the backend cannot solve the problem on a device, "requires …"; None if it can."""
         return None
 
     def verified(self, problem: Problem, device: torch.device) -> bool:
@@ -228,102 +233,3 @@ class Backend(Solver):
     @abstractmethod
     def new_saved(self, problem: Problem, needs: Needs) -> Tensors:
         """What a forward with a backward saves, in uninitialised memory; from sizes alone."""
-
-
-def check_tensors(**values: object) -> None:
-    """Raise a ValueError that names a value which is no tensor, if there is one."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
-
-
-def check_positions(hidden: Tensor, target: Tensor) -> None:
-    """Raise a ValueError unless hidden [..., H] and target [...] int64 have the same positions."""
-    check_tensors(hidden=hidden, target=target)
-    if hidden.dim() < 1 or hidden.shape[:-1] != target.shape:
-        raise ValueError(
-            "hidden must be [..., H] and target [...],"
-            f" got {list(hidden.shape)} and {list(target.shape)}"
-        )
-    if target.dtype != torch.int64:
-        raise ValueError(f"target must be int64, got {target.dtype}")
-
-
-def check_whole(weight: Tensor) -> None:
-    """Raise a ValueError for a part of a table, as in methods of a layer after `fully_shard`."""
-    if hasattr(weight, "full_tensor"):
-        raise ValueError(
-            "weight is a DTensor: after fully_shard(layer), call the layer itself, or first"
-            " torch.distributed.fsdp.register_fsdp_forward_method(layer, NAME) for a method"
-        )
-
-
-def check_parameters(
-    hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None
-) -> TreeArrays:
-    """The arrays of the tree.
-
-    Raises:
-        ValueError: unless hidden [..., H], the parameters and the tree fit together.
-    """
-    if hidden.dim() < 1 or hidden.shape[-1] < 1 or not hidden.is_floating_point():
-        raise ValueError(
-            "hidden must be [..., H], H ≥ 1, floating point,"
-            f" got {hidden.dtype} {list(hidden.shape)}"
-        )
-    num_rows, size = tree.num_rows, hidden.shape[-1]
-    if weight.dim() != 2 or weight.shape[0] != num_rows or weight.shape[1] < size:
-        raise ValueError(
-            f"weight must be [R, W] with R = {num_rows} and W ≥ H = {size},"
-            f" got {list(weight.shape)}"
-        )
-    if bias is not None and list(bias.shape) != [num_rows]:
-        raise ValueError(f"bias must be [R] = {[num_rows]}, got {list(bias.shape)}")
-    check_whole(weight)
-    parameters = [weight] if bias is None else [weight, bias]
-    if not all(tensor.is_floating_point() for tensor in parameters):
-        dtypes = ", ".join(str(tensor.dtype) for tensor in parameters)
-        raise ValueError(f"weight and bias must be floating point, got {dtypes}")
-    arrays = tree.arrays
-    others = parameters if hidden.is_meta else [*parameters, arrays.row_of_word]
-    if any(tensor.device != hidden.device for tensor in others):
-        raise ValueError(f"weight, bias and tree must be on the device of hidden, {hidden.device}")
-    return arrays
-
-
-def autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Hidden vectors in the dtype of autocast if it is enabled, as `F.linear` casts them.
-
-    Raises:
-        ValueError: if it is not, and a parameter has a higher precision than `hidden`.
-    """
-    others = [weight] if bias is None else [weight, bias]
-    if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
-        if hidden.dtype != torch.float64:
-            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    elif any(torch.promote_types(t.dtype, hidden.dtype) != hidden.dtype for t in others):
-        dtypes = ", ".join(str(tensor.dtype) for tensor in (hidden, *others))
-        raise ValueError(
-            "weight and bias must have the dtype of hidden or a lower precision outside of"
-            f" autocast, got hidden, weight, bias: {dtypes}: convert hidden, as by hidden.float()"
-        )
-    return hidden
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are formed in: at least fp32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def row_size(hidden_size: int) -> int:
-    """The numbers in a row of a `HierarchicalSoftmax`: H up to a multiple of 8.
-
-    Rows of 2-byte or wider numbers then begin at multiples of 16 bytes, as fast copies require.
-    """
-    return -(-hidden_size // 8) * 8
-
-
-def followed_by_zeros(vectors: Tensor, size: int) -> Tensor:
-    """Vectors [..., H] as [..., size], with zeros from H on; themselves if that is their size."""
-    missing = size - vectors.shape[-1]
-    return F.pad(vectors, (0, missing)) if missing else vectors

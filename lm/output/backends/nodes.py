@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output.backends.base import Problem, compute_dtype, followed_by_zeros
-from lm.output.backends.visits import check_words, route
+from lm.output.backends.base import Problem
+from lm.output.backends.visits import route
+from lm.output.inputs import check_words, compute_dtype, followed_by_zeros
 from lm.output.tracing import not_compiled
 from lm.output.tree.arrays import TreeArrays
 from lm.output.tree.class_tree import ClassTree

@@ -23,17 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output.backends.base import (
-    Backend,
-    Gradients,
-    Needs,
-    Problem,
-    Softmaxes,
-    Tensors,
-    compute_dtype,
-)
+from lm.output.backends.base import Backend, Gradients, Needs, Problem, Softmaxes, Tensors
 from lm.output.backends.nodes import sorted_hidden, visited_nodes
-from lm.output.backends.visits import Visits, check_words, route
+from lm.output.backends.visits import Visits, route
+from lm.output.inputs import check_words, compute_dtype
 from lm.output.rowwise.factors import RowFactors, Visited
 from lm.output.rowwise.row_gradient import RowGradient
 

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Backend, Needs, Problem, compute_dtype
+from lm.output.backends.base import Backend, Needs, Problem
 from lm.output.backends.reference import ReferenceBackend
+from lm.output.inputs import compute_dtype
 from lm.output.rowwise.factors import Rule
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tracing import without_replaced_functions

@@ -56,10 +56,3 @@ def route(
         child = torch.where(row >= 0, row - tree.first_row[node], -1)
     child = torch.where(visited, child, 0)
     return Visits(position, torch.where(visited, node, -1), child)
-
-
-def check_words(name: str, word: Tensor, vocab_size: int, ignore_index: int = 0) -> None:
-    """Wait for the device; raise an IndexError if one is neither a word nor `ignore_index`."""
-    wrong = ((word < 0) | (word >= vocab_size)) & (word != ignore_index)
-    if bool(wrong.any()):
-        raise IndexError(f"{name} {int(word[wrong][0])} is out of bounds for {vocab_size} words")

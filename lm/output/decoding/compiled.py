@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from lm.output.decoding.loops.expansion_loops import Layer
 
 FEW = 4
-"""Positions up to which each one reads the table for itself, however much of it."""
+"""Up to this many positions are searched one by one, without a limit on the rows read."""
 MOST_ROWS = 1 / 4
 """Share of the table opened for each of more positions; beyond it one product takes less time."""
 NODE_COST = 4096
 """Numbers of the table for each node that is opened in the order of probability: reading them takes
 ten times as long as finding the node."""
-ANY_RATIO = 5e-324
-"""Ratio to the largest weight that every word has."""
+NO_RATIO = 5e-324
+"""The smallest number, which excludes no word as `ratio` to the largest weight."""
 BLOCK_ELEMENTS = 1 << 23
 """Most words that memory is reserved for at once; only those found take it."""
 
@@ -74,7 +74,7 @@ def nuclei(positions: Positions, power: float, top_p: float) -> Iterator[tuple[T
     if is_exact and rest > 0:
         floor = math.log(rest / positions.tree.vocab_size)
     total = 1.0 if is_exact else None
-    for position, words, _ in _sets(positions, 0, power, ANY_RATIO, floor):
+    for position, words, _ in _sets(positions, 0, power, NO_RATIO, floor):
         yield position, search.nucleus(words, power, top_p, total)
 
 

@@ -11,13 +11,12 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import check_tensors
 from lm.output.backends.nodes import node_log_softmax, visited_nodes, with_rows
-from lm.output.backends.visits import check_words
 from lm.output.decoding import compiled, fused, search
 from lm.output.decoding.draws import Finder, Sampling, draw_words, sample_words, word_ids
 from lm.output.decoding.positions import Penalty, Positions, checked_hidden, word_log_prob
 from lm.output.functional import hierarchical_cross_entropy, path_log_prob
+from lm.output.inputs import check_tensors, check_words
 from lm.output.tracing import is_for_onnx, is_recorded, not_compiled
 from lm.output.tree.class_tree import ClassTree
 
@@ -25,9 +24,9 @@ _LOSS_DEVICES = {"cuda"}
 """Types of devices on which the loss evaluates candidates."""
 _LOSS_ELEMENTS = 1 << 28
 """Largest number of elements of the hidden vectors, one for each candidate, that the loss takes."""
-_ALL_LOGITS = 1 << 20
-"""Largest number of logits of all rows that replace those of many nodes, whose products take longer
-from two fifths of the rows on (one position, one thread: from a quarter to a half, by N).
+_MAX_DENSE_LOGITS = 1 << 20
+"""Up to this many logits, one product with all rows replaces those of single nodes if these have
+over two fifths of the rows: it is faster then (one position, one thread: 1/4 to 1/2, by N).
 """
 _OPERATIONS = Finder(search.topk, search.nuclei, search.within_ratio, draw_words)
 _KERNEL = _OPERATIONS._replace(draw_words=fused.draw_words)
@@ -58,7 +57,7 @@ def candidate_log_prob(
 
     Candidates of one position often share nodes, at least the root. Each distinct (position, node)
     pair is evaluated once, in one matrix product per distinct node; without a gradient all rows at
-    once if these are many of few, see `_ALL_LOGITS`. On a GPU, which would wait for
+    once if these are many of few, see `_MAX_DENSE_LOGITS`. On a GPU, which would wait for
     as many launches, candidates are targets of the loss, unless they are so many that a hidden
     vector for each would take 1 GB; so they are in a graph that is compiled, traced or exported.
     """
@@ -107,7 +106,7 @@ def _by_node(
     order = (node * len(flat) + position).argsort()
     term, row, position, node = (values[order] for values in (term, row, position, node))
     has_gradient = torch.is_grad_enabled() and (flat.requires_grad or weight.requires_grad)
-    if not has_gradient and (num_logits := len(flat) * tree.num_rows) <= _ALL_LOGITS:
+    if not has_gradient and (num_logits := len(flat) * tree.num_rows) <= _MAX_DENSE_LOGITS:
         visited = torch.unique_consecutive(node * len(flat) + position) // len(flat)
         if 5 * int(tree.num_children[visited].sum()) > 2 * num_logits:
             return word_log_prob(flat, weight, tree, bias).gather(1, words)

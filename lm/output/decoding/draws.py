@@ -169,7 +169,7 @@ class Sampling:
             )
 
     def changed(self, options: dict[str, Any], function: str, others: str) -> "Sampling":
-        """With fields replaced by options of a function, whose ValueError for others names all."""
+        """A copy with fields replaced by a function's options; a ValueError lists what it takes."""
         names = self.__dataclass_fields__.keys()
         if unknown := options.keys() - names:
             known = ", ".join([others, *names])

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lm.output.backends.base import check_parameters, compute_dtype, followed_by_zeros
 from lm.output.backends.nodes import node_logits
 from lm.output.backends.verify import Kind
+from lm.output.inputs import check_parameters, compute_dtype, followed_by_zeros
 from lm.output.tree.class_tree import ClassTree
 
 LOWEST = -1e30

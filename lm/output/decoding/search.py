@@ -64,7 +64,7 @@ def nuclei(positions: Positions, power: float, top_p: float) -> Iterator[tuple[T
 
 
 def nucleus(words: TopK, power: float, top_p: float, total: float | None = None) -> TopK:
-    """The first of some words in order whose share of their mass, or of a total, reaches `top_p`.
+    """The fewest of some words, first ones first, that have `top_p` of their mass, or of a total.
 
     Masses are P^power, relative to that of the first word if there is no total.
     """

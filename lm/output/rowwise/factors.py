@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lm.output.inputs import compute_dtype
+
 PRODUCT_ELEMENTS = 1 << 19
 """Most elements of a product formed at once: 2 MB in fp32."""
 ROWS_ELEMENTS = 1 << 26
@@ -102,7 +104,7 @@ class RowFactors:
 
     def square_norm(self, table: Tensor) -> Tensor:
         """The sum of the squares, a scalar."""
-        none = torch.zeros((), dtype=wide(table), device=table.device)
+        none = torch.zeros((), dtype=compute_dtype(table.dtype), device=table.device)
         sums = [block.square_norm() for block in self.blocks(table)]
         return torch.stack(sums).sum() if sums else none
 
@@ -115,7 +117,7 @@ class RowFactors:
 
         Blocks are portions that fit in a cache; of a vector, all rows.
         """
-        blocks = _blocks(self.in_memory(), wide(table))
+        blocks = _blocks(self.in_memory(), compute_dtype(table.dtype))
         yield from as_one_block(list(blocks)) if table.numel() == len(table) else blocks
 
 
@@ -124,9 +126,8 @@ class Block:
     """Some rows of the gradient, disjoint from those of all other blocks.
 
     The values [K, H] are given, or formed as coefficientsᵀ vectors ([visits, K] and [visits, H])
-    when they are first used, with `more` added to a few of them: their places and values. With
-    `source` [K], a row may be in several places, with equal values: those of the place that
-    `source` is.
+    when they are first used, with `more` added to a few of them: their places and values. Where
+    a row is in several places k, their values are equal, and `source` [K] is the first of them.
     """
 
     rows: slice | Tensor  # neighbouring rows, or an index [K]
@@ -190,11 +191,6 @@ class Block:
         if self.more is not None:
             place, values = self.more
             out[place] += values * (factor[place, None] if isinstance(factor, Tensor) else factor)
-
-
-def wide(table: Tensor) -> torch.dtype:
-    """The dtype of gradients, steps and state of a table: at least fp32."""
-    return torch.promote_types(table.dtype, torch.float32)
 
 
 def as_one_block(blocks: Sequence[Block]) -> Iterator[Block]:

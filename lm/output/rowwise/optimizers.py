@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.output.rowwise.factors import Block, Rule, on_host, wide
+from lm.output.inputs import compute_dtype
+from lm.output.rowwise.factors import Block, Rule, on_host
 from lm.output.rowwise.row_gradient import RowGradient
 
 NOISE_ELEMENTS = 1 << 20
@@ -65,7 +66,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             param = params[number]
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    dtype = wide(param) if value.dim() else value.dtype
+                    dtype = compute_dtype(param.dtype) if value.dim() else value.dtype
                     self.state[param][name] = value.to(param.device, dtype)
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
@@ -73,7 +74,9 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         rule = self._rule(param, table, group)
         blocks: Iterable[Block]
         if not isinstance(grad, RowGradient):
-            blocks = [Block(slice(0, len(grad)), grad.view(table.shape).to(wide(table)))]
+            blocks = [
+                Block(slice(0, len(grad)), grad.view(table.shape).to(compute_dtype(table.dtype)))
+            ]
         elif table.is_contiguous():
             blocks = grad.factors.update(table, rule)  # none if the backend did it all
         else:
@@ -84,10 +87,10 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
                 size, device = (NOISE_ELEMENTS,), table.device
                 noise = torch.randint(1 << 16, size, dtype=torch.int32, device=device)
             stored = table[block.rows]  # a view, if the rows are a slice
-            rows = stored.to(wide(table))
+            rows = stored.to(compute_dtype(table.dtype))
             self._change(rows, block, rule)
             if is_rounded:
-                _round_into(stored, rows, noise)
+                _round_stochastically(stored, rows, noise)
             elif rows is not stored:
                 stored.copy_(rows)
             if not isinstance(block.rows, slice):
@@ -134,7 +137,7 @@ class RowAdagrad(RowOptimizer):
     def _rule(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> Rule:
         state = self.state[param]
         if not state:
-            state["sum"] = table.new_zeros(len(table), dtype=wide(table))
+            state["sum"] = table.new_zeros(len(table), dtype=compute_dtype(table.dtype))
         return Rule((group["lr"], group["eps"]), {"total": state["sum"]})
 
     def _change(self, rows: Tensor, block: Block, rule: Rule) -> None:
@@ -169,7 +172,7 @@ class RowAdam(RowOptimizer):
         state = self.state[param]
         if not state:
             state["step"] = 0
-            state["mean"] = table.new_zeros(table.shape, dtype=wide(table))
+            state["mean"] = table.new_zeros(table.shape, dtype=compute_dtype(table.dtype))
             state["square"] = torch.zeros_like(state["mean"])
         step, counts_here = state["step"], on_host(table)
         if counts_here == isinstance(step, Tensor):  # a new or loaded state
@@ -195,8 +198,10 @@ class RowAdam(RowOptimizer):
             rows.addcdiv_(mean, root, value=-step_size)
 
 
-def _round_into(out: Tensor, rows: Tensor, noise: Tensor | None) -> None:
+def _round_stochastically(out: Tensor, rows: Tensor, noise: Tensor | None) -> None:
     """Round rows [K, H] fp32, which are overwritten, into `out` bf16; non-finite remains so.
+
+    Stochastic rounding, as by `_round_stochastically` of `backends/triton/update_kernel.py`.
 
     `noise` is uniform below the last place, and used from a random place on; None draws it for each
     element, without a number from the host.

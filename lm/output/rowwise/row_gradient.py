@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lm.output.rowwise.factors import Block, RowFactors, as_one_block, on_host, wide
+from lm.output.inputs import compute_dtype
+from lm.output.rowwise.factors import Block, RowFactors, as_one_block, on_host
 from lm.output.tracing import differentiable_once, not_compiled
 
 
@@ -187,7 +188,7 @@ class _Lookup(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         table = ctx.table_like
         values, rows = d_rows[0].reshape(index.numel(), table[:1].numel()), index.flatten()
-        values, read = values.to(wide(table)), rows >= 0
+        values, read = values.to(compute_dtype(table.dtype)), rows >= 0
         if on_host(rows) or not len(rows):
             rows, values = rows[read], values[read]
         else:  # without waiting for how many are read: the others add zeros to one that is, or to 0

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lm.output.backends import BACKENDS, choose_backend
 from lm.output.backends.base import Gradients, Needs, Problem, Softmaxes, Solver, Tensors
-from lm.output.rowwise.factors import RowFactors, wide
+from lm.output.inputs import compute_dtype
+from lm.output.rowwise.factors import RowFactors
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.sharded.rows import interleaved, sum_of_shares
 from lm.output.tree.arrays import Shard, TreeArrays
@@ -165,7 +166,9 @@ class ShardedSolver(Solver):
             gradients.append(backend.backward(d_part, solved, saved_part, asked, lse))
         (d_hidden, d_weight, d_bias), *of_gathered = gradients
         if d_hidden is not None:
-            total = d_hidden.new_zeros(len(own), d_hidden.shape[1], dtype=wide(d_hidden))
+            total = d_hidden.new_zeros(
+                len(own), d_hidden.shape[1], dtype=compute_dtype(d_hidden.dtype)
+            )
             for each in of_gathered:
                 assert each.d_hidden is not None
                 total += each.d_hidden
@@ -188,7 +191,7 @@ def _add_first(
     first = gathered.summed(d_rows, group)
     if isinstance(gradient, RowGradient):
         row = torch.arange(len(first), device=first.device)
-        values = first.to(wide(first))
+        values = first.to(compute_dtype(first.dtype))
         values = values[:, None] if values.dim() == 1 else values
         gradient.factors = gradient.factors.plus(RowFactors(rows=((row, values),)))
     else:

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lm.output.backends.autograd import row_wise_nll
-from lm.output.backends.base import Needs, Problem, autocast, check_positions
-from lm.output.backends.visits import check_words
+from lm.output.backends.base import Needs, Problem
 from lm.output.functional import BackendName, Reduction, reduced
+from lm.output.inputs import autocast, check_positions, check_words
 from lm.output.layer import HierarchicalSoftmax
 from lm.output.sharded.exchange import Gathered, ShardedSolver
 from lm.output.sharded.placement import Placement, PlacementName, Plan, place, recipients_of

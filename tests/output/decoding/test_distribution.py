@@ -223,7 +223,7 @@ def test_candidates_equal_the_full_distribution(
     assert actual.shape == word.shape
     torch.testing.assert_close(actual, expected.gather(-1, word))
     for most in (0, 1 << 20):
-        monkeypatch.setattr(distribution, "_ALL_LOGITS", most)
+        monkeypatch.setattr(distribution, "_MAX_DENSE_LOGITS", most)
         with torch.no_grad():
             torch.testing.assert_close(layer.candidate_log_prob(hidden, word), actual.detach())
     if word.numel():

@@ -83,7 +83,7 @@ def test_nan_remains_nan(bits: int) -> None:
     number = torch.full((300, 7), bits, dtype=torch.int32).view(torch.float32)
     out = torch.empty_like(number, dtype=torch.bfloat16)
     noise = torch.randint(1 << 16, (optimizers.NOISE_ELEMENTS,), dtype=torch.int32)
-    optimizers._round_into(out, number, noise)
+    optimizers._round_stochastically(out, number, noise)
     assert out.isnan().all()
 
 

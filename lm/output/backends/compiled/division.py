@@ -81,7 +81,7 @@ def divide(bounds: list[int], loops: Callable[..., None], *arguments: Any) -> No
 
 
 def _in_threads(run: Callable[[], None], num_threads: int) -> None:
-    """Call a function, which raises nothing, in so many threads or fewer, this one among them."""
+    """Call a function, which raises nothing, in this many threads or fewer, the caller's too."""
     start_team = _openmp(os.getpid())
     if start_team is not None:
         start_team(_REGION(run), None, num_threads, 0)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from lm.output.backends.base import Needs, Problem, compute_dtype
+from lm.output.backends.base import Needs, Problem
+from lm.output.inputs import compute_dtype
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 else:  # numpy is imported with numba, when something is computed
     Array = Any
 ALIGN = 32
-"""Hidden vectors are followed by zeros up to a multiple of so many numbers."""
+"""Hidden vectors are followed by zeros up to a multiple of this many numbers."""
 SAVED_ELEMENTS = 1 << 26
 """Most errors saved: 256 MB in fp32; for row-wise gradients of classes, whose factors they are, as
 many as there are."""
@@ -43,7 +44,7 @@ REUSED_BYTES = 1 << 31
 REUSED_SHARE = 0.25
 """Least share of written rows; gradients with a smaller one are freshly mapped."""
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-"""What numba gets numbers as that it has no type for, see `vectors`."""
+"""Integers as which numba gets bf16 and fp16, for which it has no type, see `vectors`."""
 _MAPPING: dict[str, Any] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 )
@@ -80,7 +81,7 @@ class Saved(NamedTuple):
 
 
 def saves_errors(problem: Problem, needs: Needs) -> bool:
-    """Whether the loops compute, which save the errors of all visits, and not PyTorch."""
+    """Whether compiled loops, which save the errors, compute the softmaxes, rather than PyTorch."""
     if problem.shard is not None:
         return False
     if problem.depth > 1:

@@ -23,7 +23,7 @@ from lm.output.backends.compiled.memory import (
     own,
     zeros_except,
 )
-from lm.output.backends.visits import check_words
+from lm.output.inputs import check_words
 from lm.output.rowwise.factors import Visited
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tree.arrays import TreeArrays

@@ -36,7 +36,7 @@ from lm.output.backends.triton.routing import (
 )
 from lm.output.backends.triton.tile_shapes import tf32, triton_version
 from lm.output.backends.verify import Failures, Kind, verified
-from lm.output.backends.visits import check_words
+from lm.output.inputs import check_words
 from lm.output.tracing import constant_when_compiled
 
 MAX_SAVED_BYTES = 1 << 31

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Gradients, Needs, Problem, compute_dtype
+from lm.output.backends.base import Gradients, Needs, Problem
 from lm.output.backends.triton.launch import launch
 from lm.output.backends.triton.plan import Memory, Plan
 from lm.output.backends.triton.rows import (
@@ -17,6 +17,7 @@ from lm.output.backends.triton.rows import (
     TritonFactors,
     write,
 )
+from lm.output.inputs import compute_dtype
 from lm.output.rowwise.row_gradient import RowGradient
 
 

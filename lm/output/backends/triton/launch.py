@@ -16,7 +16,7 @@ from lm.output.backends.triton.tile_shapes import Tile, Tiles, compiler_options
 from lm.output.tracing import constant_when_compiled
 
 SLOT = 16
-"""The children of a node begin at multiples of so many in `plan.Memory.exp_logits`."""
+"""The children of a node begin at multiples of this number in `plan.Memory.exp_logits`."""
 VARYING = [
     "P", "run_size", "steps", "chunk", "num_splits", "max_heavy",
     "chunk_programs", "row_programs", "max_groups", "max_split_tiles", "d_nll_stride", "num_shares",

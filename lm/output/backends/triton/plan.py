@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lm.output.backends.base import Problem, compute_dtype
+from lm.output.backends.base import Problem
 from lm.output.backends.triton.launch import SLOT, Meta, capability, instruments
 from lm.output.backends.triton.routing import (
     RUN_SIZES,
@@ -25,6 +25,7 @@ from lm.output.backends.triton.routing import (
     sizes,
 )
 from lm.output.backends.triton.tile_shapes import Tile, Tiles, tf32, tiles
+from lm.output.inputs import compute_dtype
 from lm.output.tree.arrays import TreeArrays
 
 FILLING_TILES = 8192

@@ -89,7 +89,7 @@ class Sizes(NamedTuple):
 def memory_size(problem: Problem, most: Sizes) -> int:
     """The numbers that the `Routing` of a problem takes.
 
-    A few more, whose number differs between tile shapes: by it `Plan.fits` knows other ones.
+    Padded by a few that differ between tile shapes, by which `Plan.fits` tells other plans' memory.
     """
     positions, visits = problem.num_positions, problem.depth * problem.num_positions
     tiles = at_least(at_least(most.row_tiles, most.chunk_tiles), most.split_tiles)

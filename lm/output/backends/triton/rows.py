@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lm.output.backends.base import Problem, compute_dtype, followed_by_zeros
+from lm.output.backends.base import Problem
 from lm.output.backends.triton.launch import SLOT, launch
 from lm.output.backends.triton.plan import Children, Inputs, Memory, Plan
 from lm.output.backends.triton.routing import Routing
 from lm.output.backends.triton.tile_shapes import Tile
+from lm.output.inputs import compute_dtype, followed_by_zeros
 from lm.output.rowwise.factors import Block, RowFactors, Rule, summed_by_row
 
 ROW_PROGRAMS = 2048
@@ -24,7 +25,7 @@ UPDATE_PROGRAMS, SHARED_BLOCKS = 32_768, 8
 PAIRS = 1 << 25
 """Most pairs of a single row and a position whose errors are in memory at once."""
 ALIGNED = 32
-"""Tensors that share memory begin at multiples of so many elements, as kernels expect."""
+"""Tensors that share memory begin at multiples of this many elements, as kernels expect."""
 
 
 class Errors(NamedTuple):

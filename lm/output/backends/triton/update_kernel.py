@@ -220,7 +220,7 @@ def _update_block(
         rows = rows.to(f.dtype) - rate * m / (tl.sqrt(q) / correction + eps)
     if table.dtype.element_ty == tl.bfloat16:
         pair = start.to(tl.uint32) + (child[:, None] * columns + h[None, :] // 2).to(tl.uint32)
-        rows = _rounded(rows, pair, (h % 2)[None, :], seed)
+        rows = _round_stochastically(rows, pair, (h % 2)[None, :], seed)
     if h.shape[0] == 1:
         tl.debug_barrier()  # several threads load each number of a vector, and one stores it
     if mean is not None:
@@ -230,7 +230,7 @@ def _update_block(
 
 
 @triton.jit
-def _rounded(rows, pair, half, seed):
+def _round_stochastically(rows, pair, half, seed):
     """fp32 as bf16, up or down in proportion to the distance; non-finite remains so.
 
     The numbers at random are halves of hashes of a seed and of pairs of neighbouring columns: the

@@ -58,7 +58,7 @@ def _uniform(seed, index):
 
 
 @compiled
-def _draw(log_weight, num, uniform, cumulative):
+def _sample_index(log_weight, num, uniform, cumulative):
     """The first of `num` indices at which the sum of the weights exceeds that share of all."""
     start, to = log_weight.ctypes.data, cumulative.ctypes.data
     exp_row(log_weight, cumulative, start, to, num, 1.0, log_weight[:num].max())
@@ -214,7 +214,9 @@ def _draw_word(layer, p, seed, power, is_exact, trials):
         if begins:
             point = _uniform(seed, count[USED])
             count[USED] += 1
-            column = _draw(known_log_weight, count[KNOWN], point, cumulative)  # a class, say
+            column = _sample_index(
+                known_log_weight, count[KNOWN], point, cumulative
+            )  # a class, say
             item, above = known[column], float(trials.log_prob[column])
             weight = known_log_weight[column]
             if item >= 0:
@@ -243,7 +245,7 @@ def _draw_word(layer, p, seed, power, is_exact, trials):
             known_log_weight[base : base + n] = log_weight[:n]
             count[KNOWN] += n
         if not begins:
-            child = _draw(log_weight, n, point, cumulative)  # a word of it
+            child = _sample_index(log_weight, n, point, cumulative)  # a word of it
             column, item, above = base + child, items[child], float(log_q[child])
             weight = log_weight[child]
             if item >= 0:

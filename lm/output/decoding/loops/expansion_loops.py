@@ -126,7 +126,7 @@ def excluded_rows(layer, position):
 
 @compiled
 def item_log_weight(power, log_prob, num_words):
-    """Logarithm of (1) of `draw_loops`, for a node of so many words, or for a word."""
+    """Logarithm of (1) of `draw_loops`, for a node with this many words, or for a word."""
     if power >= 1:
         return power * log_prob
     return power * log_prob + (1 - power) * math.log(num_words)

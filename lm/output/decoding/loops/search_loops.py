@@ -1,5 +1,6 @@
 """Best-first search at one position after another, compiled by numba.
 
+A word is at most as probable as a node above it: less probable nodes need not be opened.
 What is found is defined by `topk` and `within_ratio` of `lm.output.decoding.search`; nuclei are
 taken from the words above a floor.
 """
@@ -116,7 +117,7 @@ def _sort(log_prob, word, bits):
 
 
 @compiled
-def _find(layer, p, goal, frontier, words, bits):
+def _search_position(layer, p, goal, frontier, words, bits):
     """The size of the set of position p, or `UNFINISHED` or `WRONG`; see `search`."""
     log_prob, word, best, state, count = words
     begin(frontier)
@@ -168,7 +169,7 @@ def search(layer, goal, bits, widest, log_prob, word, size):
     best, state, count = np.empty(max(1, goal.k)), np.empty(1), np.empty(2, np.int64)
     for p in range(len(size)):
         words = Words(log_prob[p], word[p], best, state, count)
-        size[p] = _find(layer, p, goal, frontier, words, bits)
+        size[p] = _search_position(layer, p, goal, frontier, words, bits)
         opened += frontier.count[OPENED]
         if size[p] == WRONG:
             return p, opened, 0, False

@@ -58,7 +58,7 @@ import os; os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from lm.output import ClassTree
 from lm.output.backends import BACKENDS
-from lm.output.backends.base import Needs, Problem
+from lm.output.backends.base import (Needs, Problem)
 from lm.output.backends.triton.launch import execute, instrumented
 
 N, H, LAST = 9_000_060, 256, 60
