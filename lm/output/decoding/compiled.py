@@ -21,7 +21,7 @@ from lm.output.decoding.search import TopK
 from lm.output.tree.class_tree import ClassTree
 
 if TYPE_CHECKING:
-    from lm.output.decoding.loops.expansion_loops import Layer
+    from lm.output.decoding.loops.expansion_loops import LayerArrays
 
 FEW = 4
 """Up to this many positions are searched one by one, without a limit on the rows read."""
@@ -87,7 +87,7 @@ def within_ratio(positions: Positions, power: float, min_p: float) -> Iterator[t
 def _sets(
     positions: Positions, k: int, power: float, ratio: float, floor: float = -math.inf
 ) -> Iterator[tuple[Tensor, TopK, Tensor]]:
-    """Sets of the most probable words of blocks of positions, see `search_loops.Goal`.
+    """Sets of the most probable words of blocks of positions, see `search_loops.SearchGoal`.
 
     Yields positions [A], their words in order, padded with log_prob -∞, and positions that are left
     to an evaluation of all words.
@@ -98,7 +98,8 @@ def _sets(
     many = k > 0 and num_positions > FEW
     most_rows = int(MOST_ROWS * tree.num_rows) if many else tree.num_rows
     most_nodes = positions.weight.numel() // NODE_COST
-    goal = search_loops.Goal(k, float(power), float(ratio), float(floor), most_rows, most_nodes)
+    limits = float(power), float(ratio), float(floor)
+    goal = search_loops.SearchGoal(k, *limits, most_rows, most_nodes)
     is_double = positions.hidden.dtype == torch.float64
     bits = own(positions.hidden.new_empty(0, dtype=torch.int64 if is_double else torch.int32))
     block = max(1, BLOCK_ELEMENTS // tree.vocab_size)
@@ -136,7 +137,7 @@ def draw_words(
     word = torch.empty_like(seeds)
     is_plain = power == 1 and positions.penalty is None
     layer, width = _layer(positions, 0, len(word)), positions.tree.max_path_columns
-    goal = draw_loops.Goal(power, is_plain, float(top_p), num_draws)
+    goal = draw_loops.DrawGoal(power, is_plain, float(top_p), num_draws)
     wrong, num_opened = draw_loops.draw_words(
         layer, own(seeds.contiguous()), goal, width, own(word)
     )
@@ -146,9 +147,9 @@ def draw_words(
     return word
 
 
-def _layer(positions: Positions, start: int, num: int) -> "Layer":
+def _layer(positions: Positions, start: int, num: int) -> "LayerArrays":
     """The arrays of some positions."""
-    from lm.output.decoding.loops.expansion_loops import Layer
+    from lm.output.decoding.loops.expansion_loops import LayerArrays
 
     tree, bias, penalty = positions.tree, positions.bias, positions.penalty
     hidden = positions.hidden.detach()
@@ -164,7 +165,7 @@ def _layer(positions: Positions, start: int, num: int) -> "Layer":
         excluded = own(rows.sort().values.contiguous())
     if num < len(hidden):
         hidden = hidden[start:][:num]
-    return Layer(
+    return LayerArrays(
         own(hidden.contiguous()),
         as_array(positions.weight),
         as_array(hidden[:0, 0] if bias is None else bias.contiguous()),

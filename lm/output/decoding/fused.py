@@ -26,7 +26,7 @@ UNFINISHED, WRONG = -1, -2
 """Words of positions that are left, and of those with log-probabilities that are not finite."""
 
 
-class Layer(NamedTuple):
+class LayerTensors(NamedTuple):
     """The layer at some positions; `excluded` [R] bool is which rows are never found."""
 
     hidden: Tensor
@@ -88,7 +88,7 @@ def launch_draws(positions: Positions, seeds: Tensor, power: float) -> Tensor:
     for of_hidden, of_seeds, of_word in zip(*parts, strict=True):
         launch(
             "_draw", len(of_seeds), TILE,
-            layer=Layer(of_hidden, positions.weight, bias, excluded),
+            layer=LayerTensors(of_hidden, positions.weight, bias, excluded),
             tree=Nodes(tree.first_row, tree.num_children, tree.item_of_row, tree.num_words_below),
             seeds=of_seeds, log_weight=hidden.new_empty(len(of_seeds), 2 * width), word=of_word,
             power=hidden.new_full((), power), width=width, num_trials=NUM_TRIALS,

@@ -69,7 +69,7 @@ def _sample_index(log_weight, num, uniform, cumulative):
     return np.searchsorted(cumulative[:num], uniform * total, side="right")
 
 
-class Goal(NamedTuple):
+class DrawGoal(NamedTuple):
     """What to draw."""
 
     power: float  # 1 / T
@@ -258,7 +258,7 @@ def draw_words(layer, seeds, goal, widest, word):
     """Set word [P], drawn from P^power, or from the nucleus of it.
 
     Args:
-        layer, goal: see `Layer` and `Goal`.
+        layer, goal: see `LayerArrays` and `DrawGoal`.
         seeds: [P] int64.
         widest: the most children of a node, or more.
         word: to be set; to -1 where words are given up.

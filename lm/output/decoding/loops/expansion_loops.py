@@ -14,7 +14,7 @@ from lm.output.codegen.sorting import push, replace_first
 from lm.output.codegen.tiles import ROWS, dot_rows
 
 
-class Layer(NamedTuple):
+class LayerArrays(NamedTuple):
     """The arrays of `Positions`."""
 
     hidden: np.ndarray  # [P, W]

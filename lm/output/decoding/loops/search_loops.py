@@ -25,7 +25,7 @@ UNFINISHED, WRONG = -1, -2
 """Sizes of sets that are not searched to the end, or whose log-probabilities are not finite."""
 
 
-class Goal(NamedTuple):
+class SearchGoal(NamedTuple):
     """What to search for: the `k` most probable words, or for 0 those within ratio and floor."""
 
     k: int
@@ -154,7 +154,7 @@ def search(layer, goal, bits, widest, log_prob, word, size):
     `most_nodes`, the others are gone through in the order of their rows.
 
     Args:
-        layer, goal: see `Layer` and `Goal`.
+        layer, goal: see `LayerArrays` and `SearchGoal`.
         bits: see `_sort`.
         widest: the most children of a node, or more.
         log_prob: [P, N + 1], set to those of each set; then to -∞ up to the largest set's size.
