@@ -40,7 +40,7 @@ _EXPORT = "export its text as UTF-8"
 COLUMN_ALONE = "give the column of text alone, one line each"
 _NO_TEXT = {
     rb".{257}ustar": f"a tar archive: {_UNPACK}",
-    rb"7z\xbc\xaf'\x1c|Rar!\x1a\x07": f"an archive: {_UNPACK}",
+    rb"7z\xbc\xaf'\x1c|Rar!\x1a\x07|!<arch>\n": f"an archive: {_UNPACK}",
     rb"PK[\x03\x05]": f"a zip archive in a pipe or in another file: {_UNPACK}",
     rb"\x1f[\x8b\x9d\xa0]|BZh[1-9]1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|\x04\"M\x18": (
         "compressed, in a way that is not read here: decompress it"

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from data_prep.errors import UserError
 from lm.commands.arguments import COMPUTING, COUNT, FILE, NO_PROGRESS, Options
 from lm.run import Run, TrainedRun
 
@@ -23,6 +24,10 @@ OPTIONS = _RUN | COMPUTING | NO_PROGRESS
 def run(options: argparse.Namespace) -> None:
     """Write the run; print its folder."""
     config = Run.read(options.source, options.overrides).config
+    if config.run_path.resolve() == Path(options.source).resolve():
+        raise UserError("lm extend writes another run: name its folder, --run_dir=FOLDER")
+    if config.run_path.exists():  # before the model is read
+        raise UserError(f"{config.run_path} already exists: delete it, or choose another name")
     trained = TrainedRun.open(options.source, device=options.device, threads=options.threads)
     from lm.extension import extend
 

@@ -19,6 +19,8 @@ from lm.training.run_folder import write_run_metadata
 
 _OF_DATA = ("data.", "name", "run_dir")
 """Keys, or prefixes of keys, that may differ from those of the run."""
+_NUM_NAMED = 5
+"""New words that the log names."""
 _log = logging.getLogger(__name__)
 
 
@@ -84,8 +86,11 @@ def extend(
         description = replace(description, tokenizer_sha256=sha256)
         save_model(folder, found.state, description)
     num_special = 2 if trained.is_independent else 0
-    num_all = found.tokenizer.vocab_size - num_special
-    _log.info("%d new %s, %d in all", found.num_new, what, num_all)
+    num_all, num_old = found.tokenizer.vocab_size - num_special, trained.tokenizer.vocab_size
+    new = [found.tokenizer.token(num_old + k) for k in range(min(found.num_new, _NUM_NAMED))]
+    named = ", ".join(new) + ", …" * (found.num_new > _NUM_NAMED)
+    line = "%s: %d new %s (%s), %d in all"
+    _log.info(line, config.run_path, found.num_new, what, named, num_all)
 
 
 def _compare_events(trained: TrainedRun, found: Extended) -> None:
@@ -110,7 +115,3 @@ def _check(trained: TrainedRun, config: Config) -> None:
     ]
     if others:
         raise UserError(f"lm extend changes the data alone, not {', '.join(others)}")
-    if config.run_path.resolve() == name.resolve():
-        raise UserError("lm extend writes another run: name its folder, --run_dir=FOLDER")
-    if config.run_path.exists():  # before the data are read
-        raise UserError(f"{config.run_path} already exists: delete it, or choose another name")

@@ -220,7 +220,7 @@ class AdaptedEvaluation:
             rate = f"learning rate {found.lr:g}"
             rows["with dynamic evaluation"] = f"{self.perplexity_dynamic:.2f}  {rate}"
         tuned = "settings tuned on the validation split"
-        return table_of(f"perplexity of a model that adapts to the text, {tuned}", rows)
+        return table_of(f"perplexity of the model alone as it adapts to the text, {tuned}", rows)
 
 
 def evaluate_adaptation(
