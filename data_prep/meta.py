@@ -36,12 +36,7 @@ from data_prep.storage import (
     sha256_file,
     write_json_atomically,
 )
-from data_prep.tokenizer.serialization import (
-    MODEL_FILE,
-    TOKENIZER,
-    TokenizerInfo,
-    verify_tokenizer,
-)
+from data_prep.tokenizer.serialization import MODEL_FILE, TOKENIZER, TokenizerInfo, verify_tokenizer
 from data_prep.tokenizer.speller import SPELLER
 from data_prep.tokenizer.token_file import SplitInfo
 

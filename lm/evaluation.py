@@ -26,12 +26,7 @@ from data_prep.errors import DataError, NotFiniteError, UserError
 from data_prep.sequences import Sequences, find_sequences
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.punctuation import EOS, UNK
-from data_prep.tokenizer.token_file import (
-    SplitInfo,
-    counted_known,
-    counted_literals,
-    log_literals,
-)
+from data_prep.tokenizer.token_file import SplitInfo, counted_known, counted_literals, log_literals
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.figures import (
     _COUNTED,

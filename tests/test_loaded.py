@@ -267,9 +267,7 @@ def test_all_ways_to_score_agree_where_unknown_words_are_told_apart(
     assert by_id[0] == pytest.approx(by_id[1] + (0 if spelled else shares[0]), abs=1e-12)
 
 
-def test_log_probabilities_have_at_least_fp32_whatever_the_parameters_have(
-    lstm_run: Path,
-) -> None:
+def test_log_probabilities_have_at_least_fp32_whatever_the_parameters_have(lstm_run: Path) -> None:
     loaded = lm.load(lstm_run)
     loaded.model.bfloat16()
     state, phrase = loaded.start("the"), "cat sees a dog"

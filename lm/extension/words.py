@@ -172,11 +172,7 @@ def levels_of(tree: ClassTree, node: Tensor | None = None) -> NDArray[np.int32]:
 
 @torch.no_grad()
 def extended_state(
-    model: LanguageModel,
-    node: Tensor,
-    levels: NDArray[np.int32],
-    counts: Tensor,
-    prior: float,
+    model: LanguageModel, node: Tensor, levels: NDArray[np.int32], counts: Tensor, prior: float
 ) -> State:
     """The state of a model with M new words, whose vectors are means of their classes.
 

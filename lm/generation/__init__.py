@@ -9,11 +9,4 @@ from lm.generation.beam_search import Hypothesis, beam_search, search_text
 from lm.generation.text import Sample, generate_text
 from lm.output import Sampling
 
-__all__ = [
-    "Hypothesis",
-    "Sample",
-    "Sampling",
-    "beam_search",
-    "generate_text",
-    "search_text",
-]
+__all__ = ["Hypothesis", "Sample", "Sampling", "beam_search", "generate_text", "search_text"]

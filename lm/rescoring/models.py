@@ -88,10 +88,7 @@ class ArpaScores:
     """
 
     def __init__(
-        self,
-        ngram: ArpaModel,
-        vocabulary_size: int | None = None,
-        speller: Speller | None = None,
+        self, ngram: ArpaModel, vocabulary_size: int | None = None, speller: Speller | None = None
     ) -> None:
         self._model, self.eos_id = ngram, ngram.eos_id
         speller = speller and speller.outside([*ngram.words, UNK])

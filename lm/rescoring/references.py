@@ -26,10 +26,7 @@ _OTHERS = {
         rf"(?:\S+\s+([AB12])\s+(?!{NUMBER}\s)\S+|(?:\S+\s+){{2}}\S+)\s+{_TIMES}(?:\s.*)?",
         _JOINED.format(" && tolower($0) !~ /ignore_time_segment_in_scoring/", 6, "NF"),
     ),
-    "a CTM file": (
-        rf"\S+\s+\S+\s+{_TIMES}\s+\S+(?:\s+{NUMBER}.*)?\s*",
-        _JOINED.format("", 5, 5),
-    ),
+    "a CTM file": (rf"\S+\s+\S+\s+{_TIMES}\s+\S+(?:\s+{NUMBER}.*)?\s*", _JOINED.format("", 5, 5)),
     "a list with scores": (rf"\S+ (?:(-?\d+\.\d+)|{NUMBER})\t.*", r"-F'\t' '{ print $1, $NF }'"),
 }
 """What is no file of references: its lines, with a group in some, and what makes it one in awk."""

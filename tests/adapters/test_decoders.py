@@ -105,11 +105,7 @@ def test_pyctcdecode_decodes_with_the_model(lstm_run: Path) -> None:
 @pytest.mark.parametrize("searched", [1, 8, 256])
 @pytest.mark.parametrize("few", [0, 2])
 def test_completions_are_the_best_of_all_words_that_begin_so(
-    model: LoadedModel,
-    beginning: str,
-    searched: int,
-    few: int,
-    monkeypatch: pytest.MonkeyPatch,
+    model: LoadedModel, beginning: str, searched: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lm.generation.completion.SEARCHED", searched)
     monkeypatch.setattr("lm.generation.completion.FEW_ROWS", few)

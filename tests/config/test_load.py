@@ -6,14 +6,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.errors import UserError
-from lm.config import (
-    differences,
-    load_config,
-    load_run_config,
-    to_dict,
-    to_yaml,
-    validate,
-)
+from lm.config import differences, load_config, load_run_config, to_dict, to_yaml, validate
 
 MINIMAL = "name: run\ntrain: {max_steps: 5}\n"
 

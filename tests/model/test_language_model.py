@@ -175,11 +175,7 @@ def test_shared_rows_and_path_sums_require_a_tree(options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(
     ("fast", "autocast", "dtype"),
-    [
-        (True, True, torch.bfloat16),
-        (False, True, torch.float32),
-        (False, False, torch.float32),
-    ],
+    [(True, True, torch.bfloat16), (False, True, torch.float32), (False, False, torch.float32)],
 )
 def test_a_cpu_without_fast_bf16_computes_in_fp32_and_reports_it_once(
     fast: bool,

@@ -100,10 +100,7 @@ two_level: Any = ClassTree.two_level
         (partial(two_level, 100_000), "word_class must be integers, .* got 100000"),
         (partial(layer_of, H, TREE, backend="cuda"), "reference, triton, got 'cuda'"),
         (lambda: layer_of(H, TREE).sample(torch.zeros(2, H), "top"), "a Sampling, got"),
-        (
-            lambda: sample(torch.zeros(H), temprature=2),
-            "sample has no argument temprature; its",
-        ),
+        (lambda: sample(torch.zeros(H), temprature=2), "sample has no argument temprature; its"),
         (lambda: layer_of(H, TREE).loss([[0.0] * H], None), "a tensor, got list"),
         (lambda: candidates(torch.zeros(1, H), [[3]]), "candidates must be a tensor, got list"),
         (lambda: sample(torch.zeros(H), previous=[3]), "previous must be a tensor, got list"),

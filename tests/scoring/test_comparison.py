@@ -40,10 +40,7 @@ def test_differences_are_those_of_both_evaluations(
 
 
 def test_words_and_pieces_are_compared_in_bits_per_byte(
-    letters: Callable[..., Path],
-    tmp_path: Path,
-    printed: Printed,
-    complaint: Callable[..., str],
+    letters: Callable[..., Path], tmp_path: Path, printed: Printed, complaint: Callable[..., str]
 ) -> None:
     run, other = letters("words"), letters("other", "--model.hidden=6")
     bytes_run = letters("bytes", *PIECES_WITH_BYTES)

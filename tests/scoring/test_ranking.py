@@ -220,10 +220,7 @@ def test_classes_show_items_as_their_table_has_them(
 
 
 def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
-    items_run: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    complaint: Callable[..., str],
+    items_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, complaint: Callable[..., str]
 ) -> None:
     history, retired = tmp_path / "users.txt", tmp_path / "retired.txt"
     history.write_text('["item 3"]\nitem 3\n["item 4", "Nope"]\n')

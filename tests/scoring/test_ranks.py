@@ -37,10 +37,7 @@ def test_figures_follow_from_ranks_and_from_all_log_probabilities(
     values = evaluated(items_run, printed, f"--exclude={exclude}", f"--ranks={path}")
     rows = parquet.read_table(path).to_pylist()
     rank = np.array([row["rank"] or np.inf for row in rows])
-    truth = {
-        "hit_rate": (rank <= 3).mean(),
-        "ndcg": ((rank <= 3) / np.log2(1 + rank)).mean(),
-    }
+    truth = {"hit_rate": (rank <= 3).mean(), "ndcg": ((rank <= 3) / np.log2(1 + rank)).mean()}
     assert truth == pytest.approx({name: values["model"]["at"][0][name] for name in truth})
     assert values["model"]["mrr"] == pytest.approx((1 / rank).mean(), abs=1e-6)
     assert len(rows) == values["predictions"]

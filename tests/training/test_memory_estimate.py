@@ -15,12 +15,7 @@ from lm.output import ClassTree
 from lm.output.backends import saved_bytes
 from lm.output.backends.base import Problem
 from lm.run import Run
-from lm.training.memory_estimate import (
-    TOLERANCE,
-    MemoryEstimate,
-    check_memory,
-    estimate_memory,
-)
+from lm.training.memory_estimate import TOLERANCE, MemoryEstimate, check_memory, estimate_memory
 
 CPU = torch.device("cpu")
 NUM_WORDS, NUM_CLASSES = 10_000, 100
@@ -170,11 +165,7 @@ def test_processes_divide_the_rows_that_are_dealt_to_them(run: Configured) -> No
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("sequences", [1, 400])
 def test_a_batch_counts_what_the_backend_saves_with_its_gradient(
-    sequences: int,
-    backend: str,
-    gradients: str,
-    run: Configured,
-    monkeypatch: pytest.MonkeyPatch,
+    sequences: int, backend: str, gradients: str, run: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: backend == "triton")
     need = estimate_memory(

@@ -17,14 +17,7 @@ from numba import njit, types
 from numba.core import cgutils
 
 from lm.output.codegen.compilation import emitted
-from lm.output.codegen.vectors import (
-    AHEAD_BYTES,
-    HAS_AVX512,
-    INT,
-    VECTOR_BYTES,
-    Vectors,
-    addresses,
-)
+from lm.output.codegen.vectors import AHEAD_BYTES, HAS_AVX512, INT, VECTOR_BYTES, Vectors, addresses
 
 TILE = (4, 4) if HAS_AVX512 else (4, 3)
 """Rows and vectors of a tile; processors have 32 or 16 registers for vectors."""

@@ -66,11 +66,7 @@ LEAVE_ONE_OUT = {
     "valid": ["3 5\t7", "1\t2"],
     "test": ["3 5 7\t7", "1 2\t3"],
 }
-BY_TIME = {
-    "train": ["3 5", "1"],
-    "valid": ["3 5\t7 7"],
-    "test": ["1\t2 3", "\t9"],
-}
+BY_TIME = {"train": ["3 5", "1"], "valid": ["3 5\t7 7"], "test": ["1\t2 3", "\t9"]}
 
 
 @pytest.mark.parametrize("format", ["csv", "json", "parquet"])

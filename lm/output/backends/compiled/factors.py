@@ -16,13 +16,7 @@ from torch import Tensor
 from lm.output.backends.compiled.division import bounds_of, divide
 from lm.output.backends.compiled.memory import Array, as_array, own
 from lm.output.codegen.compilation import compiled
-from lm.output.codegen.rows import (
-    adam_row,
-    add_scaled_row,
-    row_address,
-    row_product,
-    scaled_row,
-)
+from lm.output.codegen.rows import adam_row, add_scaled_row, row_address, row_product, scaled_row
 from lm.output.codegen.tiles import TERMS, sums
 from lm.output.rowwise.factors import Block, RowFactors, Rule, each_once
 

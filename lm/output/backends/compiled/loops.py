@@ -16,13 +16,7 @@ from lm.output.codegen.columns import (
     pair_blocks,
 )
 from lm.output.codegen.compilation import compiled
-from lm.output.codegen.rows import (
-    add_scaled_row,
-    paired_rows,
-    row_address,
-    scaled_row,
-    softmaxes,
-)
+from lm.output.codegen.rows import add_scaled_row, paired_rows, row_address, scaled_row, softmaxes
 from lm.output.codegen.sorting import sort_by_rank
 from lm.output.codegen.tiles import (
     LINE_BYTES,

@@ -26,14 +26,7 @@ from lm.output.backends.triton.plan import (
     path_slots,
     plan_for,
 )
-from lm.output.backends.triton.routing import (
-    ALL_VALID,
-    MERGE,
-    MOST_RUNS,
-    NUM_VALID,
-    PLAN,
-    Routing,
-)
+from lm.output.backends.triton.routing import ALL_VALID, MERGE, MOST_RUNS, NUM_VALID, PLAN, Routing
 from lm.output.backends.triton.tile_shapes import tf32, triton_version
 from lm.output.backends.verify import Failures, Kind, verified
 from lm.output.inputs import check_words

@@ -76,11 +76,7 @@ def _largest(d_nll: Tensor, problem: Problem) -> Tensor:
 
 
 def _factors(
-    d_nll: Tensor,
-    plan: Plan,
-    problem: Problem,
-    memory: Memory,
-    needs: Needs,
+    d_nll: Tensor, plan: Plan, problem: Problem, memory: Memory, needs: Needs
 ) -> BatchFactors:
     """Launch the first kernel; memory for what the others share."""
     num_positions, most = plan.num_positions, plan.most

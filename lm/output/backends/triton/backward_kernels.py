@@ -19,12 +19,7 @@ it.
 import triton
 import triton.language as tl
 
-from lm.output.backends.triton.forward_kernel import (
-    _block,
-    _first_block,
-    _first_slot,
-    _padded,
-)
+from lm.output.backends.triton.forward_kernel import _block, _first_block, _first_slot, _padded
 from lm.output.backends.triton.launch import VARYING
 from lm.output.backends.triton.routing_kernels import _fields
 
