@@ -121,7 +121,7 @@ def run_process() -> int:
 
 
 def _is_further_process() -> bool:
-    """Whether torchrun, SLURM or Fabric started this process after a first one that reports."""
+    """Whether this process has another rank than 0, which reports, of torchrun, SLURM or Fabric."""
     ranks = (os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
     return any(rank not in ("", "0") for rank in ranks)
 

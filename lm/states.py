@@ -44,7 +44,7 @@ class Step(NamedTuple):
 
 
 def listed(what: str, values: object) -> list[Any]:
-    """The items of a list or another iterable; a text or a state is one item, a table no list."""
+    """The elements of an iterable; ValueError for a text, a state or a table."""
     is_item = isinstance(values, str | bytes | State) or getattr(values, "ndim", 1) != 1
     if is_item or not isinstance(values, Iterable):
         raise ValueError(f"expected a list of {what}, got {values!r:.60}")
@@ -52,7 +52,7 @@ def listed(what: str, values: object) -> list[Any]:
 
 
 def checked_ids(tokens: Sequence[Any], vocab_size: int) -> list[int]:
-    """Token ids; ValueError if they are none, as a mask, or outside of a vocabulary."""
+    """Token ids; ValueError if they are no integers, such as a mask, or not in a vocabulary."""
     try:
         ids = [index(token) for token in tokens]
     except TypeError as error:

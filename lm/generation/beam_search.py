@@ -31,7 +31,8 @@ from lm.output.decoding.draws import word_ids
 
 MAX_LENGTH_PENALTY = 10.0
 LEAST_REST = 1e-3
-"""Smaller probabilities of all words that are not excluded are sums of theirs, for rounding."""
+"""A smaller probability of all words that are not excluded is the sum of theirs, not 1 - Σ of the
+others, which would have no digit left."""
 
 
 class Hypothesis(NamedTuple):

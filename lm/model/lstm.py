@@ -44,7 +44,7 @@ def _scaled(factor: float, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _gradient_scale(inputs: Tensor) -> float:
-    """By what gradients are multiplied within the layers: 1, except under autocast to bf16 on CUDA.
+    """Scale of the gradients within the layers: 1, except under autocast to bf16 on CUDA.
 
     PyTorch runs cuDNN's LSTM in fp16 there, below whose range fall gradients of a mean over many
     tokens (relative errors of 13 % at 1e-6). A sixteenth of the number of tokens, a power of two,

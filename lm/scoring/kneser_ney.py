@@ -76,18 +76,20 @@ def estimate(
     _check_size(1 + sum(sizes), "n-grams: prune")
     arrays = Arrays.empty(1 + sum(sizes), 1 + sum(sizes[:-1]))
     lower, above = np.full(1, 1 / vocab_size), np.ones(1, np.bool_)
-    numbers, begin, parents = np.zeros(1, np.int64), 1, slice(0, 1)
-    for n, (each, size) in enumerate(zip(orders, sizes, strict=True), 1):
+    numbers, begin, parents = np.zeros(1, np.uint32), 1, slice(0, 1)
+    for n, size in enumerate(sizes, 1):
+        each = orders.pop(0)
         prob, backoff = np.zeros(len(each.word)), np.ones(len(lower))
         _estimate(each, _discounts(each.adjusted), lower, prob, backoff)
         if n == 1:
             prob[vocab_size] = 10**NEVER
-        before = np.append(begin, begin + np.cumsum(each.kept))  # of as many n-grams, the next node
+        before = np.full(len(prob) + 1, begin, np.uint32)  # of as many n-grams, the next node
+        before[1:] += np.cumsum(each.kept, dtype=np.uint32)
         nodes = slice(begin, begin + size)
-        arrays.backoff[parents] = np.log(backoff[above])
+        np.log(backoff[above], out=arrays.backoff[parents])
         arrays.first[parents] = before[each.first[:-1][above]]
         arrays.word[nodes] = each.word[each.kept]
-        arrays.log_prob[nodes] = np.log(prob[each.kept])
+        np.log(prob[each.kept], out=arrays.log_prob[nodes])
         if n < order:
             arrays.suffix[nodes] = numbers[each.suffix[each.kept]]
         lower, above, numbers = prob, each.kept, before

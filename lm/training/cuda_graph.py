@@ -126,9 +126,9 @@ class StepGraph:
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def run(self, step: Callable[[], None], *, is_usual: bool = True) -> None:
-        """Run a step: if it is usual, in every call the same function of the same tensors."""
-        if not (is_usual and self.records):
+    def run(self, step: Callable[[], None], *, is_graphable: bool = True) -> None:
+        """Run a step: a graphable one is, in every call, the same function of the same tensors."""
+        if not (is_graphable and self.records):
             step()
         elif self._graph is not None:
             self._graph.replay()

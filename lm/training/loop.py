@@ -199,8 +199,8 @@ def train_step(state: TrainingState) -> float:
     """
     learning_rate = state.learning_rate
     set_learning_rate(state.optimizer, learning_rate)
-    batches, is_usual = state.next_batches()
-    state.graph.run(partial(update, state, batches), is_usual=is_usual)
+    batches, is_graphable = state.next_batches()
+    state.graph.run(partial(update, state, batches), is_graphable=is_graphable)
     return learning_rate
 
 

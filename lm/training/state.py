@@ -182,11 +182,11 @@ class TrainingState:
         )
 
     def next_batches(self) -> tuple[list[Batch], bool]:
-        """The batches of the next step, in `inputs`, and whether they are usual.
+        """The batches of the next step, in `inputs`, and whether a CUDA graph can replay it.
 
-        Each weighs as much as it has targets, so that the loss is the mean over all targets. Usual
-        are those of full length with as many targets each, of which at most the first one begins
-        the carried state. They count as done from now on.
+        Each weighs as much as it has targets, so that the loss is the mean over all targets. A
+        graph takes batches of full length with as many targets each, of which at most the first one
+        resets the carried state. They count as done from now on.
         """
         model, per_step = self.model, self.batches.per_step
         batches = [self.batches[k] for k in self.batches.of_step(self.progress.batches_done)]
@@ -196,15 +196,17 @@ class TrainingState:
         batches = [b._replace(weight=b.weight * p) for b, p in zip(batches, shares, strict=True)]
         self.progress.tokens_done += num_tokens
         self.num_tokens += num_tokens
-        is_usual = all(len(batch.targets) == self.batches.seq_len for batch in batches)
-        is_usual &= shares == [1 / per_step] * per_step
-        is_usual &= not model.backbone.carries_state or all(each.continues for each in batches[1:])
+        is_graphable = all(len(batch.targets) == self.batches.seq_len for batch in batches)
+        is_graphable &= shares == [1 / per_step] * per_step
+        is_graphable &= not model.backbone.carries_state or all(
+            each.continues for each in batches[1:]
+        )
         batches, carried = self.inputs.load(batches), self.carried_loss.carried
-        if is_usual and self.graph.records and carried is not None:
+        if is_graphable and self.graph.records and carried is not None:
             if not batches[0].continues:
                 torch._foreach_zero_(carried)
             batches[0] = batches[0]._replace(continues=True)
-        return batches, is_usual
+        return batches, is_graphable
 
     def gather_losses(self) -> None:
         """Add the losses since the last call, of all devices, to the progress."""

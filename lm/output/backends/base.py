@@ -144,13 +144,14 @@ class Softmaxes(NamedTuple):
     """The softmaxes on the targets' paths, over the rows that a problem has; [D, P] each.
 
     In at least fp32, see `compute_dtype`, and in the order of the problem's positions. A level has
-    no visit where a path has ended or a node has one child. Only largest + log_total - logit is
-    used, and for a shard largest + log_total: a backend may put all into one of them, and broadcast
-    the others.
+    no visit where a path has ended or a node has one child. Only `largest + log_total - logit` is
+    read, and for a shard also `largest + log_total`, so one field may hold the whole sum and the
+    others be zeros that broadcast to [D, P]. Without a visit the first is 0 or -inf; in a shard,
+    the second is -inf there, and for nodes without rows in it.
     """
 
     largest: Tensor  # of the logits z
-    log_total: Tensor  # log Σ exp(z - largest); this or `largest` is -inf for no visit, no rows
+    log_total: Tensor  # log Σ exp(z - largest)
     logit: Tensor  # of the child on the path; 0 for no visit, or if its row is in another shard
 
     @classmethod
@@ -167,12 +168,13 @@ class Softmaxes(NamedTuple):
 class Solver(ABC):
     """One way to compute the softmaxes on the targets' paths, and gradients.
 
-    The loss, its terms by level and the softmaxes of a table in shards follow from these.
+    The loss, its terms by level and the softmaxes of a table in shards follow from these. It is a
+    `Backend`, or the `ShardedSolver` of a table whose rows are divided among processes.
     """
 
     @abstractmethod
     def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
-        """The softmaxes, and what the backward needs: as `new_saved` if `needs.any`, else anything.
+        """The softmaxes, and what the backward needs: tensors as of `new_saved` if `needs.any`.
 
         A target that is neither a word nor `ignore_index` raises an IndexError, or fails a
         device-side assertion where the backend does not wait for the device.
@@ -192,20 +194,21 @@ class Solver(ABC):
     ) -> Gradients:
         """The gradients that are needed, given the gradient d_nll [P] of the nll.
 
-        d_nll may be expanded, and of ignored targets it is any number, which counts as 0. With
-        `needs.row_wise`, d_weight and d_bias are `RowGradient`s, of `RowFactors` (see
-        `rowwise/factors.py`) or of a subclass that updates a table by itself. `problem` and `saved`
-        are those of the forward; `needs` has the same `row_wise` and asks for no more gradients.
-        For a shard, the log-sum-exps [D, P] over all shards are given, and d_hidden is what its
-        rows add.
+        d_nll may have stride 0 (a broadcast scalar), and of ignored targets it is any number, which
+        counts as 0. With `needs.row_wise`, d_weight and d_bias are `RowGradient`s, of `RowFactors`
+        or of a subclass that updates a table by itself. `problem` and `saved` are those of the
+        forward; `needs` has the same `row_wise` and asks for no more gradients. For a shard, the
+        log-sum-exps [D, P] over all shards are given, and d_hidden is what its rows add.
         """
 
 
 class Backend(Solver):
     """A solver of problems whose rows are in this process, all of a tree or a shard's.
 
-    To add one: its name in `BACKENDS` (in order of preference), in `Literal` of `functional.py` and
-    of `lm/config/schema.py`, and among those of `tests/output/conftest.py` and `test_laws.py`.
+    To add one: an instance in `BACKENDS` of `backends/__init__.py` (in order of preference), its
+    name in `BackendName` of `functional.py`, in `lm/config/schema.py`, and among those of
+    `tests/output/conftest.py` and `test_laws.py`. One that does not take shards says so in
+    `obstacle`; one that "auto" may choose overrides `verified` with `verify.verified(self, …)`.
     """
 
     name: str  # as in the argument `backend` of the public functions
@@ -223,7 +226,7 @@ class Backend(Solver):
         return True
 
     def part_size(self, problem: Problem) -> int:
-        """Most positions that the backward takes at once by itself, for estimates of memory."""
+        """Most positions in a block of the backward, for estimates of memory."""
         return problem.num_positions
 
     def saved_type(self, problem: Problem, needs: Needs) -> Any:

@@ -59,7 +59,7 @@ class _Block:
 
 @emitted
 def transposed_pairs(builder, start, stride, visits, num, out):
-    """out[k, i] = the pair of numbers k of hidden vector i, of the last one beyond it.
+    """out[k, i] = pair k of hidden vector i; lanes beyond the last vector repeat it.
 
     `num` is how many pairs hidden vectors have, a multiple of 16; `out` is [num, BLOCK].
     """

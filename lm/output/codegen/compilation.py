@@ -90,7 +90,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def emitted(code: Callable[..., Any], *, returns: bool = False) -> Any:
-    """Decorator: a function that compiled loops call, from one that emits its code.
+    """Decorator: make a function that emits LLVM instructions one that compiled loops call.
 
     `code` is called with LLVM's builder and what is known of each argument while a loop is
     compiled: the dtype of an array, the value of a number, those of a tuple, or None. If the

@@ -28,7 +28,7 @@ ROW_TILE = (6, 4) if HAS_AVX512 else TILE
 ROWS = 8
 """Rows that one hidden vector is multiplied with at a time."""
 ADDED_AHEAD_BYTES = 128 << 10
-"""How far rows that sums are added to are read ahead, some for each tile of columns."""
+"""Distance, in bytes, at which rows that sums are added to are prefetched."""
 LINE_BYTES = 64
 """A line of a cache."""
 TERMS = 64

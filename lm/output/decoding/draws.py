@@ -6,11 +6,12 @@ by trials that open few nodes, see `loops.draw_loops`.
 
 Top-p restricts the draw to the nucleus, the smallest set of most probable words with a share p of
 the sum Z over all words. Compiled loops draw words until one is in it, as at least every second one
-is for p ≥ 1/2: that word has the distribution. (On a GPU, each word would be waited for.) Word w is
-in it if the words before it, which are more probable, have less than p of Z. That is often known
-from the nodes that are opened and the bounds of the others: for a probable word, as most drawn ones
-are, once words with 1 - p of Z are known to come after it. So a draw opens few nodes, where the set
-itself needs nearly all of a trained model's (half of the words for p = 0.9 are improbable).
+is for p ≥ 1/2: that word has the distribution. (On a GPU, each trial would synchronise with the
+host.) Word w is in it if the words before it, which are more probable, have less than p of Z. That
+is often known from the nodes that are opened and the bounds of the others: for a probable word, as
+most drawn ones are, once words with 1 - p of Z are known to come after it. So a draw opens few
+nodes, where the set itself needs nearly all of a trained model's (half of the words for p = 0.9 are
+improbable).
 """
 
 import math

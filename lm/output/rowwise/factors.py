@@ -30,8 +30,8 @@ ROWS_ELEMENTS = 1 << 26
 def on_host(tensor: Tensor) -> bool:
     """Whether the host reads a tensor's values without waiting.
 
-    Elsewhere numbers that differ between steps remain tensors, and sizes do not depend on values: a
-    CUDA graph would have them from the step that was recorded.
+    On other devices, numbers of a step stay tensors and sizes do not depend on values: a CUDA graph
+    would repeat those of the step that was captured.
     """
     return tensor.is_cpu
 
@@ -126,14 +126,14 @@ class Block:
     """Some rows of the gradient, disjoint from those of all other blocks.
 
     The values [K, H] are given, or formed as coefficientsᵀ vectors ([visits, K] and [visits, H])
-    when they are first used, with `more` added to a few of them: their places and values. Where
-    a row is in several places k, their values are equal, and `source` [K] is the first of them.
+    when they are first used, with `single_rows` added to a few of them: their places and values.
+    Where a row is in several places k, their values are equal, and `source` [K] is the first.
     """
 
     rows: slice | Tensor  # neighbouring rows, or an index [K]
     formed: Tensor | None = None
     factors: tuple[Tensor, Tensor] | None = None
-    more: tuple[Tensor, Tensor] | None = None
+    single_rows: tuple[Tensor, Tensor] | None = None
     source: Tensor | None = None
 
     def values(self) -> Tensor:
@@ -142,8 +142,8 @@ class Block:
             assert self.factors is not None
             coefficients, vectors = self.factors
             self.formed = coefficients.T @ vectors
-            if self.more is not None:
-                self.formed[self.more[0]] += self.more[1]
+            if self.single_rows is not None:
+                self.formed[self.single_rows[0]] += self.single_rows[1]
         return self.formed
 
     def index(self, device: torch.device) -> Tensor:
@@ -158,8 +158,8 @@ class Block:
             return self.values().square().sum(1)
         coefficients, vector = self.factors
         squares = coefficients[0].square() * vector.square().sum()
-        if self.more is not None:
-            place, values = self.more
+        if self.single_rows is not None:
+            place, values = self.single_rows
             squares[place] = (coefficients[0, place, None] * vector + values).square().sum(1)
         return squares
 
@@ -188,8 +188,8 @@ class Block:
             out.addmm_((coefficients * factor).T, vectors)
         else:
             out.addmm_(coefficients.T, vectors, alpha=factor)
-        if self.more is not None:
-            place, values = self.more
+        if self.single_rows is not None:
+            place, values = self.single_rows
             out[place] += values * (factor[place, None] if isinstance(factor, Tensor) else factor)
 
 
@@ -242,7 +242,7 @@ def _blocks(gradient: RowFactors, dtype: torch.dtype) -> Iterator[Block]:
     for (rows, factors), begin, end in zip(portions, cuts[1::2], cuts[2::2], strict=False):
         block = Block(rows, factors=factors)
         if begin < end:
-            block.more = row[begin:end] - rows.start, values[begin:end]
+            block.single_rows = row[begin:end] - rows.start, values[begin:end]
         yield block
     others = [slice(*ends) for ends in zip(cuts[::2], cuts[1::2], strict=True)]
     row, values = (torch.cat([each[some] for some in others]) for each in (row, values))

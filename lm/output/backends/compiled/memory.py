@@ -55,7 +55,7 @@ _free: list[mmap.mmap] = []
 
 
 def own(tensor: Tensor) -> Array:
-    """`as_array` of a tensor that no caller will resize, which takes less time."""
+    """Faster `as_array`, for tensors that this package alone holds."""
     bits = _BITS.get(tensor.dtype)
     array: Array = (tensor if bits is None else tensor.view(bits)).numpy()
     return array

@@ -1,92 +1,15 @@
-"""The norm and the update of a batch's row-wise gradient in loops, a few rows at a time.
+"""Loops of the norm and of the update of a batch's row-wise gradient, a few rows at a time."""
 
-The letters and equations are those of the reference backend.
-"""
-
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property, partial
 from math import sqrt  # by name: torch.fx replaces those of `math` while it traces
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from lm.output.backends.compiled.division import bounds_of, divide
-from lm.output.backends.compiled.memory import Array, as_array, own
 from lm.output.codegen.compilation import compiled
 from lm.output.codegen.rows import adam_row, add_scaled_row, row_address, row_product, scaled_row
 from lm.output.codegen.tiles import TERMS, sums
-from lm.output.rowwise.factors import Block, RowFactors, Rule, each_once
 
-FORMED_VISITS = 16
-"""Visits from which on a node's rows are formed once, not at each use: at most `BLOCK`, from which
-on errors have another order, see `codegen.columns`."""
-NARROW = 8
-"""Most children of a node of which the same is true: its factors are larger than its rows."""
 SGD, ADAGRAD, ADAM = range(3)
 """Rules of `update_rows`."""
-
-
-def split(nodes: Array) -> tuple[Tensor, Array]:
-    """`Visited.nodes`, given those of `list_nodes`; and the nodes whose rows are to be formed.
-
-    The rows of the latter are those of `Visited.formed`.
-    """
-    listed = torch.from_numpy(nodes).clone()
-    num_visits, num_children = listed[:, 1] - listed[:, 0], listed[:, 3]
-    is_formed = (num_visits >= FORMED_VISITS) | (num_children <= NARROW)
-    width = num_children * is_formed
-    listed[:, 5] = place = (width.cumsum(0) - width).where(is_formed, -1)
-    found = listed[is_formed]
-    found[:, 2] = place[is_formed]
-    return listed, found.numpy()
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CompiledFactors(RowFactors):
-    """The gradient of a table in one batch, and of single rows."""
-
-    @cached_property
-    def more(self) -> tuple[Tensor, Tensor]:
-        """The single rows, ascending, each once, and their gradients."""
-        formed = self.visited[0].formed
-        none = formed.new_empty(0, dtype=torch.int64), formed[:0]
-        if not self.rows:
-            return none
-        row, values = (torch.cat(each) for each in zip(none, *self.rows, strict=True))
-        return each_once(row, values.to(formed.dtype))
-
-    def square_norm(self, table: Tensor) -> Tensor:
-        """See `RowFactors.square_norm`."""
-        visited = self.visited[0]
-        squares = visited.formed.new_empty(len(visited.nodes) + len(self.more[0]))
-        self._divide(len(table), square_norms, own(squares))
-        return squares.sum().clamp(min=0) * self.factor**2
-
-    def update(self, table: Tensor, rule: Rule) -> Iterable[Block]:
-        """See `RowFactors.update`."""
-        formed = self.visited[0].formed
-        if table.dtype != formed.dtype:
-            return super().update(table, rule)
-        which = ADAM if "mean" in rule.state else ADAGRAD if rule.state else SGD
-        none, dtype = formed.new_empty(0, 0), own(formed).dtype.type
-        state = {"total": none.view(-1), "mean": none, "square": none} | rule.state
-        numbers = (float(self.factor), *rule.numbers, *[0.0] * (6 - len(rule.numbers)))
-        self._divide(
-            len(table),
-            partial(update_rows, which),
-            as_array(table),
-            tuple(map(as_array, state.values())),
-            tuple(map(dtype, numbers)),
-        )
-        return ()
-
-    def _divide(self, num_rows: int, loop: Callable[..., None], *arguments: Any) -> None:
-        nodes, *arrays = map(own, self.visited[0])
-        bounds = bounds_of(nodes, num_rows, by_rows=True)
-        divide(bounds, loop, nodes, *arrays, tuple(map(own, self.more)), *arguments)
 
 
 @compiled
