@@ -128,6 +128,8 @@ def test_any_leading_shape_and_strides_give_the_same_words() -> None:
     assert torch.equal(sample(block, weight, tree, bias, temperature=0), best.word[..., 0])
     assert torch.equal(topk(hidden[5], weight, tree, bias, k=3).word, best.word[1, 1])
     assert sample(hidden[5], weight, tree, bias, top_k=1) == best.word[1, 1, 0]
+    penalty = {"repetition_penalty": 1e300, "previous": best.word[1, 1, :1]}
+    assert sample(hidden[5], weight, tree, bias, temperature=0, **penalty) == best.word[1, 1, 1]
 
 
 @both_ways

@@ -211,13 +211,9 @@ class CompiledFactors(RowFactors):
         none, dtype = formed.new_empty(0, 0), own(formed).dtype.type
         state = {"total": none.view(-1), "mean": none, "square": none} | rule.state
         numbers = (float(self.factor), *rule.numbers, *[0.0] * (6 - len(rule.numbers)))
-        self._divide(
-            len(table),
-            partial(update_loops.update_rows, which),
-            as_array(table),
-            tuple(map(as_array, state.values())),
-            tuple(map(dtype, numbers)),
-        )
+        loop = partial(update_loops.update_rows, which)
+        arrays = as_array(table), tuple(map(as_array, state.values()))
+        self._divide(len(table), loop, *arrays, tuple(map(dtype, numbers)))
         return ()
 
     def _divide(self, num_rows: int, loop: Callable[..., None], *arguments: Any) -> None:
