@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
         exclude = run.prepared.proposed_exclusion
         _log.info("%s", exclusion_rule(exclude, run.prepared.repeated_share))
     users = _users(options, run)
-    num_lost, num_without, first = 0, 0, ""
+    lost, num_without, first = set[str | int](), 0, ""
     while chunk := list(islice(users, AT_ONCE)):
         found = [catalogue.find(items) for *_, items in chunk]
         known = [ids for ids, _ in found]
@@ -73,9 +73,9 @@ def run(options: argparse.Namespace) -> None:
             raise NotFiniteError(f"{run.folder}: {error}") from error
         rows = zip(chunk, best.word.tolist(), best.log_prob.exp().tolist(), found, strict=True)
         for (place, named, _), ids, probs, (has, unknown) in rows:
-            if unknown and not num_lost:
+            if unknown and not lost:
                 first = f"the first is {unknown[0]!r} {place}"
-            num_lost += len(unknown)
+            lost.update(unknown)
             num_without += bool(unknown and not has)
             items = [catalogue.item(id) for id in ids if id >= 0]  # fewer than k may be left
             probs = probs[: len(items)]
@@ -85,12 +85,12 @@ def run(options: argparse.Namespace) -> None:
             else:
                 shown = (f"{item} ({prob:.4f})" for item, prob in zip(items, probs, strict=True))
                 print("\t".join([*named.values(), *shown]))
-    if num_lost:
+    if lost:
         text = "%s: %d items are not in the catalogue and are left out, %s"
         text += f"; nothing is left of {num_without} users" * bool(num_without)
         if options.history:
             text += ". Items with white space are given as JSON lists"
-        _log.warning(text, source, num_lost, first)
+        _log.warning(text, source, len(lost), first)
 
 
 def _retired(name: str | None, catalogue: "Catalogue") -> list[int]:

@@ -38,7 +38,7 @@ class AtK:
     hit_rate_interval: Interval
     ndcg: float
     ndcg_interval: Interval
-    coverage: float  # share of the catalogue that is among the k first items of any prediction
+    coverage: float  # share of the catalogue among the k first of any prediction of an item in it
     expected_hit_rate: float  # of targets in the catalogue that are not excluded
     observed_hit_rate: float  # likewise
     calibration: list[CalibrationBin]
@@ -130,7 +130,7 @@ def exclusion_rule(excluded: Exclude, repeated_share: float) -> str:
         "nothing": ("may come again", "seen leaves them out"),
     }
     what, other = others[excluded]
-    share = f"{100 * repeated_share:.1f} % of a user's training events repeat one"
+    share = f"{100 * repeated_share:.2f} % of a user's training events repeat one"
     return f"items that a user has had {what} ({share}; --exclude {other})"
 
 

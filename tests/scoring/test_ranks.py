@@ -113,7 +113,7 @@ def test_users_are_drawn_and_the_time_is_announced(
     total = draws[0]["all_users"]
     assert table.startswith(
         f"test, the model of step 30 of 30: 9 items to predict of 9 users drawn from {total},"
-        " among all 20 items of the training split\nitems that a user has had are left out (0.0 %"
+        " among all 20 items of the training split\nitems that a user has had are left out (0.00 %"
         " of a user's training events repeat one; --exclude nothing ranks them too)\n"
     )
     method = "data.split: leave_one_out; seed: 1; model: best validation NDCG@10;"
@@ -135,7 +135,7 @@ def test_repeats_in_training_decide_what_is_left_out(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(Prepared, "repeated_share", 0.6)
-    rule = "items that a user has had may come again (60.0 % of a user's training events repeat"
+    rule = "items that a user has had may come again (60.00 % of a user's training events repeat"
     assert rule in printed("evaluate", items_run, "--ranking")
     (tmp_path / "users.txt").write_text('["item 3"]\n')
     printed("recommend", items_run, f"--history={tmp_path / 'users.txt'}")

@@ -113,4 +113,6 @@ def _check_plans(rank: int, world_size: int, tree: ClassTree, tokens: Tensor) ->
 
 def test_processes_compute_and_send_what_is_planned() -> None:
     tree = ClassTree.two_level(torch.arange(600) // 30, shortlist=4)
+    words, full = torch.arange(9), ClassTree.full(9)
+    assert recipients_of(words, full, Plan.by_word(full, 2).owner, 2).all()
     in_processes(3, _check_plans, tree, (600 ** torch.rand(20_000)).long())
