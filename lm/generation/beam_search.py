@@ -31,8 +31,7 @@ from lm.output.decoding.draws import word_ids
 
 MAX_LENGTH_PENALTY = 10.0
 LEAST_REST = 1e-3
-"""A smaller probability of all words that are not excluded is the sum of theirs, not 1 - Σ of the
-others, which would have no digit left."""
+"""A smaller probability of all words not excluded is their sum: 1 - Σ of the others is inexact."""
 
 
 class Hypothesis(NamedTuple):

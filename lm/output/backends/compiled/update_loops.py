@@ -13,18 +13,18 @@ SGD, ADAGRAD, ADAM = range(3)
 
 
 @compiled
-def square_norms(begin, end, nodes, error, hidden, formed, more, out):
-    """Set `out` [M + K] to parts of the squared norm: of nodes, and what `more` adds to them.
+def square_norms(begin, end, nodes, error, hidden, formed, single, out):
+    """Set `out` [M + K] to parts of the squared norm: of nodes, and what `single` adds.
 
     See `update_rows`. Of a node with errors E [v, n] and hidden vectors X [v, H] it is
     ‖EᵀX‖² = Σ (E Eᵀ) ∘ (X Xᵀ), since v is small where rows are not formed.
     """
-    num_columns, k = formed.shape[1], np.searchsorted(more[0], begin)
+    num_columns, k = formed.shape[1], np.searchsorted(single[0], begin)
     for m in range(len(nodes)):
         start, stop, row, n, offset, place = nodes[m]
         num_visits = stop - start if place < 0 else 0  # of rows that are not formed
         vectors = row_address(hidden, start)
-        k = _more_norms(k, min(row, end), error, num_columns, more, len(nodes), out)
+        k = _single_norms(k, min(row, end), error, num_columns, single, len(nodes), out)
         if begin <= row < end and place >= 0:
             total = 0.0
             for j in range(place, place + n):
@@ -33,8 +33,8 @@ def square_norms(begin, end, nodes, error, hidden, formed, more, out):
             out[m] = total
         elif begin <= row < end:
             out[m] = _norm_of_products(error, hidden, offset, start, num_visits, n, num_columns)
-        while k < len(more[0]) and more[0][k] < min(row + n, end):
-            x, j = row_address(more[1], k), more[0][k] - row
+        while k < len(single[0]) and single[0][k] < min(row + n, end):
+            x, j = row_address(single[1], k), single[0][k] - row
             total = row_product(error, x, x, num_columns)
             if place >= 0:
                 address = row_address(formed, place + j)
@@ -44,7 +44,7 @@ def square_norms(begin, end, nodes, error, hidden, formed, more, out):
                 total += 2 * error[offset + a * n + j] * product
             out[len(nodes) + k] = total
             k += 1
-    _more_norms(k, end, error, num_columns, more, len(nodes), out)
+    _single_norms(k, end, error, num_columns, single, len(nodes), out)
 
 
 @compiled
@@ -64,34 +64,34 @@ def _norm_of_products(error, hidden, offset, start, num_visits, n, num_columns):
 
 
 @compiled
-def _more_norms(k, until, error, num_columns, more, num_nodes, out):
-    """Norms² of `more` from number k on, for rows below `until`; returns the next number."""
-    while k < len(more[0]) and more[0][k] < until:
-        x = row_address(more[1], k)
+def _single_norms(k, until, error, num_columns, single, num_nodes, out):
+    """Norms² of `single` from number k on, of rows below `until`; the next number."""
+    while k < len(single[0]) and single[0][k] < until:
+        x = row_address(single[1], k)
         out[num_nodes + k] = row_product(error, x, x, num_columns)
         k += 1
     return k
 
 
 @compiled
-def update_rows(rule, begin, end, nodes, error, hidden, formed, more, table, states, numbers):
+def update_rows(rule, begin, end, nodes, error, hidden, formed, single, table, states, numbers):
     """Change the rows from `begin` to `end`, whose gradients are formed a few at a time.
 
     Args:
         nodes, error, hidden, formed: see `Visited`.
-        more: rows [K] int64, ascending, and gradients [K, W] that are added to theirs.
+        single: rows [K] int64, ascending, and gradients [K, W] that are added to theirs.
         states: of the optimizer, one number per row [R], and two arrays [R, W].
         numbers: factor of the gradients, and the numbers of the rule.
     """
     size, few = error.itemsize, np.empty((TERMS + 1, table.shape[1]), error.dtype)
     num_columns, one = few.shape[1], few.dtype.type(1)
     both = row_address(few, TERMS)
-    k = np.searchsorted(more[0], begin)
+    k = np.searchsorted(single[0], begin)
     for start, stop, row, n, offset, place in nodes:
         first, last = max(row, begin), min(row + n, end)
         if first >= last:
             continue
-        k = _update_more(k, first, rule, few, more, table, states, numbers)
+        k = _update_single(k, first, rule, few, single, table, states, numbers)
         vectors, stride = row_address(hidden, start), hidden.strides[0]
         is_linear = rule == SGD and place < 0 and stop - start <= TERMS
         if is_linear:  # the products are added to the rows, vectors multiplied by the step
@@ -109,7 +109,7 @@ def update_rows(rule, begin, end, nodes, error, hidden, formed, more, table, sta
             if is_linear:
                 to = row_address(table, j), table.strides[0]
                 sums(error, few, table, num, stop - start, starts, strides, to, True, None)
-                k = _update_more(k, j + num, rule, few, more, table, states, numbers)
+                k = _update_single(k, j + num, rule, few, single, table, states, numbers)
                 continue
             at, row_stride = row_address(few, 0), few.strides[0]
             if place < 0:
@@ -120,21 +120,21 @@ def update_rows(rule, begin, end, nodes, error, hidden, formed, more, table, sta
                 at = row_address(formed, place + j - row)
             for i in range(num):
                 of_row = at + i * row_stride
-                if k < len(more[0]) and more[0][k] == j + i:
-                    other = row_address(more[1], k)
+                if k < len(single[0]) and single[0][k] == j + i:
+                    other = row_address(single[1], k)
                     scaled_row(few, few, of_row, both, num_columns, one)
                     add_scaled_row(few, few, other, both, num_columns, one)
                     of_row, k = both, k + 1
                 _update_row(rule, few, of_row, j + i, table, states, numbers)
-    _update_more(k, end, rule, few, more, table, states, numbers)
+    _update_single(k, end, rule, few, single, table, states, numbers)
 
 
 @compiled
-def _update_more(k, until, rule, few, more, table, states, numbers):
-    """Update by `more` from number k on, for rows below `until`; returns the next number."""
-    while k < len(more[0]) and more[0][k] < until:
-        address = row_address(more[1], k)
-        _update_row(rule, few, address, more[0][k], table, states, numbers)
+def _update_single(k, until, rule, few, single, table, states, numbers):
+    """Update by `single` from number k on, of rows below `until`; returns the next number."""
+    while k < len(single[0]) and single[0][k] < until:
+        address = row_address(single[1], k)
+        _update_row(rule, few, address, single[0][k], table, states, numbers)
         k += 1
     return k
 
