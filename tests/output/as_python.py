@@ -13,7 +13,7 @@ from lm.output.codegen import compilation
 
 LOOPS = (
     *("_loops", "compiled.loops"),
-    *("codegen.columns", "codegen.rows", "codegen.sorting", "codegen.tiles"),
+    *("codegen.rows", "codegen.sorting", "codegen.tiles"),
 )
 """Ends of the names of modules with compiled loops."""
 

@@ -18,7 +18,6 @@ there is, which stands for those beyond it.
   bf16 numbers, and loops over a row that mask its last vector.
 - `tiles`: products of matrices. A tile of sums stays in registers while vectors are read.
 - `rows`: softmaxes, exponentials, sums and steps of optimizers, along rows.
-- `columns`: the same for many visits of a node at once, of bf16 numbers: a lane is a visit.
 - `sorting`: radix sort and heaps, without instructions of LLVM.
 
 Sums are formed in an order that does not depend on how work is divided among threads. To add an

@@ -21,8 +21,6 @@ from lm.output.codegen.vectors import AHEAD_BYTES, HAS_AVX512, INT, VECTOR_BYTES
 
 TILE = (4, 4) if HAS_AVX512 else (4, 3)
 """Rows and vectors of a tile; processors have 32 or 16 registers for vectors."""
-VISIT_TILE = (8, 2) if HAS_AVX512 else TILE
-"""Tile of sums for the visits of a block, see `columns`."""
 ROW_TILE = (6, 4) if HAS_AVX512 else TILE
 """Tile of sums of products of bf16 numbers for a node's rows."""
 ROWS = 8
@@ -309,5 +307,4 @@ def _sums(tile: tuple[int, int]) -> tuple[Callable[..., None], Callable[..., Non
 
 
 sums, streamed_sums = _sums(TILE)
-visit_sums, _ = _sums(VISIT_TILE)
 row_sums, streamed_row_sums = _sums(ROW_TILE)

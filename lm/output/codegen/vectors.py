@@ -205,21 +205,6 @@ class Vectors:
             found += [self.builder.extract_element(group[0], lane) for lane in lanes]
         return found
 
-    def transposed(self, values: Sequence[Any]) -> list[Any]:
-        """The columns of a matrix whose rows are as many vectors as a vector has numbers."""
-        rows, size = list(values), 1
-        while size < self.lanes:  # blocks of `size` rows and columns are transposed
-            starts = range(0, self.lanes, 2 * size)
-            order = [
-                s + shift + i for s in starts for shift in (0, self.lanes) for i in range(size)
-            ]
-            for i in (s + i for s in starts for i in range(size)):
-                a, b = rows[i], rows[i + size]
-                rows[i] = self._shuffled(a, b, order)
-                rows[i + size] = self._shuffled(a, b, [k + size for k in order])
-            size *= 2
-        return rows
-
     def _shuffled(self, a: Any, b: Any, order: list[int]) -> Any:
         """Numbers of a, and of b from `lanes` on."""
         mask = ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order)

@@ -7,14 +7,6 @@ the numbers' bits, see `codegen.vectors`.
 
 import numpy as np
 
-from lm.output.codegen.columns import (
-    BLOCK,
-    add_blocks_to_bias,
-    forward_blocks,
-    is_many,
-    new_space,
-    pair_blocks,
-)
 from lm.output.codegen.compilation import compiled
 from lm.output.codegen.rows import add_scaled_row, paired_rows, row_address, scaled_row, softmaxes
 from lm.output.codegen.sorting import sort_by_rank
@@ -140,18 +132,14 @@ def forward_bf16(
 ):
     """`forward` with `hidden` in bf16, `weight` in bf16 or fp32, the others in fp32.
 
-    Factors of products are rounded to bf16. Many visits of a node are computed by `forward_blocks`,
-    whose sums have another order: the last bits depend on how many there are.
+    Factors of products are rounded to bf16.
     """
     is_saved, has_bias = error.size > 0, len(bias) == len(weight)
     is_low = weight.itemsize == 2 and weight.shape[1] % 2 == 0  # whole pairs
-    rows = error if is_saved else np.empty(BLOCK * widest, np.float32)
+    rows = error if is_saved else np.empty(VISITS * widest, np.float32)
     low_rows = np.zeros((0 if is_low else widest, hidden.shape[1]), np.uint16)
-    low_stride = 0
-    for start, stop, _, n, _, _ in nodes:
-        low_stride = max(low_stride, 0 if is_many(stop - start, n) else n + n % 2)
+    low_stride = widest + widest % 2
     low_errors = np.zeros(VISITS * low_stride, np.uint16)
-    space = new_space(widest, hidden.shape[1])
     gather_rows(begin, end, *unsorted, hidden)
     _set_unvisited(nodes, begin, end, d_hidden)
     for m in range(len(nodes)):
@@ -169,13 +157,10 @@ def forward_bf16(
         of_rows = address, stride, size
         of_bias = bias.ctypes.data + (row * 4 if has_bias else 0)
         of_visits = child[level], log_prob[level], rows, d_hidden
-        if is_many(stop - start, n):
-            forward_blocks(node, begin, end, hidden, of_rows, of_bias, *of_visits, space)
-        else:
-            _forward_node(
-                node, begin, end, hidden, hidden, of_rows, of_bias, of_visits, low_errors,
-                low_stride, ahead,
-            )  # fmt: skip
+        _forward_node(
+            node, begin, end, hidden, hidden, of_rows, of_bias, of_visits, low_errors,
+            low_stride, ahead,
+        )  # fmt: skip
 
 
 @compiled
@@ -278,8 +263,7 @@ def backward_bf16(begin, end, nodes, error, hidden, d_nll, d_weight, d_bias):
 
     `hidden` has bf16 and is not multiplied by d_nll.
     """
-    step = len(hidden) + BLOCK if d_weight.itemsize == 2 else 2 * TERMS  # bf16: rounded once
-    step -= step % BLOCK
+    step = len(hidden) if d_weight.itemsize == 2 else 2 * TERMS  # rounded once
     buffer = _buffer(d_weight)
     most_visits, most_rows = 0, 0
     for start, stop, row, n, _, _ in nodes:
@@ -292,34 +276,30 @@ def backward_bf16(begin, end, nodes, error, hidden, d_nll, d_weight, d_bias):
             continue
         streamed = len(buffer) > 0 and stop - start <= step
         to = (row_address(d_weight, first), d_weight.strides[0])
-        node, in_blocks = (start, stop, n, offset), is_many(stop - start, n)
+        strides = (4, 2 * num, hidden.strides[0])
         for v in range(start, stop if d_weight.size > 0 else start, step):
             terms = min(step, stop - v)
             starts = (pairs.ctypes.data + 0, row_address(hidden, v))
-            if in_blocks:
-                pair_blocks(error, d_nll, pairs, node, first - row, num, v, terms)
-                strides = (2 * (terms + terms % 2), 2, hidden.strides[0])
-            else:
-                _pair_rows(error, d_nll, pairs, node, first - row, num, v, terms)
-                strides = (4, 2 * num, hidden.strides[0])
+            place = offset + (v - start) * n + first - row
+            _pair_rows(error, d_nll, pairs, place, n, num, v, terms)
             if streamed:
                 streamed_row_sums(
                     pairs, hidden, d_weight, num, terms, starts, strides, to[0], buffer
                 )
             else:
                 row_sums(pairs, hidden, d_weight, num, terms, starts, strides, to, v > start, None)
-        if in_blocks and d_bias.size > 0:
-            add_blocks_to_bias(d_bias, error, d_nll, node, first, first - row, num)
-        elif not in_blocks:
-            _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset - row, n)
+        _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset - row, n)
 
 
 @compiled
-def _pair_rows(error, d_nll, pairs, node, first, num, v, terms):
-    """`pair_blocks` for a node of few visits: [terms / 2, num] pairs."""
-    start, _, n, offset = node
+def _pair_rows(error, d_nll, pairs, first, n, num, v, terms):
+    """Set `pairs` [⌈terms / 2⌉, num] to errors times d_nll in bf16, two visits side by side.
+
+    They are those of `terms` visits from v on and of `num` of the node's n children, and begin at
+    `first`. If `terms` is odd, zeros are next to the last ones.
+    """
     for m in range(0, terms, 2):
-        place = error.ctypes.data + 4 * (offset + (v + m - start) * n + first)
+        place = error.ctypes.data + 4 * (first + m * n)
         is_pair = m + 1 < terms
         other = place + 4 * n if is_pair else place
         factor = d_nll[v + m + 1] if is_pair else np.float32(0)

@@ -31,8 +31,7 @@ from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tree.arrays import TreeArrays
 
 FORMED_VISITS = 16
-"""Visits from which on a node's rows are formed once, not at each use: at most `BLOCK`, from which
-on errors have another order, see `codegen.columns`."""
+"""Visits from which on a node's rows are formed once, not at each use."""
 NARROW = 8
 """Most children of a node of which the same is true: its factors are larger than its rows."""
 LEAST_ZEROS = 1 << 18
