@@ -136,16 +136,12 @@ def test_tables_with_few_events_per_item_have_settings_of_their_own(
     assert (*found, model.dropout, model.residual, shortlist) == expected
 
 
-def test_a_column_of_few_words_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    write("a.csv", "who", "what", "when", [2, 1])
-    assert main(["new", "my.yaml", "--text=a.csv"]) == 0  # the only column of text
-    assert "column who has few words: a table of events needs --items USER ITEM TIME" in caplog.text
-
-
 def test_columns_are_named_once(complaint: Callable[..., str]) -> None:
     write("a.csv", "who", "what", "when", [2, 1])
     Path("c.csv").write_text("u0,i0,17\nu1,i1,18\n")
     new = ("new", "my.yaml", "--text=a.csv", "--items", "who", "who", "when")
     assert "are one column, 'who'" in complaint(*new)
+    few_words = "name the column of the text (those of a table of events: --items USER ITEM TIME)"
+    assert f"a.csv: {few_words}, --text-field=NAME, of 'who'" in complaint(*new[:3])
     problem = "c.csv: the first row looks like data, not names: name"
     assert problem in complaint("new", "my.yaml", "--text=c.csv")

@@ -47,7 +47,7 @@ def find_text(path: Path, field: str | None) -> TextFile:
 
     The file is parquet or JSON by its content, or CSV by its name or if the first line has the name
     `field`. Without a `field`, the column is `text`, or else the only one of text. UserError if the
-    file cannot be read, or it is not clear which column is meant.
+    file cannot be read, or it is not clear which column is meant, as in a table of events.
     """
     format = _format(path, [] if field is None else [field])
     if format == "text" and field is not None:
@@ -59,19 +59,16 @@ def find_text(path: Path, field: str | None) -> TextFile:
     texts = [name for name in names if cells[name] and all(map(_is_text, cells[name]))]
     least = SENTENCE_SPACES if len(names) > 2 else 1
     sentences = [name for name in texts if _num_spaces(cells[name]) >= least]
-    likely = (["text"] if "text" in names else texts, sentences)
-    found = [each[0] for each in likely if len(each) == 1] if field is None else [field]
-    if not found or not all(isinstance(cell, str) for cell in cells.get(found[0], [0])):
+    likely = ["text"] if "text" in names else texts if len(names) == 1 else sentences
+    found = likely if field is None else [field]
+    if len(found) != 1 or not all(isinstance(cell, str) for cell in cells.get(found[0], [0])):
         texts = [each for each in names if all(isinstance(cell, str) for cell in cells[each])]
         columns = ", ".join(map(repr, texts or names))
         among = f", --text-field=NAME, of {columns}" if texts else f": none of {columns} is one"
-        wrong = f"{found[0]!r} is no column of text: " if found else ""
+        wrong = f"{found[0]!r} is no column of text: " if len(found) == 1 else ""
         wrong += "the first row looks like data, not names: " * looks_like_data(names)
         remedy = "name the column of the text (those of a table of events: --items USER ITEM TIME)"
         raise DataError(f"{path}: {wrong}{remedy}{among}")
-    if field is None and len(names) > 1 and _num_spaces(cells[found[0]]) < least:
-        text = "%s, column %s has few words: a table of events needs --items USER ITEM TIME"
-        logger.warning(text, path, found[0])
     return TextFile(path, format, found[0])
 
 

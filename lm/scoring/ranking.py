@@ -1,4 +1,4 @@
-"""How high a model ranks the items that came next, over the whole catalogue, and popularity too.
+"""How high a model and counts rank the items that came next, over the whole catalogue.
 
 The catalogue is all items of the training split: no negative items are sampled. With m predictions
 of which number i has its target at rank r_i:
@@ -53,6 +53,7 @@ class _Block(NamedTuple):
     hidden: Tensor  # [P, H]
     target: Tensor  # [P]
     excluded: list[Ints]  # the distinct items that each leaves out
+    last: list[int]  # the item before each target, -1 before the first
 
 
 Ranker = Callable[[_Block, Sequence[int]], tuple[NDArray[Any], ...]]
@@ -70,7 +71,7 @@ def evaluate_ranking(
     progress: bool = True,
     keep: Callable[[Predictions, Sequences], None] | None = None,
 ) -> RankingReport:
-    """Rank the items to predict of a split by the model of a run, and by popularity.
+    """Rank the items to predict of a split by the model of a run, and by counts of its training.
 
     Args:
         run: of independent sequences.
@@ -90,7 +91,11 @@ def evaluate_ranking(
     exclude = exclude or run.prepared.proposed_exclusion
     special = [run.prepared.eos_id, run.prepared.unk_id]
     counts = run.prepared.counts()
-    ways = [rank_by_model(run.model, special, str(run.folder)), rank_by_counts(counts, special)]
+    ways = [
+        rank_by_model(run.model, special, str(run.folder)),
+        rank_by_counts(counts, special),
+        rank_by_counts(counts, special, _sequences(run, "train").lines()),
+    ]
     everyone = _sequences(run, split)
     sequences = everyone if users is None else _drawn(everyone, users)
     num_items = run.prepared.vocab_size - len(special)
@@ -110,7 +115,7 @@ def evaluate_ranking(
         progress=progress,
     )
     group = popularity_groups(counts, special)
-    model, by_count = (ranking_figures(each, sequences, ks, group) for each in found)
+    model, by_count, by_last = (ranking_figures(each, sequences, ks, group) for each in found)
     if keep is not None:
         keep(found[0], sequences)
     num_users, all_users = (
@@ -128,6 +133,7 @@ def evaluate_ranking(
         excluded_targets=int(np.isinf(found[0].rank).sum()),
         model=model,
         popularity=by_count,
+        last_item=by_last,
         method=_method(run),
     )
 
@@ -219,7 +225,8 @@ def _blocks(
             pairs = [*zip(sequence[part].tolist(), place[part].tolist(), strict=True)]
             had = [items[each][: first[each].searchsorted(end)] for each, end in pairs if items]
             excluded = had or [np.zeros(0, np.int64)] * len(pairs)
-            yield _Block(hidden[part], target[part], excluded), sequence[part], place[part]
+            last = [int(lines[each][end - 1]) if end else -1 for each, end in pairs]
+            yield _Block(hidden[part], target[part], excluded, last), sequence[part], place[part]
 
 
 def rank_by_model(model: LanguageModel, special: Sequence[int], name: str = "") -> Ranker:
@@ -248,26 +255,63 @@ def rank_by_model(model: LanguageModel, special: Sequence[int], name: str = "") 
     return ranked
 
 
-def rank_by_counts(counts: Ints, special: Sequence[int]) -> Ranker:
-    """Rank all items but special ones by their numbers of events, the same for all but excluded."""
+def rank_by_counts(
+    counts: Ints, special: Sequence[int], lines: Sequence[NDArray[Any]] = ()
+) -> Ranker:
+    """Rank all items but special ones by how often they followed the last one in `lines`.
+
+    Items that followed it equally often, or never, and those without a last one are ranked by their
+    numbers of events. P(i | last) ∝ c(last, i) + c(i) / Σ c, of the items that are not excluded.
+    """
     order = np.argsort(-counts, kind="stable")
     order = order[~np.isin(order, special)]
     place, events = np.zeros((2, len(counts)))
     place[order], events[order] = np.arange(len(order)), counts[order]
+    all_events, following = events.sum(), _Following(lines, place)
 
     def ranked(block: _Block, ks: Sequence[int]) -> tuple[NDArray[Any], ...]:
         targets, k = block.target.cpu().numpy(), ks[-1]
-        rank, total = 1.0 + place[targets], np.full(len(targets), events.sum())
-        best = np.full((len(targets), k), -1)
+        rank, own, total = np.zeros((3, len(targets)))
+        best, mass = np.full((len(targets), k), -1), np.zeros((len(targets), k))
         for row, (target, had) in enumerate(zip(targets, block.excluded, strict=True)):
-            first = order[: k + len(had)]
-            found = first[~np.isin(first, had)][:k]
-            best[row, : len(found)] = found
-            total[row] -= events[had].sum()
-            rank[row] += np.inf if target in had else -(place[had] < place[target]).sum()
+            items, times = following.of(block.last[row], had)
+            known = np.concatenate((had, items))
+            first = order[: k + len(known)]
+            first = np.concatenate((items[:k], first[~np.isin(first, known)]))[:k]
+            best[row, : len(first)] = first
+            mass[row, : len(first)] = events[first]
+            mass[row, : len(items)] += all_events * times[:k]
+            total[row] = all_events * (1 + times.sum()) - events[had].sum()
+            own[row] = events[target] + all_events * times[items == target].sum()
+            rank[row] = 1 + len(items) + place[target] - (place[known] < place[target]).sum()
+            if target in items:
+                rank[row] = 1 + np.flatnonzero(items == target)[0]
+            elif target in had:
+                rank[row] = np.inf
         total = np.maximum(total, 1)  # 0 if nothing is left
-        mass = (events[best] * (best >= 0) / total[:, None]).cumsum(1)
-        probability = np.where(np.isinf(rank), 0, events[targets] / total)
+        mass = (mass / total[:, None]).cumsum(1)
+        probability = np.where(np.isinf(rank), 0, own / total)
         return rank, probability, mass[:, [k - 1 for k in ks]], best
 
     return ranked
+
+
+class _Following:
+    """The items that followed each one in some sequences, most frequent first."""
+
+    def __init__(self, lines: Sequence[NDArray[Any]], place: NDArray[Any]) -> None:
+        size = len(place)
+        pairs = [line[:-1].astype(np.int64) * size + line[1:] for line in lines if len(line) > 1]
+        pair, times = np.unique(
+            np.concatenate(pairs or [np.zeros(0, np.int64)]), return_counts=True
+        )
+        last, item = pair // size, pair % size
+        order = np.lexsort((place[item], -times, last))
+        self.items, self.times = item[order], times[order]
+        self.start = np.searchsorted(last, np.arange(size + 1))
+
+    def of(self, last: int, excluded: Ints) -> tuple[Ints, Ints]:
+        """Those of an item, and how often each did, but some; none of item -1."""
+        part = slice(*self.start[last : last + 2]) if last >= 0 else slice(0)
+        is_left = ~np.isin(self.items[part], excluded)
+        return self.items[part][is_left], self.times[part][is_left]

@@ -67,7 +67,7 @@ class Ranked:
 
 @dataclass(frozen=True, kw_only=True)
 class RankingReport:
-    """The figures of a model and of popularity, the number of events of training."""
+    """The figures of a model and of two counts of training: events, and pairs of items."""
 
     users: int  # with a target, and drawn
     all_users: int  # with a target
@@ -80,6 +80,7 @@ class RankingReport:
     excluded_targets: int  # missed
     model: Ranked
     popularity: Ranked
+    last_item: Ranked  # by how often items followed the last one
     method: str  # split, seed, choice of the model and intervals, in words
 
     def table(self, title: str) -> str:
@@ -93,27 +94,30 @@ class RankingReport:
             exclusion_rule(self.excluded, self.repeated_share),
             *([f"data.ties: {self.ties} orders a user's events of equal time"] * bool(self.ties)),
             f"missed from the outset: {missed}",
-            f"{'':12}{'model':>8}  {'95 % interval':<17}{'popularity':>10}",
+            f"{'':12}{'model':>8}  {'95 % interval':<17}{'popularity':>10}{'last item':>11}",
         ]
 
-        def add(name: str, value: float, interval: Interval | None, other: float) -> None:
+        def add(name: str, interval: Interval | None, value: float, *others: float) -> None:
             limits = ""
             if interval is not None and not math.isnan(interval[0]):
                 limits = f"{interval[0]:.4f} … {interval[1]:.4f}"
-            lines.append(f"{name:12}{value:8.4f}  {limits:<17}{other:10.4f}")
+            lines.append(
+                f"{name:12}{value:8.4f}  {limits:<17}" + "{:10.4f} {:10.4f}".format(*others)
+            )
 
-        for mine, theirs in zip(self.model.at, self.popularity.at, strict=True):
-            add(f"HR@{mine.k}", mine.hit_rate, mine.hit_rate_interval, theirs.hit_rate)
-            add("  expected", mine.expected_hit_rate, None, theirs.expected_hit_rate)
-            add("  observed", mine.observed_hit_rate, None, theirs.observed_hit_rate)
-            add(f"NDCG@{mine.k}", mine.ndcg, mine.ndcg_interval, theirs.ndcg)
-            add("  coverage", mine.coverage, None, theirs.coverage)
-        add("MRR", self.model.mrr, self.model.mrr_interval, self.popularity.mrr)
+        ways = self.model, self.popularity, self.last_item
+        for each in zip(*(way.at for way in ways), strict=True):
+            mine, k = each[0], each[0].k
+            add(f"HR@{k}", mine.hit_rate_interval, *(one.hit_rate for one in each))
+            add("  expected", None, *(one.expected_hit_rate for one in each))
+            add("  observed", None, *(one.observed_hit_rate for one in each))
+            add(f"NDCG@{k}", mine.ndcg_interval, *(one.ndcg for one in each))
+            add("  coverage", None, *(one.coverage for one in each))
+        add("MRR", self.model.mrr_interval, *(way.mrr for way in ways))
         last = self.model.at[-1]
-        groups = zip(self.model.by_popularity, self.popularity.by_popularity, strict=True)
-        for group, other in groups:
-            add(f"HR@{last.k} {group.group}", group.hit_rate, None, other.hit_rate)
-            lines[-1] += f"  {group.predictions:,} targets, {group.items:,} items"
+        for groups in zip(*(way.by_popularity for way in ways), strict=True):
+            add(f"HR@{last.k} {groups[0].group}", None, *(one.hit_rate for one in groups))
+            lines[-1] += f"  {groups[0].predictions:,} targets, {groups[0].items:,} items"
         expected, observed = (
             " ".join(f"{getattr(each, name):.3f}" for each in last.calibration)
             for name in ("expected", "observed")

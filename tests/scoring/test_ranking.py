@@ -1,9 +1,10 @@
-"""Ranking: the figures by brute force, what is excluded, and popularity."""
+"""Ranking: the figures by brute force, what is excluded, and counts."""
 
 import json
 import math
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,16 @@ def distributions(model: LanguageModel, line: list[int]) -> np.ndarray:
     return log_probs(model, [EOS, *line]).exp().numpy()
 
 
-def by_hand(model: LanguageModel, sequences: Sequences, exclude: str) -> dict[str, Any]:
+def counted(pairs: np.ndarray, counts: np.ndarray, line: list[int]) -> np.ndarray:
+    """Numbers of times that items followed each item of a sequence; of events before the first."""
+    return np.array([pairs[word] + counts / counts.sum() for word in [EOS, *line]])
+
+
+def by_hand(scores: Callable[..., Any], sequences: Sequences, exclude: str) -> dict[str, Any]:
     """Figures by the definitions, one prediction after another, and the rank of each target."""
     ranks, expected, recommended = [], [], set()
     for line, known in zip(sequences.lines(), sequences.num_known, strict=True):
-        probs = distributions(model, line.tolist())
+        probs = scores(line.tolist())
         for place in range(known, len(line)):
             p = probs[place].copy()
             p[[EOS, UNK]] = 0
@@ -79,23 +85,34 @@ def by_hand(model: LanguageModel, sequences: Sequences, exclude: str) -> dict[st
     }
 
 
-def predicted(model: LanguageModel, sequences: Sequences, exclude: Any) -> Predictions:
-    ways = [ranking.rank_by_model(model, [EOS, UNK])]
+def predicted(
+    model: LanguageModel, sequences: Sequences, exclude: Any, way: ranking.Ranker | None = None
+) -> Predictions:
+    ways = [way or ranking.rank_by_model(model, [EOS, UNK])]
     (found,) = ranking.predict(model, sequences, ways, eos_id=EOS, ks=KS, exclude=exclude)
     return found
 
 
-@BACKBONES
+@pytest.mark.parametrize("way", ["lstm", "transformer", "popularity", "last item"])
 @pytest.mark.parametrize("exclude", ["nothing", "seen"])
 def test_figures_equal_those_by_the_definitions(
-    backbone: str, exclude: str, monkeypatch: pytest.MonkeyPatch
+    way: str, exclude: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, sequences = make(backbone), some_sequences()
-    truth = by_hand(model, sequences, exclude)
+    model, sequences = make(way if way == "transformer" else "lstm"), some_sequences()
+    scores, ranker = partial(distributions, model), None
+    if way in ("popularity", "last item"):
+        rng, pairs = np.random.default_rng(1), np.zeros((N, N))
+        counts = np.append([90, 0], rng.integers(3, 9, N - 2))  # as many <eos> as others
+        lines = [rng.integers(2, 9, size) for size in (0, 1, 40, 2)] if way == "last item" else []
+        for line in lines:
+            np.add.at(pairs, (line[:-1], line[1:]), 1)
+        scores = partial(counted, pairs, counts * (np.arange(N) != EOS))
+        ranker = ranking.rank_by_counts(counts, [EOS, UNK], lines)
+    truth = by_hand(scores, sequences, exclude)
     for block, at_once in ((1, 4), (100 * N, 2048)):  # a sequence is read in one or more chunks
         monkeypatch.setattr(ranking, "BLOCK_ELEMENTS", block)
         monkeypatch.setattr(reader, "BATCH_TOKENS", at_once)
-        every = predicted(model, sequences, exclude)
+        every = predicted(model, sequences, exclude, ranker)
         by_user = every.sequence.argsort(kind="stable")
         assert every.rank[by_user].tolist() == truth["rank"]
         found = ranking_figures(every, sequences, KS, np.r_[-1, -1, np.zeros(N - 2)])
@@ -149,15 +166,21 @@ def test_report_of_a_run(items_run: Path, printed: Callable[..., str]) -> None:
     assert values["predictions"] == values["users"] == len(sequences.begin)
     assert f"HR@5        {values['model']['at'][1]['hit_rate']:8.4f}" in table
     assert f"  observed  {values['model']['at'][1]['observed_hit_rate']:8.4f}" in table
-    # Popularity: the most frequent items of training that the user has not had.
-    counts, hits = run.prepared.counts().copy(), 0
+    # Counts: the items of training that the user has not had, by the last one, then by events.
+    counts, size = run.prepared.counts().copy(), run.prepared.vocab_size
     counts[[run.prepared.eos_id, run.prepared.unk_id]] = -1
-    for line, num_predicted in zip(sequences.lines(), sequences.num_predicted, strict=True):
-        left = counts.copy()
-        left[line[: len(line) - num_predicted]] = -1
-        best = np.argsort(-left, kind="stable")[:5].tolist()
-        hits += num_predicted == 1 and int(line[-1]) in best
-    assert values["popularity"]["at"][1]["hit_rate"] == hits / len(sequences.begin)
+    pairs = np.zeros((size, size))
+    for line in run.prepared.sequences("train").lines():
+        np.add.at(pairs, (line[:-1], line[1:]), counts.sum())
+    for name, times in (("popularity", 0), ("last_item", 1)):
+        hits = 0
+        for line, num_predicted in zip(sequences.lines(), sequences.num_predicted, strict=True):
+            had = line[: len(line) - num_predicted]
+            left = counts + times * pairs[had[-1]]
+            left[had] = -1
+            best = np.argsort(-left, kind="stable")[:5].tolist()
+            hits += num_predicted == 1 and int(line[-1]) in best
+        assert values[name]["at"][1]["hit_rate"] == hits / len(sequences.begin)
 
 
 @pytest.mark.parametrize("exclude", ["nothing", "seen"])
