@@ -58,6 +58,7 @@ def _report(run: Run, num_steps: int) -> None:
     """Say which model the folder has, and what may be done with it."""
     from lm.figures import ITEM, perplexity_rule, token_unit
     from lm.model.files import read_description
+    from lm.training.batches import make_batches
     from lm.training.validation import RANKED_USERS, K
 
     description, figure = read_description(run.folder), "no validation split"
@@ -76,6 +77,9 @@ def _report(run: Run, num_steps: int) -> None:
             if run.config.criterion == "ndcg":
                 figure = f"validation {ndcg} ({perplexity}, {rule})"
     where = f"{run.folder} has the model of step {description.step:,} of {num_steps:,}"
+    planned = make_batches(run.config, run.prepared).num_steps or 0
+    if planned > num_steps:
+        where += f" ({planned:,} planned)"
     _log.info("%s: %s", where, figure)
     split = next(name for name in ("test", "valid", "train") if name in run.prepared.splits)
     ranking = " --ranking" * run.prepared.is_independent

@@ -48,10 +48,12 @@ def test_seconds_and_speed_leave_out_validation_and_checkpoints(
 
 
 def test_the_rate_reaches_its_end_with_the_time(
-    train: Train, tmp_path: Path, seconds: list[float]
+    train: Train, tmp_path: Path, seconds: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two minutes are 55 steps and a validation, whose length that of step 20 tells."""
+    caplog.set_level("INFO")
     options = [*BY_TIME, "--train.max_minutes=2", "--train.val_every_steps=20"]
+    options.append("--train.max_epochs=10")
     lines = read_metrics(train(tmp_path, *options) / "metrics.csv")
     validated = [line.step for line in lines if line.valid_perplexity is not None]
     # 2 · 20 + 10 + 2 · 20 + 10 + 2 · 5 seconds, then the last validation
@@ -62,6 +64,7 @@ def test_the_rate_reaches_its_end_with_the_time(
     rates = [line.learning_rate for line in lines[25:]]
     assert rates == sorted(rates, reverse=True)
     assert (tmp_path / "model.safetensors").exists()
+    assert "step 45 of 45 (720 planned): validation" in caplog.text
 
 
 def test_a_continued_run_keeps_counting_and_says_if_no_step_is_left(
