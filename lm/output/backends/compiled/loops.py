@@ -138,8 +138,7 @@ def forward_bf16(
     is_low = weight.itemsize == 2 and weight.shape[1] % 2 == 0  # whole pairs
     rows = error if is_saved else np.empty(VISITS * widest, np.float32)
     low_rows = np.zeros((0 if is_low else widest, hidden.shape[1]), np.uint16)
-    low_stride = widest + widest % 2
-    low_errors = np.zeros(VISITS * low_stride, np.uint16)
+    low_errors = np.empty(VISITS * (widest + widest % 2), np.uint16)
     gather_rows(begin, end, *unsorted, hidden)
     _set_unvisited(nodes, begin, end, d_hidden)
     for m in range(len(nodes)):
@@ -157,10 +156,8 @@ def forward_bf16(
         of_rows = address, stride, size
         of_bias = bias.ctypes.data + (row * 4 if has_bias else 0)
         of_visits = child[level], log_prob[level], rows, d_hidden
-        _forward_node(
-            node, begin, end, hidden, hidden, of_rows, of_bias, of_visits, low_errors,
-            low_stride, ahead,
-        )  # fmt: skip
+        low = low_errors, n + n % 2
+        _forward_node(node, begin, end, hidden, hidden, of_rows, of_bias, of_visits, *low, ahead)
 
 
 @compiled
