@@ -23,7 +23,7 @@ from lm.output.codegen.tiles import (
 )
 
 VISITS = 16
-"""Visits whose hidden vectors stay in the first cache while a node's rows are read."""
+"""Visits whose hidden vectors stay in the first cache while rows are read; of bf16 twice these."""
 CACHE_BYTES = 1 << 22
 """Gradients from this size on are not expected to be in a cache when they are used."""
 
@@ -136,9 +136,9 @@ def forward_bf16(
     """
     is_saved, has_bias = error.size > 0, len(bias) == len(weight)
     is_low = weight.itemsize == 2 and weight.shape[1] % 2 == 0  # whole pairs
-    rows = error if is_saved else np.empty(VISITS * widest, np.float32)
+    rows = error if is_saved else np.empty(2 * VISITS * widest, np.float32)
     low_rows = np.zeros((0 if is_low else widest, hidden.shape[1]), np.uint16)
-    low_errors = np.empty(VISITS * (widest + widest % 2), np.uint16)
+    low_errors = np.empty(2 * VISITS * (widest + widest % 2), np.uint16)
     gather_rows(begin, end, *unsorted, hidden)
     _set_unvisited(nodes, begin, end, d_hidden)
     for m in range(len(nodes)):
@@ -174,9 +174,9 @@ def _forward_node(node, begin, end, hidden, weight, row, bias, visits, low, low_
     start, stop, n, offset, is_added = node
     child, log_prob, rows, d_hidden = visits
     end, size, low_size = min(stop, end), rows.itemsize, low.itemsize
-    step = TERMS if low_stride == 0 else 2 * TERMS
-    for v in range(max(start, begin), end, VISITS):
-        num, first = min(VISITS, end - v), offset + (v - start) * n if offset >= 0 else 0
+    few, step = (VISITS, TERMS) if low_stride == 0 else (2 * VISITS, 2 * TERMS)
+    for v in range(max(start, begin), end, few):
+        num, first = min(few, end - v), offset + (v - start) * n if offset >= 0 else 0
         place = rows.ctypes.data + first * size, n * size
         starts, strides = (row_address(hidden, v), row[0]), (hidden.strides[0], row[1])
         dots(hidden, weight, row[2], num, n, starts, strides, place)
@@ -194,7 +194,7 @@ def _forward_node(node, begin, end, hidden, weight, row, bias, visits, low, low_
                 if ahead is None:
                     sums(low, weight, d_hidden, num, terms, starts, strides, to, added, None)
                 else:
-                    further = ahead if v + VISITS >= end else 0
+                    further = ahead if v + few >= end else 0
                     sums(low, weight, d_hidden, num, terms, starts, strides, to, added, further)
 
 
