@@ -119,8 +119,6 @@ BAD_FILES = r"""\
   a\tb <EOS> b\n | valid, … : <eos> is no item
 2 | prepare shop.txt {json} | x
   {"u":"u","i":1.5,"t":1} | data.item_field i: expected text or integers, got double
-  {"u":"","i":1,"t":1} | data.user_field u: row 1 is empty
-  {"u":"u","i":1,"t":""} | data.time_field t: row 1 is empty
   {"u":1,"i":1,"t":"10/06/2024"}\n{"u":2,"i":1,"t":"10/06/2024"} | x: data.time_field t: expected \
 a number, or 2024-10-06 (ISO 8601), got 10/06/2024 in row 1
   {"u":1,"i":1,"t":"2024-10-06"}\n{"u":2,"i":1,"t":"soon"} | expected a time like 2024-10-06 of \
@@ -129,6 +127,8 @@ row 1, got soon in row 2
   {"u":"u","i":1,"t":true} | t: expected a number, or 2024-10-06 (ISO 8601), got True
 3 | prepare shop.txt {json} | x
   {"u":"u","i":10000000000000000000000000,"t":1} | x cannot be read: OverflowError
+  {"u":"","i":1,"t":1} | x: rows without a value (data.user_field u: 1, the first in row 1; row
+  {"u":"u","i":1,"t":" "} | x: rows without a value (data.time_field t: 1, the first in row 1; row
   {"u":"u","i":1,"t":1}\n{"u":null,"i":null,"t":2}\n{"u":"u","i":null,"t":3} | rows without \
 a value (data.user_field u: 1, the first in row 2, data.item_field i: 2, the first in row 2; row \
 1 is the first): remove them
@@ -173,18 +173,18 @@ data.test_from 30
   \udcff | x, line 1: invalid UTF-8
 3 | new my.yaml --text=a.jsonl | a.jsonl
   {"title": "the dog", "body": "the cat sat"}\n{"title": "the dog", "body": "the cat sat"} | \
-a.jsonl: name the column … --text-field=NAME, of 'title', 'body
-  {"a": "user 1", "b": "So What", "c": 1} | a.jsonl: name the column … , of 'a'
+a.jsonl: name the column … --text-field=NAME, of 'title', 'body'; those of
+  {"a": "user 1", "b": "So What", "c": 1} | a.jsonl: name … 'a', 'b'; those … 'a', 'b', 'c'
 3 | new my.yaml --text=a.json | a.json
-  {"n": 1} | a.json: name the column … : none of 'n' is one$
+  {"n": 1} | a.json: name the column … : none of 'n' is one; those of
   the cat | a.json cannot be read: ValueError: line 1 is not JSON: Expecting
   [{"text": "a"}, | a.json cannot be read: JSONDecodeError
 3 | new my.yaml --text=a.json --text-field=id | a.json
-  {"id": 0, "text": "a cat"}\n{"id": 1, "text": "a b"} | 'id' is no column of text: … , of 'text'$
+  {"id": 0, "text": "a cat"}\n{"id": 1, "text": "a b"} | 'id' is no column of text: … of 'text';
 3 | new my.yaml --text=a.csv | a.csv
   text\n"a | a.csv cannot be read: Error: unexpected end of data$
   text\na\na, b | a.csv cannot be read: Error: row 2 has more cells than the fi
-  u,i,t\n1,2,3\n | (those of a table of events: --items USER ITEM TIME), --text-field=NAME, of
+  u,i,t\n1,2,3\n | name … of 'u', 'i', 't'; … --items USER ITEM TIME, of 'u', 'i'
 3 | new my.yaml --text=a.csv --text-field=body | a.csv
   id,title,text\n0,t0,the cat sat\n | 'body' is no column of text: … , of 'id', 'title', 'text'
 2 | new my.yaml --text=a.csv --items u i t | a.csv

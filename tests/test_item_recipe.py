@@ -141,7 +141,8 @@ def test_columns_are_named_once(complaint: Callable[..., str]) -> None:
     Path("c.csv").write_text("u0,i0,17\nu1,i1,18\n")
     new = ("new", "my.yaml", "--text=a.csv", "--items", "who", "who", "when")
     assert "are one column, 'who'" in complaint(*new)
-    few_words = "name the column of the text (those of a table of events: --items USER ITEM TIME)"
-    assert f"a.csv: {few_words}, --text-field=NAME, of 'who'" in complaint(*new[:3])
+    few_words = "a.csv: name the column of the text: --text-field=NAME, of 'who', 'what', 'when'; "
+    few_words += "those of a table of events: --items USER ITEM TIME, of 'who', 'what', 'when'"
+    assert few_words in complaint(*new[:3])
     problem = "c.csv: the first row looks like data, not names: name"
     assert problem in complaint("new", "my.yaml", "--text=c.csv")

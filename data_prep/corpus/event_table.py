@@ -27,7 +27,8 @@ def read_table(path: Path, data: DataConfig) -> Any:
         keys = " and ".join(f"data.{name}_field" for name in given if given[name] == twice[0])
         raise UserError(f"{path}: {keys} are one column, {twice[0]!r}")
     with reading(str(path)):
-        table = _columns(path, data.format, list(dict.fromkeys(given.values())))
+        read = _columns(path, data.format, list(dict.fromkeys(given.values())))
+    table = {field: _filled(read[field]) for field in read.column_names}
     empty = {name: table[field] for name, field in given.items() if table[field].null_count}
     if empty:
         counts = ", ".join(
@@ -39,21 +40,26 @@ def read_table(path: Path, data: DataConfig) -> Any:
     found = {}
     for name, field in given.items():
         key, column = f"{path}: data.{name}_field {field}", table[field]
-        if pyarrow.types.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
         is_text = _is_text(column.type)
         if name != "time" and not (is_text or pyarrow.types.is_integer(column.type)):
             raise UserError(f"{key}: expected text or integers, got {column.type}")
         if name != "time" or is_text:
             column = column.cast(pyarrow.large_string())
-        blank = compute.equal(compute.utf8_trim_whitespace(column), "") if is_text else None
-        if blank is not None and compute.any(blank).as_py():
-            row = compute.index(blank, True).as_py() + 1
-            raise UserError(f"{key}: row {row} is empty")
         if name == "time":
             column = as_times(column, key)
         found[name] = column
     return pyarrow.table(found)
+
+
+def _filled(column: Any) -> Any:
+    """A column, null where text is white space, without a dictionary."""
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if not _is_text(column.type):
+        return column
+    column = column.cast(pyarrow.large_string())
+    blank = compute.equal(compute.utf8_trim_whitespace(column), "")
+    return compute.if_else(blank, pyarrow.scalar(None, column.type), column)
 
 
 def _is_text(kind: Any) -> bool:
@@ -103,7 +109,7 @@ def _check_columns(path: Path, fields: list[str], found: Any) -> None:
             raise DataError(f"{path}: there are two columns {field!r}")
         if field not in found:
             columns = ", ".join(map(repr, found))
-            keys = "name them by data.user_field, item_field and time_field (lm new: --items)"
+            keys = "rename them, or name them in lm new by --items, in a recipe by data.*_field"
             if looks_like_data(found):
                 keys = "the first row looks like data: write one with names before it"
             raise UserError(f"{path} has no column {field!r}, only {columns}: {keys}")

@@ -21,7 +21,7 @@ NUM_LINES = 100
 """Lines and rows that decide."""
 SENTENCE_SPACES = 5
 """Least spaces in a cell, on average, of a column that is taken for text and not for names, in a
-table of more than two columns.
+table of more than a key, which no other row has, and a text.
 """
 MANY_REPEATED = 0.2
 """Share of a split's characters, so that short lines that all texts have are few."""
@@ -57,18 +57,23 @@ def find_text(path: Path, field: str | None) -> TextFile:
     rows, names = _first_rows(path, format)
     cells = {name: [row[name] for row in rows if row.get(name)] for name in names}
     texts = [name for name in names if cells[name] and all(map(_is_text, cells[name]))]
-    least = SENTENCE_SPACES if len(names) > 2 else 1
-    sentences = [name for name in texts if _num_spaces(cells[name]) >= least]
+    is_key = {name: len({*map(str, cells[name])}) == len(cells[name]) for name in names}
+    sentences = [
+        name
+        for name in texts
+        if _num_spaces(cells[name]) >= SENTENCE_SPACES
+        or (_num_spaces(cells[name]) >= 1 and [*map(is_key.get, {*names} - {name})] == [True])
+    ]
     likely = ["text"] if "text" in names else texts if len(names) == 1 else sentences
     found = likely if field is None else [field]
     if len(found) != 1 or not all(isinstance(cell, str) for cell in cells.get(found[0], [0])):
         texts = [each for each in names if all(isinstance(cell, str) for cell in cells[each])]
-        columns = ", ".join(map(repr, texts or names))
-        among = f", --text-field=NAME, of {columns}" if texts else f": none of {columns} is one"
+        of_text, columns = (", ".join(map(repr, each)) for each in (texts, names))
+        among = f"--text-field=NAME, of {of_text}" if texts else f"none of {columns} is one"
         wrong = f"{found[0]!r} is no column of text: " if len(found) == 1 else ""
         wrong += "the first row looks like data, not names: " * looks_like_data(names)
-        remedy = "name the column of the text (those of a table of events: --items USER ITEM TIME)"
-        raise DataError(f"{path}: {wrong}{remedy}{among}")
+        events = f"those of a table of events: --items USER ITEM TIME, of {columns}"
+        raise DataError(f"{path}: {wrong}name the column of the text: {among}; {events}")
     return TextFile(path, format, found[0])
 
 

@@ -157,6 +157,7 @@ def _weights(options: argparse.Namespace, run: TrainedRun) -> tuple[str, dict[st
     if options.text is None and (run.folder / "checkpoints").exists():  # it was trained here
         total = make_batches(run.config, run.prepared).num_steps
     text = f"the model of step {step:,}" + (f" of {total:,}" if total else "")
+    text += " planned" * (step < (total or 0))
     text += f" ({run.checkpoint})" if run.checkpoint else ""
     file = None if run.checkpoint is None else str(run.checkpoint)
     return text, {"step": step, "num_steps": total, "checkpoint": file}

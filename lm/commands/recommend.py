@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from glob import glob
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,12 +43,14 @@ _log = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> None:
     """Print a line for each user: items and probabilities, or a JSON object."""
     from lm.generation.items import Catalogue, recommend
+    from lm.model.files import read_description
     from lm.scoring.ranking_figures import exclusion_rule
 
     source = options.history or options.events
     if source is None:
         raise UserError("lm recommend requires --history or --events")
     run = open_run(options)
+    read_description(run.folder)  # CheckpointError if there is no model
     if not run.is_independent:
         raise UserError(f"{run.folder}: recommending requires data.sequences: independent")
     catalogue = Catalogue(run)
@@ -128,6 +131,8 @@ def _users(
     from data_prep.corpus.hints import find_columns
 
     data, path = run.config.data, Path(options.events)
+    if not path.exists() and not glob(options.events, recursive=True):
+        raise UserError(f"--events: there is no file {path.absolute()}")
     if path.is_file() and (format := find_columns(path)[0]) != "text":
         data = replace(data, format=format)  # type: ignore[arg-type]
     for user, items in histories(data, options.events):

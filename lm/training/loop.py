@@ -90,7 +90,8 @@ def train(
             else:
                 saved = load_checkpoint(checkpoint)
         done = Progress() if saved is None else Progress(**saved["progress"])
-        if checkpoint is None or not _is_complete(config, batches, done):
+        ended = _ended(config, batches, done)
+        if checkpoint is None or not ended:
             if checkpoint is not None and done.batches_done:
                 _log.info("continuing from %s", checkpoint)
             with StopSignals() as signals, launched(fabric, run):
@@ -106,23 +107,25 @@ def train(
             if is_main and (peak := peak_memory()):
                 _log.info("most memory of the process: %s", peak)
         elif checkpoint.resolve().parent.parent == folder.resolve():
-            _log.info("%s: training is already complete", folder)
+            _log.info("%s: %s", folder, ended)
         else:
-            raise UserError(f"{checkpoint}: training is already complete")
+            raise UserError(f"{checkpoint}: {ended}")
     if not is_main:
         return None
     draw_curves(folder, config.name)
     return batches.steps(done.batches_done)
 
 
-def _is_complete(config: Config, batches: Batches, progress: Progress) -> bool:
-    """Whether a run has all steps, or has spent the time or the patience."""
-    if config.train.max_minutes and progress.elapsed_seconds >= 60 * config.train.max_minutes:
-        return True
+def _ended(config: Config, batches: Batches, progress: Progress) -> str:
+    """Why a run does not continue: it has all steps, or has spent the patience or the time."""
+    num_steps, minutes = batches.num_steps, config.train.max_minutes
+    if num_steps is not None and batches.steps(progress.batches_done) >= num_steps:
+        return "training is already complete"
     if progress.is_patience_spent(config.train.patience):
-        return True
-    num_steps = batches.num_steps
-    return num_steps is not None and batches.steps(progress.batches_done) >= num_steps
+        return "training is already complete: train.patience is spent"
+    if minutes and progress.elapsed_seconds >= 60 * minutes:
+        return f"the {minutes:g} minutes of train.max_minutes are spent: more continue the training"
+    return ""
 
 
 def _fit(
@@ -140,7 +143,7 @@ def _fit(
     if (folder / DESCRIPTION).exists() and (found := read_description(folder)).valid_perplexity:
         kept = Validation(found.valid_perplexity, ndcg=found.valid_ndcg).score(criterion)
     clock.start()
-    if state.is_finished:  # else `_is_complete`
+    if state.is_finished:  # else `_ended`
         text = "%s: train.max_minutes: %g leaves no time for a step: a validation takes %.0f s"
         _log.warning(text, folder, train.max_minutes, clock.validation_seconds)
     while not state.is_finished:

@@ -266,7 +266,7 @@ def test_items_are_kept_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        ([("u", "a", 1), ("u", " \u00a0", 2)], "data.item_field what: row 2 is empty"),
+        ([("u", "a", 1), ("u", " \u00a0", 2)], "data.item_field what: 1, the first in row 2"),
         ([("u", "a", 1), ("u", np.nan, 2)], "(data.item_field what: 1, the first in row 2;"),
         (
             [("u", 1, 1), ("u", 2, 2), ("u", "1", 3)],
