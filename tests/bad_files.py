@@ -184,6 +184,8 @@ a.jsonl: name the column … --text-field=NAME, of 'title', 'body'; those of
 3 | new my.yaml --text=a.csv | a.csv
   text\n"a | a.csv cannot be read: Error: unexpected end of data$
   text\na\na, b | a.csv cannot be read: Error: row 2 has more cells than the fi
+  userId,film\n1,So What\n2,So\n | name … of 'userId', 'film'; those of a table of events
+  u,film\na,So What\na,So Be It\n | name … of 'u', 'film'; those of a table of events
   u,i,t\n1,2,3\n | name … of 'u', 'i', 't'; … --items USER ITEM TIME, of 'u', 'i'
 3 | new my.yaml --text=a.csv --text-field=body | a.csv
   id,title,text\n0,t0,the cat sat\n | 'body' is no column of text: … , of 'id', 'title', 'text'

@@ -149,6 +149,7 @@ BAD_INPUTS = """\
 2 | score {run} {text} --vocabulary-size=2305843009213693952 | and at most 1152921504606846976
 2 | score {pieces} {text} --vocabulary-size=99 | a vocabulary size applies to models of words, not
 2 | recommend {run} | lm recommend requires --history or --events
+4 | recommend {absent} --history=- | no trained model here
 2 | recommend {run} --history=- | recommending requires data.sequences: independent
 2 | generate {run} --model.hidden=3 | unknown option --model.hidden=3
 2 | generate {run} --tokens=0 | argument --tokens: must be at least 1, got 0

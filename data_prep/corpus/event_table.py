@@ -27,8 +27,8 @@ def read_table(path: Path, data: DataConfig) -> Any:
         keys = " and ".join(f"data.{name}_field" for name in given if given[name] == twice[0])
         raise UserError(f"{path}: {keys} are one column, {twice[0]!r}")
     with reading(str(path)):
-        read = _columns(path, data.format, list(dict.fromkeys(given.values())))
-    table = {field: _filled(read[field]) for field in read.column_names}
+        table = _columns(path, data.format, list(dict.fromkeys(given.values())))
+    table = {field: _filled(table[field]) for field in table.column_names}
     empty = {name: table[field] for name, field in given.items() if table[field].null_count}
     if empty:
         counts = ", ".join(
@@ -59,7 +59,8 @@ def _filled(column: Any) -> Any:
         return column
     column = column.cast(pyarrow.large_string())
     blank = compute.equal(compute.utf8_trim_whitespace(column), "")
-    return compute.if_else(blank, pyarrow.scalar(None, column.type), column)
+    none = pyarrow.scalar(None, column.type)
+    return compute.if_else(blank, none, column) if compute.any(blank).as_py() else column
 
 
 def _is_text(kind: Any) -> bool:

@@ -21,7 +21,7 @@ NUM_LINES = 100
 """Lines and rows that decide."""
 SENTENCE_SPACES = 5
 """Least spaces in a cell, on average, of a column that is taken for text and not for names, in a
-table of more than a key, which no other row has, and a text.
+table of more than a text and a key, which no other row has and which is no user.
 """
 MANY_REPEATED = 0.2
 """Share of a split's characters, so that short lines that all texts have are few."""
@@ -57,12 +57,11 @@ def find_text(path: Path, field: str | None) -> TextFile:
     rows, names = _first_rows(path, format)
     cells = {name: [row[name] for row in rows if row.get(name)] for name in names}
     texts = [name for name in names if cells[name] and all(map(_is_text, cells[name]))]
-    is_key = {name: len({*map(str, cells[name])}) == len(cells[name]) for name in names}
     sentences = [
         name
         for name in texts
         if _num_spaces(cells[name]) >= SENTENCE_SPACES
-        or (_num_spaces(cells[name]) >= 1 and [*map(is_key.get, {*names} - {name})] == [True])
+        or (_num_spaces(cells[name]) >= 1 and len(names) == 2 and _is_key({**cells, name: []}))
     ]
     likely = ["text"] if "text" in names else texts if len(names) == 1 else sentences
     found = likely if field is None else [field]
@@ -112,6 +111,12 @@ def _format_of_lines(lines: Iterable[str], name: str) -> str:
 def _num_spaces(cells: list[str]) -> float:
     """Spaces in a cell, on average."""
     return sum(cell.count(" ") for cell in cells) / max(1, len(cells))
+
+
+def _is_key(columns: Mapping[str, list[Any]]) -> bool:
+    """Whether no value of a column comes twice, and none is of users."""
+    are_unique = (len({*map(str, cells)}) == len(cells) for cells in columns.values())
+    return all(are_unique) and not any("user" in name.lower() for name in columns)
 
 
 def _is_text(value: Any) -> bool:

@@ -124,7 +124,7 @@ def _ended(config: Config, batches: Batches, progress: Progress) -> str:
     if progress.is_patience_spent(config.train.patience):
         return "training is already complete: train.patience is spent"
     if minutes and progress.elapsed_seconds >= 60 * minutes:
-        return f"the {minutes:g} minutes of train.max_minutes are spent: more continue the training"
+        return f"train.max_minutes: {minutes:g} is spent: a larger one continues the training"
     return ""
 
 

@@ -266,6 +266,9 @@ def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
         retired.write_text("\n".join(items))
         assert complaint("recommend", items_run, *files) == problem
     table = tmp_path / "events.csv"
+    assert complaint("recommend", items_run, f"--events={table}") == (
+        f"--events: there is no file {table}"
+    )
     rows = [{"user": "u7", "item": item, "time": 1} for item in ("item 3", "Nope")]
     for name in ("a.parquet", "a.json"):
         write_table(tmp_path / name, rows)

@@ -74,7 +74,9 @@ def test_a_continued_run_keeps_counting_and_says_if_no_step_is_left(
     train(tmp_path, *options, "--train.max_minutes=1")
     steps = len(read_metrics(tmp_path / "metrics.csv"))
     assert progress_of(tmp_path)["elapsed_seconds"] == sum(seconds) == 60
+    caplog.set_level("INFO")
     train(tmp_path, *options, "--train.max_minutes=1", resume)  # nothing is left
+    assert "train.max_minutes: 1 is spent: a larger one continues the training" in caplog.text
     assert "leaves no time" not in caplog.text
     train(tmp_path, *options, "--train.max_minutes=1.1", resume)  # six seconds are left
     assert "1.1 leaves no time for a step: a validation takes 10 s" in caplog.text
