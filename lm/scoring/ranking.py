@@ -311,7 +311,7 @@ class _Following:
         self.start = np.searchsorted(last, np.arange(size + 1))
 
     def of(self, last: int, excluded: Ints) -> tuple[Ints, Ints]:
-        """Those of an item, and how often each did, but some; none of item -1."""
+        """The items that followed one, and how often each did, but some; none after item -1."""
         part = slice(*self.start[last : last + 2]) if last >= 0 else slice(0)
         is_left = ~np.isin(self.items[part], excluded)
         return self.items[part][is_left], self.times[part][is_left]

@@ -158,13 +158,17 @@ def table_of_runs(table: RunTable, runs: Sequence[Run]) -> str:
 
 
 def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
-    """Training tokens, word perplexity and the speed of the output layer, of rows with logs."""
+    """Training tokens, perplexity and speed, over the fastest full softmax, of rows with logs."""
     found: list[Row] = []
     for row in rows:
         if logs := [log for run in table.runs(results, [row]) if (log := run.log)]:
-            where = {"config": Path(table.rows[row][0]).name, "tree": table.summary[row]}
-            speed = last_row(results, "training_speed", where | {"precision": "bf16-mixed"})
+            where = {"config": Path(table.rows[row][0]).name, "precision": "bf16-mixed"}
+            speeds = {each["tree"]: each for each in read_log(results, "training_speed", where)}
+            speed = speeds.get(table.summary[row], {})
+            full = max(map(_speed_if_full, speeds.values()), default=0.0)
+            tokens = full if _speed_if_full(speed) else speed.get("tokens_per_second_median")
             figures = {
+                "ratio": tokens / full if tokens and full else None,
                 "corpus": "" if found else table.title,
                 "published": "" if found else table.published,
                 "row": row,
@@ -173,6 +177,12 @@ def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
             }
             found.append(speed | figures)
     return found
+
+
+def _speed_if_full(row: Row) -> float:
+    """Tokens/s of a log's row of a full softmax; 0 of another."""
+    is_full = row.get("tree", "").startswith(("full", "torch"))
+    return row["tokens_per_second_median"] if is_full else 0.0
 
 
 def gpu_layer(results: Path) -> str:
@@ -205,14 +215,10 @@ def vocabularies(results: Path) -> list[Row]:
             ours, *_ = compare(table, names, results)
             ours["text"], ours["words"] = table.title.split(",")[0], chosen["words"]
             speed = ours["tokens_per_second_median"]
+            ours["full_tokens_per_second"] = speed / ours["ratio"]
             where = {name: ours[name] for name in ("config", "precision")}
-            speeds = {
-                row["tree"]: row["tokens_per_second_median"]
-                for row in read_log(results, "training_speed", where)
-            }
-            full = max(v for tree, v in speeds.items() if tree.startswith(("full", "torch")))
-            ours |= {"full_tokens_per_second": full, "ratio": speed / full}
-            ours["ratio_to_adaptive"] = speed / speeds[chosen["adaptive"]]
+            adaptive = last_row(results, "training_speed", where | {"tree": chosen["adaptive"]})
+            ours["ratio_to_adaptive"] = speed / adaptive["tokens_per_second_median"]
             finals = final_perplexities(chosen["search"], results)
             ours["perplexity"] = _mean(finals[chosen["method"]])
             ours["full_perplexity"] = _mean(finals["full"]) if "full" in finals else None
