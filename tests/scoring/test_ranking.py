@@ -103,7 +103,7 @@ def test_figures_equal_those_by_the_definitions(
     if way in ("popularity", "last item"):
         rng, pairs = np.random.default_rng(1), np.zeros((N, N))
         counts = np.append([90, 0], rng.integers(3, 9, N - 2))  # as many <eos> as others
-        lines = [rng.integers(2, 9, size) for size in (0, 1, 40, 2)] if way == "last item" else []
+        lines = [rng.integers(2, N, size) for size in (0, 1, 99, 2)] if way == "last item" else []
         for line in lines:
             np.add.at(pairs, (line[:-1], line[1:]), 1)
         scores = partial(counted, pairs, counts * (np.arange(N) != EOS))
