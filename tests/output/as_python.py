@@ -12,7 +12,7 @@ import pytest
 from lm.output.codegen import compilation
 
 LOOPS = (
-    *("_loops", "compiled.loops"),
+    *("_loops", "compiled.loops", "compiled.rows"),
     *("codegen.rows", "codegen.sorting", "codegen.tiles"),
 )
 """Ends of the names of modules with compiled loops."""

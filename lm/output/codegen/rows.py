@@ -173,8 +173,8 @@ def scaled_row(builder, source, out, start, to, num, factor):
 
 
 @emitted
-def add_scaled_row(builder, source, out, start, to, num, factor):
-    """out[k] += factor · source[k], see `scaled_row`."""
+def add_scaled_row(builder, source, out, start, to, num, factor, seed):
+    """out[k] += factor · source[k], see `scaled_row`; in bf16 rounded at random, given a seed."""
     emit = Vectors(builder, factor.type)
     scale = emit.everywhere(factor)
 
@@ -184,9 +184,13 @@ def add_scaled_row(builder, source, out, start, to, num, factor):
         ahead = builder.add(to, INT(AHEAD_BYTES))
         emit.prefetch(emit.pointer(ahead, out, index))
         value = emit.multiply_add(scale, value, emit.load(place, out, mask))
-        emit.store(value, place, out, mask)
+        emit.store(value, place, out, mask, _noise(emit, out, seed, index))
 
     emit.row(num, [], step)
+
+
+def _noise(emit: Vectors, out: Any, seed: Any, index: Any) -> Any:
+    return emit.noise(seed, index) if seed is not None and out == types.uint16 else None
 
 
 @emitted
@@ -219,17 +223,18 @@ def row_product(builder, source, start, other, num):
 
 
 @emitted
-def adam_row(builder, rows, start, places, num, numbers):
+def adam_row(builder, rows, table, start, places, num, numbers, seed):
     """A step of Adam: m += a (g - m), s = b s + c g², row -= lr m / (√s / d + eps).
 
     `start` is the address of the gradient, `places` those of row, m and s; `numbers` are the factor
-    of the gradient, a, b, c, lr, d and eps.
+    of the gradient, a, b, c, lr, d and eps. A row in bf16 is rounded as by `add_scaled_row`.
     """
     emit = Vectors(builder, rows)
     factor, a, b, c, lr, d, eps = map(emit.everywhere, numbers)
 
     def step(index: Any, _: list[Any], mask: Any) -> None:
-        row, mean, square = (emit.pointer(each, rows, index) for each in places)
+        mean, square = (emit.pointer(each, rows, index) for each in places[1:])
+        row = emit.pointer(places[0], table, index)
         g = builder.fmul(factor, emit.load(emit.pointer(start, rows, index), rows, mask))
         m = emit.load(mean, rows, mask)
         m = emit.multiply_add(a, builder.fsub(g, m), m)
@@ -239,6 +244,7 @@ def adam_row(builder, rows, start, places, num, numbers):
         change = builder.fdiv(builder.fmul(lr, m), root)
         emit.store(m, mean, rows, mask)
         emit.store(s, square, rows, mask)
-        emit.store(builder.fsub(emit.load(row, rows, mask), change), row, rows, mask)
+        changed = builder.fsub(emit.load(row, table, mask), change)
+        emit.store(changed, row, table, mask, _noise(emit, table, seed, index))
 
     emit.row(num, [], step)

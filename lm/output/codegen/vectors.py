@@ -79,10 +79,15 @@ class Vectors:
         name = f"llvm.masked.load.v{self.lanes}{short}.p0"
         return self._widened(self._call(name, stored, arguments), self.vector)
 
-    def store(self, value: Any, pointer: Any, dtype: Any, mask: Any = None) -> None:
-        """A vector to memory, rounded to the nearest number of `dtype`."""
+    def store(
+        self, value: Any, pointer: Any, dtype: Any, mask: Any = None, noise: Any = None
+    ) -> None:
+        """A vector to memory, rounded to the nearest number of `dtype`.
+
+        In bf16 up or down, where `noise` below 2¹⁶ carries into the bits that are stored.
+        """
         stored = ir.VectorType(_STORED[dtype], self.lanes)
-        value = self._narrowed(value, stored)
+        value = self._narrowed(value, stored, noise)
         pointer = self.builder.bitcast(pointer, stored.as_pointer())
         num_bytes, short = _size(stored.element)
         if mask is None:
@@ -262,6 +267,20 @@ class Vectors:
         wanted = self.everywhere(self.builder.trunc(number, words.element))
         return self.builder.icmp_signed("==", lanes, wanted)
 
+    def noise(self, seed: Any, index: Any) -> Any:
+        """16 bits at random in each lane: hashes of a seed and of the lanes' numbers from `index`.
+
+        By the finalizer of MurmurHash3.
+        """
+        builder, words = self.builder, ir.VectorType(ir.IntType(32), self.lanes)
+        lanes = ir.Constant(words, list(range(self.lanes)))
+        first = self.everywhere(builder.trunc(builder.add(seed, index), words.element))
+        x = builder.add(first, lanes)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            x = builder.xor(x, builder.lshr(x, _all(words, shift)))
+            x = builder.mul(x, _all(words, factor))
+        return builder.lshr(x, _all(words, 16))
+
     @contextmanager
     def loop(self, stop: Any, step: int, carried: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
         """Code for `range(0, stop, step)`, whose body replaces the values that it carries."""
@@ -311,24 +330,24 @@ class Vectors:
             value = self.builder.bitcast(value, _like(to, ir.FloatType()))
         return value if value.type == to else self.builder.fpext(value, to)
 
-    def _narrowed(self, value: Any, to: Any) -> Any:
-        """A vector as it is in memory, rounded to nearest, ties to even."""
+    def _narrowed(self, value: Any, to: Any, noise: Any = None) -> Any:
+        """A vector as it is in memory, rounded to nearest, ties to even, or see `store`."""
         builder = self.builder
         if value.type == to:
             return value
+        if value.type.element == ir.DoubleType() and to.element != ir.FloatType():
+            value = builder.fptrunc(value, _like(to, ir.FloatType()))  # LLVM has no other function
         if not isinstance(to.element, ir.IntType):
             return builder.fptrunc(value, to)
-        if HAS_BF16 and value.type.element == ir.FloatType():
+        if HAS_BF16 and noise is None:
             return builder.bitcast(builder.fptrunc(value, _like(to, _BFloat())), to)
         word = _like(to, ir.IntType(32))
         is_nan = builder.fcmp_unordered("uno", value, value)
-        bits = (
-            builder.bitcast(builder.fptrunc(value, _like(to, ir.FloatType())), word)
-            if value.type.element == ir.DoubleType()
-            else builder.bitcast(value, word)
-        )
-        odd = builder.and_(builder.lshr(bits, _all(word, 16)), _all(word, 1))
-        bits = builder.add(builder.add(bits, _all(word, 0x7FFF)), odd)
+        bits = builder.bitcast(value, word)
+        if noise is None:
+            odd = builder.and_(builder.lshr(bits, _all(word, 16)), _all(word, 1))
+            noise = builder.add(odd, _all(word, 0x7FFF))
+        bits = builder.add(bits, noise)
         bits = builder.select(is_nan, _all(word, 0x7FC00000), bits)
         return builder.trunc(builder.lshr(bits, _all(word, 16)), to)
 

@@ -25,7 +25,7 @@ from .tables import SHORTLIST, TREES, H, accumulate, table
 
 Kind = Callable[..., RowOptimizer]
 KINDS: list[Kind] = [RowSGD, RowAdagrad, RowAdam]
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,9 +88,12 @@ def test_nan_remains_nan(bits: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_in_fp16_are_updated_in_fp32_and_rounded_once(kind: Kind) -> None:
-    hidden, target = torch.randn(6, H).half(), torch.arange(6)
-    layer = HierarchicalSoftmax(H, SHORTLIST, row_wise=True, dtype=torch.float16)
+@pytest.mark.parametrize("dtypes", [(FP16, FP16), (FP16, FP64), (FP32, FP64)])
+def test_rows_are_updated_in_fp32_and_rounded_once(
+    kind: Kind, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    hidden, target = torch.randn(6, H).to(dtypes[1]), torch.arange(6)
+    layer = HierarchicalSoftmax(H, SHORTLIST, row_wise=True, dtype=dtypes[0])
     truth = HierarchicalSoftmax(H, SHORTLIST, row_wise=True)
     truth.load_state_dict(layer.state_dict())
     for each, inputs in ((layer, hidden), (truth, hidden.float())):

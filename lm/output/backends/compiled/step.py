@@ -1,18 +1,16 @@
-"""The forward, the backward and the row-wise update of the compiled backend.
+"""The forward and the backward of the compiled backend.
 
-`loops` and `update_loops` have the arithmetic; its equations are those of the reference backend.
+`loops` has the arithmetic; its equations are those of the reference backend.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lm.output.backends.base import Gradients, Needs, Problem
-from lm.output.backends.compiled import loops, update_loops
+from lm.output.backends.compiled import loops
 from lm.output.backends.compiled.division import bounds_of, divide
 from lm.output.backends.compiled.memory import (
     Array,
@@ -24,9 +22,9 @@ from lm.output.backends.compiled.memory import (
     own,
     zeros_except,
 )
-from lm.output.backends.compiled.update_loops import ADAGRAD, ADAM, SGD
+from lm.output.backends.compiled.rows import CompiledFactors
 from lm.output.inputs import check_words
-from lm.output.rowwise.factors import Block, RowFactors, Rule, Visited, each_once
+from lm.output.rowwise.factors import Visited
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tree.arrays import TreeArrays
 
@@ -175,47 +173,3 @@ def _nodes(saved: Saved, problem: Problem) -> Array:
     tree = problem.tree
     nodes: Array = loops.list_nodes(*map(own, (saved.node, tree.first_row, tree.num_children)))
     return nodes
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CompiledFactors(RowFactors):
-    """The gradient of a table in one batch, and of single rows, used by loops.
-
-    A table in another dtype than the sums, such as bf16, is updated in blocks.
-    """
-
-    @cached_property
-    def single_rows(self) -> tuple[Tensor, Tensor]:
-        """The single rows, ascending, each once, and their gradients."""
-        formed = self.visited[0].formed
-        none = formed.new_empty(0, dtype=torch.int64), formed[:0]
-        if not self.rows:
-            return none
-        row, values = (torch.cat(each) for each in zip(none, *self.rows, strict=True))
-        return each_once(row, values.to(formed.dtype))
-
-    def square_norm(self, table: Tensor) -> Tensor:
-        """See `RowFactors.square_norm`."""
-        visited = self.visited[0]
-        squares = visited.formed.new_empty(len(visited.nodes) + len(self.single_rows[0]))
-        self._divide(len(table), update_loops.square_norms, own(squares))
-        return squares.sum().clamp(min=0) * self.factor**2
-
-    def update(self, table: Tensor, rule: Rule) -> Iterable[Block]:
-        """See `RowFactors.update`."""
-        formed = self.visited[0].formed
-        if table.dtype != formed.dtype:
-            return super().update(table, rule)
-        which = ADAM if "mean" in rule.state else ADAGRAD if rule.state else SGD
-        none, dtype = formed.new_empty(0, 0), own(formed).dtype.type
-        state = {"total": none.view(-1), "mean": none, "square": none} | rule.state
-        numbers = (float(self.factor), *rule.numbers, *[0.0] * (6 - len(rule.numbers)))
-        loop = partial(update_loops.update_rows, which)
-        arrays = as_array(table), tuple(map(as_array, state.values()))
-        self._divide(len(table), loop, *arrays, tuple(map(dtype, numbers)))
-        return ()
-
-    def _divide(self, num_rows: int, loop: Callable[..., None], *arguments: Any) -> None:
-        nodes, *arrays = map(own, self.visited[0])
-        bounds = bounds_of(nodes, num_rows, by_rows=True)
-        divide(bounds, loop, nodes, *arrays, tuple(map(own, self.single_rows)), *arguments)

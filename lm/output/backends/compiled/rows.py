@@ -1,15 +1,71 @@
-"""Loops of the norm and of the update of a batch's row-wise gradient, a few rows at a time."""
+"""The row-wise gradient of a batch: its norm, and the update of rows, a few at a time.
 
+A row's gradient is formed, used and discarded, so that it stays in a cache. The rules are those of
+`lm.output.rowwise.optimizers`, in whose words `numbers` are; rows in bf16 are rounded at random.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property, partial
 from math import sqrt  # by name: torch.fx replaces those of `math` while it traces
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from lm.output.backends.compiled.division import bounds_of, divide
+from lm.output.backends.compiled.memory import as_array, own
 from lm.output.codegen.compilation import compiled
 from lm.output.codegen.rows import adam_row, add_scaled_row, row_address, row_product, scaled_row
 from lm.output.codegen.tiles import TERMS, sums
+from lm.output.inputs import compute_dtype
+from lm.output.rowwise.factors import Block, RowFactors, Rule, each_once
 
 SGD, ADAGRAD, ADAM = range(3)
 """Rules of `update_rows`."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CompiledFactors(RowFactors):
+    """The gradient of a table in one batch, and of single rows, used by loops."""
+
+    @cached_property
+    def single_rows(self) -> tuple[Tensor, Tensor]:
+        """The single rows, ascending, each once, and their gradients."""
+        formed = self.visited[0].formed
+        none = formed.new_empty(0, dtype=torch.int64), formed[:0]
+        if not self.rows:
+            return none
+        row, values = (torch.cat(each) for each in zip(none, *self.rows, strict=True))
+        return each_once(row, values.to(formed.dtype))
+
+    def square_norm(self, table: Tensor) -> Tensor:
+        """See `RowFactors.square_norm`."""
+        visited = self.visited[0]
+        squares = visited.formed.new_empty(len(visited.nodes) + len(self.single_rows[0]))
+        self._divide(len(table), square_norms, own(squares))
+        return squares.sum().clamp(min=0) * self.factor**2
+
+    def update(self, table: Tensor, rule: Rule) -> Iterable[Block]:
+        """See `RowFactors.update`."""
+        formed = self.visited[0].formed
+        if compute_dtype(table.dtype) != formed.dtype:  # as of rows in fp32 and positions in fp64
+            return super().update(table, rule)
+        which = ADAM if "mean" in rule.state else ADAGRAD if rule.state else SGD
+        none, dtype = formed.new_empty(0, 0), own(formed).dtype.type
+        state = {"total": none.view(-1), "mean": none, "square": none} | rule.state
+        numbers = (float(self.factor), *rule.numbers, *[0.0] * (6 - len(rule.numbers)))
+        seed = int(torch.randint(1 << 32, ())) if table.dtype == torch.bfloat16 else 0
+        arrays = as_array(table), tuple(map(as_array, state.values()))
+        loop = partial(update_rows, which)
+        self._divide(len(table), loop, *arrays, tuple(map(dtype, numbers)), seed)
+        return ()
+
+    def _divide(self, num_rows: int, loop: Callable[..., None], *arguments: Any) -> None:
+        nodes, *arrays = map(own, self.visited[0])
+        bounds = bounds_of(nodes, num_rows, by_rows=True)
+        divide(bounds, loop, nodes, *arrays, tuple(map(own, self.single_rows)), *arguments)
 
 
 @compiled
@@ -74,7 +130,9 @@ def _single_norms(k, until, error, num_columns, single, num_nodes, out):
 
 
 @compiled
-def update_rows(rule, begin, end, nodes, error, hidden, formed, single, table, states, numbers):
+def update_rows(
+    rule, begin, end, nodes, error, hidden, formed, single, table, states, numbers, seed
+):  # fmt: skip
     """Change the rows from `begin` to `end`, whose gradients are formed a few at a time.
 
     Args:
@@ -82,6 +140,7 @@ def update_rows(rule, begin, end, nodes, error, hidden, formed, single, table, s
         single: rows [K] int64, ascending, and gradients [K, W] that are added to theirs.
         states: of the optimizer, one number per row [R], and two arrays [R, W].
         numbers: factor of the gradients, and the numbers of the rule.
+        seed: for rounding rows in bf16.
     """
     size, few = error.itemsize, np.empty((TERMS + 1, table.shape[1]), error.dtype)
     num_columns, one = few.shape[1], few.dtype.type(1)
@@ -91,9 +150,9 @@ def update_rows(rule, begin, end, nodes, error, hidden, formed, single, table, s
         first, last = max(row, begin), min(row + n, end)
         if first >= last:
             continue
-        k = _update_single(k, first, rule, few, single, table, states, numbers)
+        k = _update_single(k, first, rule, few, single, table, states, numbers, seed)
         vectors, stride = row_address(hidden, start), hidden.strides[0]
-        is_linear = rule == SGD and place < 0 and stop - start <= TERMS
+        is_linear = rule == SGD and place < 0 and stop - start <= TERMS and table.itemsize == size
         if is_linear:  # the products are added to the rows, vectors multiplied by the step
             for v in range(stop - start):
                 to = row_address(few, v)
@@ -109,7 +168,7 @@ def update_rows(rule, begin, end, nodes, error, hidden, formed, single, table, s
             if is_linear:
                 to = row_address(table, j), table.strides[0]
                 sums(error, few, table, num, stop - start, starts, strides, to, True, None)
-                k = _update_single(k, j + num, rule, few, single, table, states, numbers)
+                k = _update_single(k, j + num, rule, few, single, table, states, numbers, seed)
                 continue
             at, row_stride = row_address(few, 0), few.strides[0]
             if place < 0:
@@ -123,34 +182,35 @@ def update_rows(rule, begin, end, nodes, error, hidden, formed, single, table, s
                 if k < len(single[0]) and single[0][k] == j + i:
                     other = row_address(single[1], k)
                     scaled_row(few, few, of_row, both, num_columns, one)
-                    add_scaled_row(few, few, other, both, num_columns, one)
+                    add_scaled_row(few, few, other, both, num_columns, one, None)
                     of_row, k = both, k + 1
-                _update_row(rule, few, of_row, j + i, table, states, numbers)
-    _update_single(k, end, rule, few, single, table, states, numbers)
+                _update_row(rule, few, of_row, j + i, table, states, numbers, seed)
+    _update_single(k, end, rule, few, single, table, states, numbers, seed)
 
 
 @compiled
-def _update_single(k, until, rule, few, single, table, states, numbers):
+def _update_single(k, until, rule, few, single, table, states, numbers, seed):
     """Update by `single` from number k on, of rows below `until`; returns the next number."""
     while k < len(single[0]) and single[0][k] < until:
         address = row_address(single[1], k)
-        _update_row(rule, few, address, single[0][k], table, states, numbers)
+        _update_row(rule, few, address, single[0][k], table, states, numbers, seed)
         k += 1
     return k
 
 
 @compiled
-def _update_row(rule, rows, address, row, table, states, numbers):
+def _update_row(rule, rows, address, row, table, states, numbers, seed):
     """A row, whose gradient is at an address; `rows` has its length."""
     num, (total, mean, square) = rows.shape[1], states
+    seed += row * num  # of another number for each element
     place = row_address(table, row)
     if rule == ADAM:
         places = (place, row_address(mean, row), row_address(square, row))
-        adam_row(rows, address, places, num, numbers)
+        adam_row(rows, table, address, places, num, numbers, seed)
         return
     change = -numbers[0] * numbers[1]
     if rule == ADAGRAD:
         sum_of_squares = row_product(rows, address, address, num)
         total[row] += sum_of_squares * numbers[0] * numbers[0] / num
         change /= sqrt(total[row]) + numbers[2]
-    add_scaled_row(rows, table, address, place, num, rows.dtype.type(change))
+    add_scaled_row(rows, table, address, place, num, rows.dtype.type(change), seed)
