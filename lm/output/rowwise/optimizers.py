@@ -25,8 +25,6 @@ from lm.output.inputs import compute_dtype
 from lm.output.rowwise.factors import Block, Rule, on_host
 from lm.output.rowwise.row_gradient import RowGradient
 
-NOISE_ELEMENTS = 1 << 20
-"""Random numbers of a step of a table in bf16; each block uses them from a random place."""
 _UPPER_HALF = 1 if sys.byteorder == "little" else 0
 """Which half of an fp32 number is its bf16 part."""
 
@@ -81,16 +79,12 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             blocks = grad.factors.update(table, rule)  # none if the backend did it all
         else:
             blocks = grad.blocks()
-        is_rounded, noise = table.dtype == torch.bfloat16, None
         for block in blocks:
-            if is_rounded and on_host(table) and noise is None:
-                size, device = (NOISE_ELEMENTS,), table.device
-                noise = torch.randint(1 << 16, size, dtype=torch.int32, device=device)
             stored = table[block.rows]  # a view, if the rows are a slice
             rows = stored.to(compute_dtype(table.dtype))
             self._change(rows, block, rule)
-            if is_rounded:
-                _round_stochastically(stored, rows, noise)
+            if table.dtype == torch.bfloat16:
+                _round_stochastically(stored, rows)
             elif rows is not stored:
                 stored.copy_(rows)
             if not isinstance(block.rows, slice):
@@ -198,24 +192,15 @@ class RowAdam(RowOptimizer):
             rows.addcdiv_(mean, root, value=-step_size)
 
 
-def _round_stochastically(out: Tensor, rows: Tensor, noise: Tensor | None) -> None:
+def _round_stochastically(out: Tensor, rows: Tensor) -> None:
     """Round rows [K, H] fp32, which are overwritten, into `out` bf16; non-finite remains so.
 
     Stochastic rounding, as by `_round_stochastically` of `backends/triton/update_kernel.py`.
-
-    `noise` is uniform below the last place, and used from a random place on; None draws it for each
-    element, without a number from the host.
     """
     rows.masked_fill_(rows.isnan(), torch.nan)  # one whose bits do not overflow
     bits = rows.view(torch.int32)
-    flat = bits.view(-1)
-    if noise is None:
-        flat += torch.randint(1 << 16, flat.shape, dtype=torch.int32, device=flat.device)
-    else:
-        start = int(torch.randint(NOISE_ELEMENTS, (), device="cpu"))
-        for begin in range(0, flat.numel(), NOISE_ELEMENTS):
-            portion = flat[begin : begin + NOISE_ELEMENTS]
-            first = noise[start : start + portion.numel()]
-            portion[: first.numel()] += first
-            portion[first.numel() :] += noise[: portion.numel() - first.numel()]
+    noise = torch.empty(-(-rows.numel() // 4), dtype=torch.int64, device=rows.device)
+    noise.random_(-(1 << 63), None)  # 16 bits for each number
+    bits += noise.view(torch.int16)[: rows.numel()].view_as(bits)
+    bits += 1 << 15
     out.view(torch.int16).copy_(bits.view(torch.int16)[:, _UPPER_HALF::2])
