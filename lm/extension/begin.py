@@ -16,7 +16,7 @@ from lm.model.files import load_model
 from lm.model.language_model import LanguageModel
 from lm.run import Run, TrainedRun
 from lm.training.checkpoint import LAST, save_first_checkpoint
-from lm.training.run_folder import check_folder
+from lm.training.run_folder import checkpoint_to_resume
 
 INIT = "init.json"
 """File of a run that names the run it began from."""
@@ -42,15 +42,15 @@ def begin_from(
     processes of one command allow that.
 
     Raises:
-        UserError: the run cannot begin, by `check_folder` or `prepare`, or its model is another.
+        UserError: the run cannot begin, by `checkpoint_to_resume` or `prepare`, or its model is another.
     """
     config = run.config
     resume = "auto" if launch() else resume
-    if check_folder(config, resume) is None:
+    if checkpoint_to_resume(config, resume) is None:
         _check(trained, config)
     make_folder(run.folder)
     with locked(run.folder / LOCK):
-        if check_folder(config, resume) is not None:
+        if checkpoint_to_resume(config, resume) is not None:
             return run.prepare(keep=True, progress=progress)
         old = trained.tokenizer
         found = extended(trained, config, progress=progress)

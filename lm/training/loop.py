@@ -29,7 +29,7 @@ from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
 from lm.training.metrics import draw_curves
 from lm.training.optimizers import clip_gradients, set_learning_rate
-from lm.training.run_folder import LOCK, check_folder, report_new_length, write_run_metadata
+from lm.training.run_folder import LOCK, checkpoint_to_resume, report_new_length, write_run_metadata
 from lm.training.signals import Interrupted, StopSignals
 from lm.training.state import TrainingState
 from lm.training.validation import Validation
@@ -81,7 +81,7 @@ def train(
     with locked(folder / LOCK, busy=busy) if is_main else nullcontext():
         checkpoint, saved = None, None
         if is_main or resume:
-            checkpoint = check_folder(config, resume)
+            checkpoint = checkpoint_to_resume(config, resume)
         if checkpoint is not None:
             if (folder / TOKENIZER).exists():
                 verify_tokenizer(folder, run.prepared.tokenizer_sha256)

@@ -36,7 +36,7 @@ _FREE_ON_RESUME = (
 """Keys, or prefixes of keys, that may differ between a run and its continuation."""
 
 
-def check_folder(config: Config, resume: str | None) -> Path | None:
+def checkpoint_to_resume(config: Config, resume: str | None) -> Path | None:
     """The checkpoint that a run continues from; None for a new run. `resume` is as in `train`.
 
     Where `last.ckpt` is missing, `best.ckpt` is the last checkpoint. A UserError says why a run
@@ -81,7 +81,7 @@ def prepare_run(run: Run, resume: str | None, *, progress: bool = True) -> Run:
 
     Arguments and errors are those of `train`.
     """
-    checkpoint = check_folder(run.config, resume)
+    checkpoint = checkpoint_to_resume(run.config, resume)
     if checkpoint is None:
         check_tree(run.config.output)
         check_not_given(run.config.prepared_path)

@@ -12,8 +12,8 @@ import pytest
 from lm.output.codegen import compilation
 
 LOOPS = (
-    *("_loops", "compiled.loops", "compiled.rows"),
-    *("codegen.rows", "codegen.sorting", "codegen.tiles"),
+    *("_loops", "compiled.loops", "compiled.row_updates"),
+    *("codegen.row_operations", "codegen.sorting", "codegen.tiles"),
 )
 """Ends of the names of modules with compiled loops."""
 

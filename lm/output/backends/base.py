@@ -1,7 +1,8 @@
 """What every backend takes and returns: the problem, the gradients asked for, and the base class.
 
-A backend computes the softmaxes on the targets' paths and, backwards, the gradients. It does not
-check its inputs, which `Problem.of` does, reduce over positions or know about autograd.
+A backend computes the softmaxes on the targets' paths and, backwards, the gradients. `Problem.of`
+checks shapes, dtypes and devices, a backend the values of targets. It does not reduce over
+positions or know about autograd.
 """
 
 from abc import ABC, abstractmethod
@@ -18,13 +19,13 @@ from lm.output.tree.class_tree import ClassTree
 
 
 class Problem(NamedTuple):
-    """The negative log-likelihoods to compute, in the order in which the custom ops take it.
+    """The negative log-likelihoods to compute; its fields are arguments of the custom ops.
 
     P positions, H features, R rows of W ≥ H numbers, D levels of the tree.
     """
 
     hidden: Tensor  # [P, H] floating point
-    weight: Tensor  # [R, W] floating point; `hidden` counts as followed by zeros
+    weight: Tensor  # [R, W] floating point; columns from H on are for zeros after `hidden`
     target: Tensor  # [P] int64, words or `ignore_index`
     tree: TreeArrays
     bias: Tensor | None  # [R] floating point
@@ -68,7 +69,7 @@ class Problem(NamedTuple):
     def without_values(
         cls, num_positions: int, hidden_size: int, tree: ClassTree, dtype: torch.dtype
     ) -> "Problem":
-        """A `HierarchicalSoftmax`'s problem without memory for tensors, to ask what it takes."""
+        """A `HierarchicalSoftmax`'s problem of meta tensors, for estimates of memory."""
         hidden = torch.empty(num_positions, hidden_size, dtype=dtype, device="meta")
         weight = torch.empty(tree.num_rows, row_size(hidden_size), dtype=dtype, device="meta")
         target = torch.empty(num_positions, dtype=torch.int64, device="meta")
@@ -86,7 +87,7 @@ class Problem(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """The most columns of all visits."""
+        """The most logits of all visits."""
         return self.num_positions * self.max_path_columns
 
     @property
@@ -109,7 +110,7 @@ class Needs(NamedTuple):
     ) -> "Needs":
         """What these inputs need; dense gradients of all of them where the call is recorded.
 
-        It may be repeated with other inputs. `torch.jit.trace` compares it to one without gradient.
+        A recorded call may be repeated with inputs that need other gradients.
         """
         enabled = torch.is_grad_enabled()
         if is_recorded():
@@ -146,8 +147,8 @@ class Softmaxes(NamedTuple):
     In at least fp32, see `compute_dtype`, and in the order of the problem's positions. A level has
     no visit where a path has ended or a node has one child. Only `largest + log_total - logit` is
     read, and for a shard also `largest + log_total`, so one field may hold the whole sum and the
-    others be zeros that broadcast to [D, P]. Without a visit the first is 0 or -inf; in a shard,
-    the second is -inf there, and for nodes without rows in it.
+    others be zeros that broadcast to [D, P]. Without a visit `largest + log_total - logit` is 0 or
+    -inf; in a shard `largest + log_total` is -inf there, and for nodes without rows in it.
     """
 
     largest: Tensor  # of the logits z
@@ -168,13 +169,15 @@ class Softmaxes(NamedTuple):
 class Solver(ABC):
     """One way to compute the softmaxes on the targets' paths, and gradients.
 
-    The loss, its terms by level and the softmaxes of a table in shards follow from these. It is a
-    `Backend`, or the `ShardedSolver` of a table whose rows are divided among processes.
+    The loss, its terms by level and the softmaxes of a table in shards follow from these. A solver
+    is a `Backend`, or the `ShardedSolver` of a table whose rows are divided among processes.
     """
 
     @abstractmethod
     def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
-        """The softmaxes, and what the backward needs: tensors as of `new_saved` if `needs.any`.
+        """The softmaxes, and what the backward needs.
+
+        That is a `saved_type` with tensors as of `new_saved`; it is not read unless `needs.any`.
 
         A target that is neither a word nor `ignore_index` raises an IndexError, or fails a
         device-side assertion where the backend does not wait for the device.
@@ -194,10 +197,10 @@ class Solver(ABC):
     ) -> Gradients:
         """The gradients that are needed, given the gradient d_nll [P] of the nll.
 
-        d_nll may have stride 0 (a broadcast scalar), and of ignored targets it is any number, which
-        counts as 0. With `needs.row_wise`, d_weight and d_bias are `RowGradient`s, of `RowFactors`
-        or of a subclass that updates a table by itself. `problem` and `saved` are those of the
-        forward; `needs` has the same `row_wise` and asks for no more gradients. For a shard, the
+        d_nll may have stride 0 (a broadcast scalar); what it has for ignored targets counts as 0.
+        With `needs.row_wise`, d_weight and d_bias are `RowGradient`s of a `RowFactors` (see
+        `rowwise/factors.py`) or of a subclass that updates a table by itself. `problem` and `saved`
+        are those of the forward, whose `needs` asked for at least these gradients. For a shard, the
         log-sum-exps [D, P] over all shards are given, and d_hidden is what its rows add.
         """
 

@@ -84,7 +84,8 @@ class Vectors:
     ) -> None:
         """A vector to memory, rounded to the nearest number of `dtype`.
 
-        In bf16 up or down, where `noise` below 2¹⁶ carries into the bits that are stored.
+        With `noise`, 16 random bits, bf16 is rounded stochastically: noise is added to the bits
+        that are not stored, and a carry rounds up.
         """
         stored = ir.VectorType(_STORED[dtype], self.lanes)
         value = self._narrowed(value, stored, noise)

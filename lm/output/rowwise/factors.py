@@ -50,7 +50,7 @@ class Visited(NamedTuple):
     """
 
     nodes: Tensor  # [M, 6] int64 of the CPU: first visit and end, first row, number of children,
-    # where its errors begin, and its first row in `formed` or -1
+    # where its errors begin, and (`list_nodes` has the level here) its first row in `formed` or -1
     error: Tensor  # flat, [visits, children] of each node
     hidden: Tensor  # [P, ≥ W], by sorted position
     formed: Tensor  # [F, W]
@@ -109,7 +109,10 @@ class RowFactors:
         return torch.stack(sums).sum() if sums else none
 
     def update(self, table: Tensor, rule: Rule) -> "Iterable[Block]":
-        """Change rows of a table and the state of an optimizer; the blocks that remain to do."""
+        """The blocks that the optimizer has to apply: all of them here.
+
+        `CompiledFactors` and `TritonFactors` change the table and the state by themselves.
+        """
         return self.blocks(table)
 
     def blocks(self, table: Tensor) -> "Iterator[Block]":

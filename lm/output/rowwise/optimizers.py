@@ -1,10 +1,11 @@
 """Optimizers of tables of rows, whose step touches only the rows with a gradient.
 
-A block of a `RowGradient` is formed, its rows are updated, and it is discarded. The gradient of a
-single batch by the fused kernels is formed and applied within one of them. Rows without a gradient
-retain their values and their state: `RowSGD` steps as SGD, `RowAdagrad` has one sum for each row,
-and the moments of `RowAdam` decay where there is a gradient alone, corrected by the number of steps
-of the table. There is no weight decay, which would touch every row.
+The compiled and Triton backends form and apply the gradient of a batch themselves, see
+`backends/compiled/row_updates.py` and `backends/triton/rows.py`. Of any other `RowGradient`, a
+block is formed, its rows are updated, and it is discarded. Rows without a gradient retain their
+values and their state: `RowSGD` steps as SGD, `RowAdagrad` has one sum for each row, and the
+moments of `RowAdam` decay where there is a gradient alone, corrected by the number of steps of the
+table. There is no weight decay, which would touch every row.
 
 Where `lr` is a tensor on the device of a table, a step reads it there: a CUDA graph that contains
 the step follows what is written to it.
@@ -115,12 +116,12 @@ class RowSGD(RowOptimizer):
 class RowAdagrad(RowOptimizer):
     """Adagrad with one sum per row, of the means of its squared gradients.
 
-        s_r += ‖g_r‖² / H
-        row_r -= lr · g_r / (√s_r + eps)
+        total_r += ‖g_r‖² / H
+        row_r -= lr · g_r / (√total_r + eps)
 
     The state is one number per row, 1 / H of that of Adagrad. H counts the zeros after a row of a
-    `HierarchicalSoftmax` too: 4 zeros after 300 numbers lower s_r by 1.3 %. For vectors, this is
-    Adagrad.
+    `HierarchicalSoftmax` too: 4 zeros after 300 numbers lower total_r by 1.3 %. For vectors, this
+    is Adagrad.
 
     Source: Duchi et al. 2011; row-wise: Mudigere et al. 2022, section 4.1.4.
     """

@@ -8,7 +8,13 @@ the numbers' bits, see `codegen.vectors`.
 import numpy as np
 
 from lm.output.codegen.compilation import compiled
-from lm.output.codegen.rows import add_scaled_row, paired_rows, row_address, scaled_row, softmaxes
+from lm.output.codegen.row_operations import (
+    add_scaled_row,
+    paired_rows,
+    row_address,
+    scaled_row,
+    softmaxes,
+)
 from lm.output.codegen.sorting import sort_by_rank
 from lm.output.codegen.tiles import (
     LINE_BYTES,

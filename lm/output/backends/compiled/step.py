@@ -22,7 +22,7 @@ from lm.output.backends.compiled.memory import (
     own,
     zeros_except,
 )
-from lm.output.backends.compiled.rows import CompiledFactors
+from lm.output.backends.compiled.row_updates import CompiledFactors
 from lm.output.inputs import check_words
 from lm.output.rowwise.factors import Visited
 from lm.output.rowwise.row_gradient import RowGradient

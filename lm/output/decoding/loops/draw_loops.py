@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.output.codegen.compilation import compiled
-from lm.output.codegen.rows import exp_row
+from lm.output.codegen.row_operations import exp_row
 from lm.output.decoding.loops.expansion_loops import (
     OPENED,
     QUEUED,

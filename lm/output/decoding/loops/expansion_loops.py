@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.output.codegen.compilation import compiled
-from lm.output.codegen.rows import log_softmax_row, row_address, scaled_row
+from lm.output.codegen.row_operations import log_softmax_row, row_address, scaled_row
 from lm.output.codegen.sorting import push, replace_first
 from lm.output.codegen.tiles import ROWS, dot_rows
 

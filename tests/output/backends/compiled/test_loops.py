@@ -64,13 +64,13 @@ def test_loops_have_the_results_of_python(
     *inputs, target = problem(tree, 70, size=33, dtype=dtype)
     monkeypatch.setattr(step, "FORMED_VISITS", 20)
     monkeypatch.setattr(step, "NARROW", 2)
-    modules = as_python("backends.compiled.loops", "backends.compiled.rows")
+    modules = as_python("backends.compiled.loops", "backends.compiled.row_updates")
     expected = results(tree, inputs, target)
     monkeypatch.setattr(modules["loops"], "CACHE_BYTES", 1 << 12)
     for module in modules.values():
         monkeypatch.setattr(module, "row_address", row_address)
     monkeypatch.setattr(step, "loops", modules["loops"])
-    monkeypatch.setattr(step, "CompiledFactors", modules["rows"].CompiledFactors)
+    monkeypatch.setattr(step, "CompiledFactors", modules["row_updates"].CompiledFactors)
     near = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(results(tree, inputs, target), expected, rtol=near, atol=near)
     with pytest.raises(IndexError, match="target -1 is out of bounds"):

@@ -17,7 +17,13 @@ from torch import Tensor
 from lm.output.backends.compiled.division import bounds_of, divide
 from lm.output.backends.compiled.memory import as_array, own
 from lm.output.codegen.compilation import compiled
-from lm.output.codegen.rows import adam_row, add_scaled_row, row_address, row_product, scaled_row
+from lm.output.codegen.row_operations import (
+    adam_row,
+    add_scaled_row,
+    row_address,
+    row_product,
+    scaled_row,
+)
 from lm.output.codegen.tiles import TERMS, sums
 from lm.output.inputs import compute_dtype
 from lm.output.rowwise.factors import Block, RowFactors, Rule, each_once
@@ -200,7 +206,7 @@ def _update_single(k, until, rule, few, single, table, states, numbers, seed):
 
 @compiled
 def _update_row(rule, rows, address, row, table, states, numbers, seed):
-    """A row, whose gradient is at an address; `rows` has its length."""
+    """Change a row, whose gradient is at an address, with the dtype and length of `rows`."""
     num, (total, mean, square) = rows.shape[1], states
     seed += row * num  # of another number for each element
     place = row_address(table, row)
@@ -210,7 +216,7 @@ def _update_row(rule, rows, address, row, table, states, numbers, seed):
         return
     change = -numbers[0] * numbers[1]
     if rule == ADAGRAD:
-        sum_of_squares = row_product(rows, address, address, num)
-        total[row] += sum_of_squares * numbers[0] * numbers[0] / num
+        square_norm = row_product(rows, address, address, num)
+        total[row] += square_norm * numbers[0] * numbers[0] / num
         change /= sqrt(total[row]) + numbers[2]
     add_scaled_row(rows, table, address, place, num, rows.dtype.type(change), seed)

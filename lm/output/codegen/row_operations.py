@@ -1,4 +1,7 @@
-"""Operations along rows: softmaxes, exponentials, sums, and the steps of optimizers."""
+"""Operations along rows: softmaxes, exponentials, sums, and the steps of optimizers.
+
+Rows are given by their addresses; an array among the arguments gives the dtype at some of them.
+"""
 
 from functools import partial
 from math import inf, log  # by name: torch.fx replaces those of `math` while it traces
@@ -161,7 +164,7 @@ def exp_row(builder, source, out, start, to, num, factor, shift):
 
 @emitted
 def scaled_row(builder, source, out, start, to, num, factor):
-    """out[k] = factor · source[k] from the addresses `start` and `to` on."""
+    """to[k] = factor · start[k] of two addresses, with the dtypes of `source` and `out`."""
     emit = Vectors(builder, factor.type)
     scale = emit.everywhere(factor)
 
@@ -174,7 +177,7 @@ def scaled_row(builder, source, out, start, to, num, factor):
 
 @emitted
 def add_scaled_row(builder, source, out, start, to, num, factor, seed):
-    """out[k] += factor · source[k], see `scaled_row`; in bf16 rounded at random, given a seed."""
+    """to[k] += factor · start[k], see `scaled_row`; in bf16 rounded at random, given a seed."""
     emit = Vectors(builder, factor.type)
     scale = emit.everywhere(factor)
 
