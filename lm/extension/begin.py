@@ -42,7 +42,7 @@ def begin_from(
     processes of one command allow that.
 
     Raises:
-        UserError: the run cannot begin, by `checkpoint_to_resume` or `prepare`, or its model is another.
+        UserError: the run cannot begin, by `checkpoint_to_resume` or `prepare`, or another model.
     """
     config = run.config
     resume = "auto" if launch() else resume
