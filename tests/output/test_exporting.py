@@ -1,10 +1,11 @@
-"""`torch.export` and `torch.jit.trace` of the layer: what they take computes the same numbers."""
+"""`torch.export`, `torch.jit.trace` and ONNX of the layer: what they take has the same numbers."""
 
 import builtins
 import io
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,3 +119,34 @@ def test_gradients_that_were_not_exported_are_refused() -> None:
     loss = exported_for_any_size(module)(*inputs(4))
     with pytest.raises(RuntimeError, match="exported without gradients"):
         loss.backward()
+
+
+@pytest.mark.parametrize("name", [name for name in EXPORTED if name != "forward"])
+@pytest.mark.parametrize(
+    ("shape", "dynamo"),
+    [("shortlist", False), ("huffman", False), ("full", False), ("shortlist", True)],
+)
+def test_onnx_has_the_functions_of_the_layer_for_any_batch(
+    shape: str, name: str, dynamo: bool, tmp_path: Path
+) -> None:
+    for package in ("onnx", "onnxscript") if dynamo else ("onnx",):
+        pytest.importorskip(package)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    module, path = (
+        Called(HierarchicalSoftmax(H, TREES[shape]), METHODS[name]).eval(),
+        tmp_path / "x",
+    )
+    options: dict[str, Any] = {"dynamo": dynamo, "opset_version": 18, "verbose": False}
+    batch = torch.export.Dim("batch")
+    axes: dict[str, Any] = {"dynamic_shapes": ({0: batch}, {0: batch})}
+    if not dynamo:
+        axes = {"dynamic_axes": {"hidden": {0: "batch"}, "target": {0: "batch"}}}
+    with warnings.catch_warnings(action="ignore"):
+        names = ["hidden", "target"]
+        torch.onnx.export(module, inputs(4), str(path), input_names=names, **options, **axes)
+    hidden, target = inputs(9)
+    target[3] = -100 if name in ("loss", "nll") else 0
+    session = onnxruntime.InferenceSession(path)
+    given = {"hidden": hidden.numpy(), "target": target.numpy()}
+    (found,) = session.run(None, {each.name: given[each.name] for each in session.get_inputs()})
+    torch.testing.assert_close(torch.from_numpy(found), module(hidden, target).detach())

@@ -1,4 +1,4 @@
-"""Scores: the definition in fp64, sums over levels, independence of batches."""
+"""Scores: the definition in fp64, sums over levels, independence of batches; unknown words."""
 
 import math
 import re
@@ -16,6 +16,7 @@ from lm.output import ClassTree
 from lm.scoring import LineScore, Scorer
 from lm.scoring import scorer as scorer_module
 from lm.scoring.layouts import Layout
+from lm.scoring.unknown import UnknownWords, noted_words
 from tests.conftest import toy_sentences
 from tests.data_prep.conftest import trained_pieces
 from tests.models import log_probs, small_model
@@ -196,3 +197,34 @@ def test_words_with_punctuation_have_several_ids() -> None:
     tokenizer = WordTokenizer(words, lowercase=True, split_punctuation=True)
     words, ids, word_of_id = tokenizer.align("No, it.")
     assert (words, [*ids], [*word_of_id]) == (["No,", "it."], [2, 3, 4, 6], [0, 0, 1, 1])
+
+
+KNOWN = WordTokenizer(["<eos>", "<unk>", "the", "cat", "sees", "do", "n't", "well", "-", "known"])
+
+
+def test_more_than_a_fifth_of_unknown_words_are_named() -> None:
+    warning = UnknownWords(KNOWN, ["THE CAT sees", "THE a\u200bb"]).warning("references")
+    assert warning is not None
+    expected = "80 % of the words of the references are unknown, most often 'THE', 'CAT', "
+    assert warning.startswith(expected + r"'a\u200bb': write them as in the training text (case,")
+    for texts in (["the cat", "sees the ZEBRA"], ["", " "]):  # a fifth, and none
+        assert UnknownWords(KNOWN, texts).warning("hypotheses") is None
+
+
+def test_many_unknown_words_at_the_beginning_of_a_text_are_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lines = ["THE cat"] * 300
+    assert list(noted_words(KNOWN, lines, "a.txt")) == lines
+    (message,) = caplog.messages
+    assert message.startswith("a.txt, first lines: 50 % of the words of the text are unknown, ")
+    assert list(noted_words(KNOWN, ["the cat"] * 300, "a.txt")) == ["the cat"] * 300
+    assert len(caplog.messages) == 1
+
+
+def test_a_word_with_an_unknown_part_is_unknown() -> None:
+    pieces = trained_pieces(toy_sentences(0, 200), 36)
+    assert UnknownWords(pieces, ["the c\u2603t", "the cat \u2603"]).num_unknown == 2
+    separated = WordTokenizer(["<eos>", "<unk>", "cat", "."], split_punctuation=True)
+    assert UnknownWords(separated, ["cat. dog. cat"]).num_unknown == 1
+    assert separated.unknown_occurrences(["dog. dog, cat"]) == ["dog", "dog", ","]
