@@ -27,9 +27,8 @@ class Corpus:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.prepared = folder, folder / "prepared"
-        self.data = DataConfig(
-            dir=str(folder), files=SplitFiles(train="train.txt", valid="valid.txt")
-        )
+        files = SplitFiles(train="train.txt", valid="valid.txt")
+        self.data = DataConfig(dir=str(folder), files=files)
         self.tokenizer = TokenizerConfig()
         self.classes: ClassesConfig | None = ClassesConfig(method="frequency")
         self.write("train.txt", "the cat sat\nthe dog ran <unk>\n")
@@ -44,9 +43,8 @@ class Corpus:
         return prepared.tokenizer().decode(prepared.tokens("train"))
 
     def prepare(self, *, keep: bool = False) -> Prepared:
-        return prepare(
-            self.data, self.tokenizer, self.classes, self.prepared, keep=keep, progress=False
-        )
+        settings = self.data, self.tokenizer, self.classes
+        return prepare(*settings, self.prepared, keep=keep, progress=False)
 
     def prepare_without(self, module: Any, stage: str) -> None:
         """Prepare until a stage, which fails."""

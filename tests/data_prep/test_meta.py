@@ -88,9 +88,8 @@ def test_files_of_one_name_are_distinguished(corpus: Corpus) -> None:
     second = requested(corpus)
     assert find_changes(first, second) == {"train": ["train: t.txt changed"]}
     corpus.data = replace(corpus.data, files=SplitFiles(train=["n2/t.txt", "n1/t.txt"]))
-    assert find_changes(second, requested(corpus)) == {
-        "train": ["train: order of the files changed"]
-    }
+    changes = find_changes(second, requested(corpus))
+    assert changes == {"train": ["train: order of the files changed"]}
 
 
 def test_a_file_of_the_training_split_and_another_is_reported(
@@ -140,8 +139,7 @@ def test_every_changed_figure_of_the_record_is_detected(corpus: Corpus) -> None:
 def test_every_setting_of_a_tokenizer_is_recorded(kind: Any, options: dict[str, Any]) -> None:
     base = TokenizerConfig(kind=kind, vocab_size=15)
     data, classes = DataConfig(), ClassesConfig()
-    before, after = (
-        requested_settings(data, settings, classes) for settings in (base, replace(base, **options))
-    )
+    both = (base, replace(base, **options))
+    before, after = (requested_settings(data, settings, classes) for settings in both)
     expected = [f"tokenizer.{key}: {getattr(base, key)} → {options[key]}" for key in options]
     assert setting_changes(before, after) == {"tokenizer": expected}

@@ -1,5 +1,6 @@
 """Independent sequences: what is read and what is predicted, from lines to a prepared folder."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from data_prep.settings import ClassesConfig, DataConfig, SplitFiles, TokenizerC
 from tests.data_prep.conftest import Corpus, write_table
 
 EOS, UNK = 0, 1
+ITEMS: dict[str, Any] = {"format": "csv", "sequences": "independent", "user_field": "user"}
+ITEMS |= {"time_field": None}
 
 
 @pytest.mark.parametrize("predict_eos", [False, True])
@@ -23,9 +26,8 @@ def test_unknown_items_are_left_out_and_counted_where_they_are_to_be_predicted(
     lines = [rng.integers(1, 5, size=rng.integers(7)) for _ in range(50)]
     num_known = np.array([rng.integers(len(line) + 1) for line in lines])
     tokens = np.concatenate([np.append(line, EOS) for line in lines]).astype(np.uint16)
-    found = find_sequences(
-        tokens, eos_id=EOS, unk_id=UNK, num_known=num_known, predict_eos=predict_eos
-    )
+    options: Any = {"num_known": num_known, "predict_eos": predict_eos}
+    found = find_sequences(tokens, eos_id=EOS, unk_id=UNK, **options)
     end = [EOS] * predict_eos
     for i, (line, known, read) in enumerate(zip(lines, num_known, found.lines(), strict=True)):
         assert read.tolist() == [*line[line != UNK].tolist(), *end]
@@ -34,9 +36,8 @@ def test_unknown_items_are_left_out_and_counted_where_they_are_to_be_predicted(
         assert found.num_predicted[i] == (line[known:] != UNK).sum() + predict_eos
     pairs = zip(found.lines(), found.num_known, strict=True)
     repeated = [[x in line[:at] for at, x in enumerate(line) if at >= n] for line, n in pairs]
-    assert found.repeated_share == pytest.approx(
-        np.mean([np.mean(each) for each in repeated if each])
-    )
+    shares = [np.mean(each) for each in repeated if each]
+    assert found.repeated_share == pytest.approx(np.mean(shares))
 
 
 def prepared(folder: Path, **lines: str) -> Prepared:
@@ -82,10 +83,8 @@ def test_a_damaged_record_of_known_items_is_made_again(tmp_path: Path) -> None:
 
 
 def test_events_of_new_validation_files_are_known_in_test(corpus: Corpus) -> None:
-    columns: dict[str, Any] = {"user_field": "user", "time_field": None, "sequences": "independent"}
-    files = SplitFiles(**{split: f"{split}.csv" for split in ("train", "valid", "test")})
-    corpus.classes = None
-    corpus.data = DataConfig(dir=str(corpus.folder), files=files, format="csv", **columns)
+    files = SplitFiles(train="train.csv", valid="valid.csv", test="test.csv")
+    corpus.data, corpus.classes = replace(corpus.data, files=files, **ITEMS), None
     for num_valid in (3, 4):
         for split, items in {"train": "ab", "valid": "abab"[:num_valid], "test": "ababa"}.items():
             rows = [{"user": "u", "item": item} for item in items]
@@ -106,20 +105,12 @@ def test_classes_of_items_come_from_files_of_items_as_their_table_has_them(
 ) -> None:
     items = ["Heat (1995)", "5 % off", "c", "d"]
     write_table(corpus.folder / "events.csv", [{"user": 1, "item": item} for item in items])
-    corpus.data = DataConfig(
-        dir=str(corpus.folder),
-        files=SplitFiles(train="events.csv"),
-        format="csv",
-        sequences="independent",
-        user_field="user",
-        time_field=None,
-    )
+    corpus.data = replace(corpus.data, files=SplitFiles(train="events.csv"), **ITEMS)
     corpus.write("map", "Heat (1995)\t1\nd\t1\nc\t-1\n5 % off\t-1\n")
     corpus.classes = classes
     prepared = corpus.prepare()
-    class_of = {
-        prepared.tokenizer().token(id): number for id, number in enumerate(prepared.word_class())
-    }
+    tokens = map(prepared.tokenizer().token, range(prepared.vocab_size))
+    class_of = dict(zip(tokens, prepared.word_class(), strict=True))
     assert class_of["Heat%20(1995)"] == class_of["d"] != class_of["c"]
     assert class_of["c"] == class_of["5%20%25%20off"]
     assert "speller.npz" not in corpus.written()

@@ -154,34 +154,26 @@ def test_json_is_exact_and_finite(tmp_path: Path) -> None:
         write_json_atomically(tmp_path / "x.json", float("nan"))
 
 
-def test_a_lock_is_held_by_one_and_its_file_stays(tmp_path: Path) -> None:
-    path = tmp_path / ".lock"
-    with (
-        locked(path, busy="it is taken"),
-        pytest.raises(UserError, match="it is taken"),
-        locked(path, busy="it is taken"),
-    ):
-        raise AssertionError("locked twice")
-    with locked(path, busy="it is taken"):
-        assert path.exists()
-    with pytest.raises(UserError, match=r"nothing cannot be written: No such file"):
-        locked(tmp_path / "nothing" / ".lock").__enter__()
-
-
-def test_a_lock_file_of_another_user_can_be_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_of_another_user", [False, True])
+def test_a_lock_is_held_by_one_and_its_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_of_another_user: bool
 ) -> None:
-    (tmp_path / ".lock").touch()
-    real = os.open
+    path, real = tmp_path / ".lock", os.open
 
     def refuse(path: Path, flags: int, *mode: int) -> int:
         if flags & os.O_RDWR:
             raise PermissionError(errno.EACCES, "Permission denied")
         return real(path, flags, *mode)
 
-    monkeypatch.setattr(os, "open", refuse)
-    with locked(tmp_path / ".lock"), pytest.raises(UserError, match="taken"):
-        locked(tmp_path / ".lock", busy="taken").__enter__()
+    if is_of_another_user:
+        path.touch()
+        monkeypatch.setattr(os, "open", refuse)
+    with locked(path), pytest.raises(UserError, match="it is taken"):
+        locked(path, busy="it is taken").__enter__()
+    with locked(path, busy="it is taken"):
+        assert path.exists()
+    with pytest.raises(UserError, match=r"nothing cannot be written: No such file"):
+        locked(tmp_path / "nothing" / ".lock").__enter__()
 
 
 def test_two_processes_write_one_file_at_once(

@@ -222,9 +222,8 @@ def equals_the_definition(way: Way, case: Case, inputs: list[Tensor], upstream: 
     """Errors are within twice those of plain PyTorch in the same dtype."""
     found = way.solve(case, inputs, upstream)
     truth = by_definition(case, inputs, upstream, torch.float64)
-    base = (
-        truth if case.dtype == torch.float64 else by_definition(case, inputs, upstream, case.dtype)
-    )
+    exact = case.dtype == torch.float64
+    base = truth if exact else by_definition(case, inputs, upstream, case.dtype)
     assert found[0].dtype == case.wide()
     assert not found[2][:, case.size :].any()
     slack = (8 if case.dtype in HALF else 64) * torch.finfo(case.dtype).eps
@@ -263,13 +262,10 @@ def depth_one_is_cross_entropy(way: Way, case: Case) -> None:
 
 
 def nothing_to_predict_costs_nothing(way: Way, case: Case) -> None:
-    inputs, _ = problem_of(case)
-    for hidden, target in (
-        (inputs[0], inputs[-1].clamp(max=-100)),
-        (inputs[0][:0], inputs[-1][:0]),
-    ):
+    (hidden, *tables, target), _ = problem_of(case)
+    for each, words in ((hidden, target.clamp(max=-100)), (hidden[:0], target[:0])):
         upstream = torch.ones((), dtype=case.wide(), device=case.device)
-        found = way.solve(case, [hidden, *inputs[1:-1], target], upstream, reduction="mean")
+        found = way.solve(case, [each, *tables, words], upstream, reduction="mean")
         assert not any(each.any() for each in found)
 
 
@@ -338,9 +334,8 @@ def gradients_of_a_small_loss_survive_half_precision(way: Way, case: Case) -> No
     """d nll = 1e-8 times an error is 0 in fp16, unless it is divided by its maximum."""
     inputs, upstream = problem_of(case)
     expected, found = (way.solve(case, inputs, upstream * scale)[2] for scale in (1, 1e-8))
-    torch.testing.assert_close(
-        found * 1e8, expected, rtol=0.01, atol=1e-3 * float(expected.abs().max())
-    )
+    near = 1e-3 * float(expected.abs().max())
+    torch.testing.assert_close(found * 1e8, expected, rtol=0.01, atol=near)
 
 
 LAWS: dict[Law, tuple[torch.dtype, torch.dtype | None]] = {

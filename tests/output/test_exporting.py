@@ -132,10 +132,8 @@ def test_onnx_has_the_functions_of_the_layer_for_any_batch(
     for package in ("onnx", "onnxscript") if dynamo else ("onnx",):
         pytest.importorskip(package)
     onnxruntime = pytest.importorskip("onnxruntime")
-    module, path = (
-        Called(HierarchicalSoftmax(H, TREES[shape]), METHODS[name]).eval(),
-        tmp_path / "x",
-    )
+    layer, path = HierarchicalSoftmax(H, TREES[shape]).eval(), tmp_path / "module.onnx"
+    module = Called(layer, METHODS[name])
     options: dict[str, Any] = {"dynamo": dynamo, "opset_version": 18, "verbose": False}
     batch = torch.export.Dim("batch")
     axes: dict[str, Any] = {"dynamic_shapes": ({0: batch}, {0: batch})}

@@ -90,7 +90,7 @@ def test_gradients_pass_gradcheck(way: Way) -> None:
 
 @pytest.mark.parametrize(
     ("way", "tree"),
-    [*product((WAYS[0], WAYS[2]), TREES), (WAYS[4], "shortlist"), (WAYS[4], "paths")],
+    [*product((WAYS[0], WAYS[2]), TREES), *product([WAYS[4]], ["shortlist", "paths"])],
     ids=str,
 )
 def test_terms_of_levels_are_those_of_the_definition(way: Way, tree: str) -> None:

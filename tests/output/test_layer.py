@@ -71,9 +71,8 @@ def test_nothing_depends_on_the_default_device_and_dtype(
             with torch.device(device):
                 found.append([method(layers[0], hidden, word) for method in METHODS.values()])
                 for layer in layers:
-                    optimizer = (RowAdagrad if layer.row_wise else torch.optim.SGD)(
-                        layer.parameters(), lr=0.1
-                    )
+                    kind: Any = RowAdagrad if layer.row_wise else torch.optim.SGD
+                    optimizer = kind(layer.parameters(), lr=0.1)
                     layer.loss(hidden, word).backward()  # type: ignore[no-untyped-call]
                     torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
                     optimizer.step()
@@ -153,45 +152,33 @@ def test_rows_by_column_are_read_slowly_with_a_warning() -> None:
     hidden, weight, bias, target = problem(TWO_LEVEL, 4, 3)
     plain = hierarchical_cross_entropy(hidden, weight, target, TWO_LEVEL, bias)
     by_column = weight.T.contiguous().T
-    with pytest.warns(
-        UserWarning, match=f"slowly on cpu.*gaps, got strides \\(1, {len(weight)}\\)"
-    ):
+    with pytest.warns(UserWarning, match=rf"slowly on cpu.*gaps, got strides \(1, {len(weight)}\)"):
         strided = hierarchical_cross_entropy(hidden, by_column, target, TWO_LEVEL, bias)
     torch.testing.assert_close(strided, plain, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "message"),
     [
-        ({"hidden": torch.zeros(5, H)}, ValueError, "hidden must be .* got .5, 6. and .6."),
-        ({"hidden": torch.zeros(6, H).long()}, ValueError, "floating point, got torch.int64"),
-        ({"hidden": torch.zeros(6, 0)}, ValueError, r"H ≥ 1, .* got torch.float32 \[6, 0\]"),
-        ({"weight": torch.zeros(28, H).long()}, ValueError, "floating point, got torch.int64"),
-        ({"bias": torch.zeros(28).int()}, ValueError, "floating point, got .* torch.int32"),
-        ({"weight": torch.zeros(3, H)}, ValueError, r"weight must be .* got \[3, 6\]"),
-        ({"bias": torch.zeros(3)}, ValueError, r"bias must be .* got \[3\]"),
-        (
-            {"weight": torch.zeros(28, H).double()},
-            ValueError,
-            "outside of autocast.*convert hidden",
-        ),
-        ({"hidden": [[0.0]]}, ValueError, "hidden must be a tensor, got list"),
-        ({"target": [0] * 6}, ValueError, "target must be a tensor, got list"),
-        ({"tree": None}, ValueError, "tree must be a ClassTree, .* got None"),
-        ({"target": torch.zeros(6)}, ValueError, "target must be int64, got torch.float32"),
-        ({"target": torch.full((6,), N)}, IndexError, "target 23 is out of bounds for 23 words"),
-        ({"target": torch.full((6,), -1)}, IndexError, "target -1 is out of bounds for 23 words"),
-        ({"reduction": "max"}, ValueError, "reduction must be mean, sum or none, got 'max'"),
-        (
-            {"backend": "cuda"},
-            ValueError,
-            "must be auto or one of compiled, reference, triton, got 'cuda'",
-        ),
+        ({"hidden": torch.zeros(5, H)}, "hidden must be .* got .5, 6. and .6."),
+        ({"hidden": torch.zeros(6, H).long()}, "floating point, got torch.int64"),
+        ({"hidden": torch.zeros(6, 0)}, r"H ≥ 1, .* got torch.float32 \[6, 0\]"),
+        ({"weight": torch.zeros(28, H).long()}, "floating point, got torch.int64"),
+        ({"bias": torch.zeros(28).int()}, "floating point, got .* torch.int32"),
+        ({"weight": torch.zeros(3, H)}, r"weight must be .* got \[3, 6\]"),
+        ({"bias": torch.zeros(3)}, r"bias must be .* got \[3\]"),
+        ({"weight": torch.zeros(28, H).double()}, "outside of autocast.*convert hidden"),
+        ({"hidden": [[0.0]]}, "hidden must be a tensor, got list"),
+        ({"target": [0] * 6}, "target must be a tensor, got list"),
+        ({"tree": None}, "tree must be a ClassTree, .* got None"),
+        ({"target": torch.zeros(6)}, "target must be int64, got torch.float32"),
+        ({"target": torch.full((6,), N)}, "target 23 is out of bounds for 23 words"),
+        ({"target": torch.full((6,), -1)}, "target -1 is out of bounds for 23 words"),
+        ({"reduction": "max"}, "reduction must be mean, sum or none, got 'max'"),
+        ({"backend": "cuda"}, "must be auto or one of compiled, reference, triton, got 'cuda'"),
     ],
 )
-def test_invalid_arguments_are_named(
-    change: dict[str, object], error: type[Exception], message: str
-) -> None:
+def test_invalid_arguments_are_named(change: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {
         "hidden": torch.zeros(6, H),
         "weight": torch.zeros(TWO_LEVEL.num_rows, H),
@@ -199,7 +186,7 @@ def test_invalid_arguments_are_named(
         "tree": TWO_LEVEL,
         "bias": torch.zeros(TWO_LEVEL.num_rows),
     }
-    with pytest.raises(error, match=message):
+    with pytest.raises(IndexError if "out of bounds" in message else ValueError, match=message):
         hierarchical_cross_entropy(**(arguments | change))  # type: ignore[arg-type]
 
 
@@ -228,9 +215,8 @@ def test_decoding_of_long_rows_is_that_of_their_first_numbers() -> None:
             *(log_prob, word),
             *(distribution.sample(*layer, sampling=each, seeds=seeds) for each in draws),
         ]
-        d_hidden, d_weight = torch.autograd.grad(
-            found[0].square().sum() + found[1].exp().sum(), (hidden, weight)
-        )
+        total = found[0].square().sum() + found[1].exp().sum()
+        d_hidden, d_weight = torch.autograd.grad(total, (hidden, weight))
         assert not d_weight[:, H:].any()
         results.append([*(each.detach() for each in found), d_hidden, d_weight[:, :H]])
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)

@@ -24,6 +24,7 @@ from .sharded.processes import in_processes
 
 OTHER = ClassTree.two_level((torch.arange(N) * 7 % 5).roll(1))
 """A tree of the sizes of `TWO_LEVEL`."""
+SAVED = dict(OTHER.named_buffers())
 
 
 def layer_of(tree: ClassTree, backend: BackendName = "auto") -> HierarchicalSoftmax:
@@ -72,9 +73,9 @@ def test_loaders_that_replace_every_buffer_leave_the_tree_as_it_is(
     shape: str, backend: BackendName, saved: str, fill: Callable[[Tensor], Tensor]
 ) -> None:
     layer = layer_of(TREES[shape], backend)
-    state: dict[str, Tensor] = (
-        layer.state_dict() if saved == "all" else {**dict(layer.named_parameters())}
-    )
+    state: dict[str, Tensor] = layer.state_dict()
+    if saved == "parameters":
+        state = dict(layer.named_parameters())
     loaded = from_pretrained(layer, state, fill)
     assert loaded.tree.path(N - 1) == layer.tree.path(N - 1)
     assert_same(loaded, figures(layer))
@@ -108,16 +109,14 @@ def test_the_arrays_of_another_tree_are_refused_however_they_are_loaded(
     layer = layer_of(TWO_LEVEL)
     CALLS[method](layer, HIDDEN, WORD)
     torch.compiler.reset()
-    for name, value in OTHER.named_buffers():
+    for name, value in SAVED.items():
         load(layer, name, value)
     for _ in range(2):
         with pytest.raises(REFUSED, match="the weights belong to another tree: row_of_word"):
             CALLS[method](layer, HIDDEN, WORD)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in TreeArrays._fields if name not in dict(OTHER.named_buffers())]
-)
+@pytest.mark.parametrize("name", [name for name in TreeArrays._fields if name not in SAVED])
 def test_writing_to_other_arrays_is_an_error(name: str) -> None:
     layer = layer_of(ClassTree.from_paths([[0, 0], [0, 1], [1]]))
     layer.loss(HIDDEN, WORD)

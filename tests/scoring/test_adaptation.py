@@ -137,13 +137,11 @@ def test_commands_adapt_with_what_the_validation_split_has_chosen(
         assert score["perplexity"] == pytest.approx(found[f"perplexity_{kind}"], rel=1e-5)
         changes = settings["weight"] < 0.99 if kind == "cache" else settings["lr"]
         assert (score["perplexity"] < both["perplexity"] - 0.01) or not changes
-    both = json.loads(
-        printed("evaluate", run, "--dynamic", "--json", f"--text={corpus / 'test.txt'}")
-    )
+    text = f"--text={corpus / 'test.txt'}"
+    both = json.loads(printed("evaluate", run, "--dynamic", "--json", text))
     assert both["adaptation"]["perplexity_cache"] is None
     (run / "adaptation.json").write_text(json.dumps(settings | {"weights_sha256": "other"}))
     monkeypatch.undo()
-    assert json.loads(printed("evaluate", run, "--cache", "--json"))["adaptation"][
-        "adaptation"
-    ] == (settings | {"lr": None})
+    both = json.loads(printed("evaluate", run, "--cache", "--json"))
+    assert both["adaptation"]["adaptation"] == settings | {"lr": None}
     assert TrainedRun(run, "cpu").description.weights_sha256 == settings["weights_sha256"]

@@ -76,10 +76,8 @@ def test_words_and_pieces_are_compared_in_bits_per_byte(
     assert (spaced["unit"], spaced["bits_per_byte"]) == ("nats/token", None)
     assert "run does not spell case or spaces" in complaint(*command, bytes_run)
     closed = [each for each in command if each != "--open-vocabulary"]
-    refusal = (
-        f"{bytes_run} has another tokenizer than {run}, so other tokens: add --open-vocabulary"
-    )
-    assert complaint(*closed, bytes_run) == refusal
+    refusal = f"{bytes_run} has another tokenizer than {run}"
+    assert complaint(*closed, bytes_run) == f"{refusal}, so other tokens: add --open-vocabulary"
 
 
 def test_comparisons_need_the_same_lines(

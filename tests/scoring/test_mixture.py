@@ -152,9 +152,8 @@ def test_probabilities_add_up_to_1_and_agree_in_all_methods(
         every[model.unk_id] *= model.unknown.num_unseen
         assert float(every.sum()) == pytest.approx(1, abs=1e-5)
         ids = [*range(model.vocab_size)]
-        assert model.candidate_log_prob(prefix, ids).tolist() == pytest.approx(
-            log_prob.tolist(), abs=1e-5
-        )
+        of_ids = model.candidate_log_prob(prefix, ids).tolist()
+        assert of_ids == pytest.approx(log_prob.tolist(), abs=1e-5)
         state = model.start(prefix)
         steps = model.step_many([state] * len(ids), ids)
         assert [step.log_prob for step in steps] == pytest.approx(log_prob.tolist(), abs=1e-5)

@@ -76,9 +76,8 @@ def edited(tmp_path: Path, *edits: tuple[str, str]) -> Path:
 )
 def test_heads_of_other_programs_are_read(edits: list[tuple[str, str]], tmp_path: Path) -> None:
     expected = ArpaScores(ArpaModel(edited(tmp_path)))(["a b d c"])[0]
-    assert ArpaScores(ArpaModel(edited(tmp_path, *edits)))(["a b d c"])[0].tolist() == (
-        expected.tolist()
-    )
+    found = ArpaScores(ArpaModel(edited(tmp_path, *edits)))(["a b d c"])[0]
+    assert found.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("base", [10, math.e])
@@ -162,10 +161,8 @@ class Definition:
         shares = [(count - self.discount(n, count)) / total for count in adjusted]
         if n > 1:
             occurs = [self.counts[n - 1][*history, word] for word in range(NUM_WORDS)]
-            shares = [
-                share if count > self.prune[n - 1] else 0.0
-                for share, count in zip(shares, occurs, strict=True)
-            ]
+            kept = [count > self.prune[n - 1] for count in occurs]
+            shares = [share * is_kept for share, is_kept in zip(shares, kept, strict=True)]
         rest = 1 - sum(shares)
         return [share + rest * p for share, p in zip(shares, lower, strict=True)]
 

@@ -127,9 +127,8 @@ def test_figures_equal_those_by_the_definitions(
 def test_perplexity_is_that_of_the_items_to_predict(backbone: str) -> None:
     model, sequences = make(backbone), some_sequences()
     counts = TextCounts(words=1, lines=1, utf8_bytes=1)
-    found = evaluate(
-        model, sequences.tokens, counts, eos_id=EOS, unk_id=UNK, context=6, sequences=sequences
-    )
+    options: Any = {"eos_id": EOS, "unk_id": UNK, "context": 6, "sequences": sequences}
+    found = evaluate(model, sequences.tokens, counts, **options)
     nll = [
         -math.log(distributions(model, line.tolist())[place, line[place]])
         for line, known in zip(sequences.lines(), sequences.num_known, strict=True)
@@ -212,9 +211,8 @@ def test_recommended_items_are_the_most_probable_ones(
         assert values["unknown"] == [item for item in items if item == "unheard of"]
         same = model.topk(known, 4, exclude=exclude)
         assert [item for item, _ in same] == names
-        assert [log_prob for _, log_prob in same] == pytest.approx(
-            best.values[:4].log().tolist(), rel=1e-4
-        )
+        values = best.values[:4].log().tolist()
+        assert [log_prob for _, log_prob in same] == pytest.approx(values, rel=1e-4)
     with pytest.warns(UserWarning, match=r"left out: \['unheard of'\]") as warned:
         without = model.topk(model.start(), 3, exclude=[names[0], "unheard of"])
     assert {Path(each.filename) for each in warned} == {Path(__file__)}
@@ -266,9 +264,8 @@ def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
         retired.write_text("\n".join(items))
         assert complaint("recommend", items_run, *files) == problem
     table = tmp_path / "events.csv"
-    assert complaint("recommend", items_run, f"--events={table}") == (
-        f"--events: there is no file {table}"
-    )
+    problem = f"--events: there is no file {table}"
+    assert complaint("recommend", items_run, f"--events={table}") == problem
     rows = [{"user": "u7", "item": item, "time": 1} for item in ("item 3", "Nope")]
     for name in ("a.parquet", "a.json"):
         write_table(tmp_path / name, rows)
@@ -307,9 +304,8 @@ def test_unknown_items_of_a_prompt_are_left_out(
     ]
     assert texts[0] == texts[1]
     assert texts[0].startswith('["item 3", "item 4", "item ')
-    assert caplog.messages == [
-        "items of the prompt that are not in the catalogue, left out: Nope 1"
-    ]
+    problem = "items of the prompt that are not in the catalogue, left out: Nope 1"
+    assert caplog.messages == [problem]
 
 
 def test_unknown_items_are_left_out_of_texts_that_are_scored_or_continued(

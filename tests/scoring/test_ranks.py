@@ -106,9 +106,8 @@ def test_users_are_drawn_and_the_time_is_announced(
     assert draws[0] == draws[1]
     counts = ("users", "predictions", "excluded", "step", "num_steps", "checkpoint")
     assert [draws[0][name] for name in counts] == [9, 9, "seen", 30, 30, None]
-    assert draws[0] == json.loads(
-        (items_run / "evaluate-test-ranking-seen-9-users.json").read_text()
-    )
+    path = items_run / "evaluate-test-ranking-seen-9-users.json"
+    assert draws[0] == json.loads(path.read_text())
     table = printed("evaluate", items_run, "--ranking", "--users=9")
     total = draws[0]["all_users"]
     assert table.startswith(
@@ -164,7 +163,7 @@ def test_scores_that_are_not_finite_are_refused(
             "evaluate",
             run,
             "--ranking",
-        ): r"run: [\d,]+ of [\d,]+ log-probabilities are not finite: weights",
+        ): r"run: [\d,]+ of [\d,]+ log-probabilities are not finite: we",
         ("evaluate", run): "run: the log-probability of the text is nan: weights",
         ("recommend", run, f"--history={tmp_path / 'users.txt'}"): "run: log-probabilities of pos",
     }.items():
@@ -183,9 +182,7 @@ def test_a_checkpoint_is_evaluated_in_place_of_the_model(
     run = shutil.copytree(items_run, tmp_path / "run")
     kept = evaluated(run, printed)
     weights = load_file(run / "model.safetensors")
-    changed = {
-        name: 0 * each if name == "output.weight" else each for name, each in weights.items()
-    }
+    changed = weights | {"output.weight": 0 * weights["output.weight"]}
     save_model(run, changed, read_description(run))
     last = run / "checkpoints" / "last.ckpt"
     for name in ("last", str(last)):

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,9 +76,8 @@ def test_tokens_have_the_log_prob_rank_and_entropy_of_the_definition_and_words_h
 
 def all_figures(scores: list[LineScore]) -> np.ndarray[Any, Any]:
     tokens = [score.tokens for score in scores]
-    return np.concatenate(
-        [np.stack(cast(Any, [each.log_prob, each.rank, each.entropy]), 1) for each in tokens]
-    )
+    columns: Any = [(each.log_prob, each.rank, each.entropy) for each in tokens]
+    return np.concatenate([np.stack(each, 1) for each in columns])
 
 
 @BACKBONES
@@ -169,9 +168,8 @@ def test_unseen_words_share_the_mass_of_unk() -> None:
 
 
 def test_a_word_without_a_token_of_its_own_has_no_id(pieces: SentencePieceTokenizer) -> None:
-    layout = Layout(
-        scorer=make("lstm", pieces), level="word", name="kenlm", unit="nats", has_ids=False
-    )
+    settings: Any = {"level": "word", "name": "kenlm", "unit": "nats", "has_ids": False}
+    layout = Layout(scorer=make("lstm", pieces), **settings)
     row = next(layout.rows(["\u2603\t\u2603 the"]))
     assert [unit.split()[0] for unit in row.split("\t")[:2]] == ["\u2603=0", "\u2603=0"]
 

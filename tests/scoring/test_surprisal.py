@@ -34,14 +34,12 @@ def test_rows_have_scores_and_counts_of_words_and_of_those_before(
     bits = np.concatenate([score.log_prob for score in scores]) / -math.log(2)
     is_nan = np.concatenate([score.is_oov for score in scores]) & (not options)
     whole = model.surprisal(LINES, eos=True)
-    assert whole["surprisal"].to_numpy() == pytest.approx(
-        np.where(is_nan, NAN, bits), rel=1e-9, nan_ok=True
-    )
+    expected: Any = pytest.approx(np.where(is_nan, NAN, bits), rel=1e-9, nan_ok=True)
+    assert whole["surprisal"].to_numpy() == expected
     assert whole["word"].tolist() == [w for line in LINES for w in [*line.split(), "<eos>"]]
     table = model.surprisal(LINES)
-    pandas.testing.assert_frame_equal(
-        table, whole[whole["word"] != "<eos>"].reset_index(drop=True), check_dtype=False
-    )
+    words = whole[whole["word"] != "<eos>"].reset_index(drop=True)
+    pandas.testing.assert_frame_equal(table, words, check_dtype=False)
     counts = Counter((corpus / "train.txt").read_text().split())
     total, types = counts.total(), len(counts) + 1  # with <unk>
     assert table["sentence"].tolist() == [1] * 6 + [3] * 3 + [4] * 2
@@ -79,9 +77,8 @@ def test_words_of_pieces_end_where_the_next_begins(of_pieces: LoadedModel) -> No
     begins = [piece[0] == "▁" or piece in ("</s>", "<eos>", "<unk>") for piece in pieces]
     assert 3 < sum(begins) < 100
     expected, log_boundary = np.zeros(len(words) + 1), list[float]()
-    for place, (id, unit) in enumerate(
-        zip([*ids, of_pieces.eos_id], [*word_of_id, 4], strict=True)
-    ):
+    units = zip([*ids, of_pieces.eos_id], [*word_of_id, 4], strict=True)
+    for place, (id, unit) in enumerate(units):
         log_prob = of_pieces.log_prob(ids[:place].tolist())
         expected[unit] += float(log_prob[id])
         if len(log_boundary) == unit:
@@ -132,9 +129,8 @@ def test_a_table_is_written_and_read_again(lstm_run: Path, tmp_path: Path) -> No
     table = lm.load(lstm_run).surprisal(LINES)
     table.to_csv(tmp_path / "surprisal.csv", index=False)
     numbers = [name for name in table if name != "word"]
-    found = pandas.read_csv(
-        tmp_path / "surprisal.csv", keep_default_na=False, na_values=dict.fromkeys(numbers, "")
-    )
+    options: Any = {"keep_default_na": False, "na_values": dict.fromkeys(numbers, "")}
+    found = pandas.read_csv(tmp_path / "surprisal.csv", **options)
     assert "NA" in set(found["word"])
     pandas.testing.assert_frame_equal(found, table)
     assert lm.load(lstm_run).surprisal([]).columns.tolist() == table.columns.tolist()

@@ -51,9 +51,8 @@ def test_the_check_fails_where_nothing_fits_and_in_ci_where_it_cannot_look(
 
 
 def test_the_readme_installs_the_torch_of_the_constraints() -> None:
-    (named,) = re.findall(
-        r"pip install .*(torch==\S+)", (installation.TOP / "README.md").read_text()
-    )
+    page = (installation.TOP / "README.md").read_text()
+    (named,) = re.findall(r"pip install .*(torch==\S+)", page)
     assert named in (installation.TOP / "constraints.txt").read_text().splitlines()
 
 
@@ -92,15 +91,11 @@ def test_trained_models_are_used_in_a_small_installation(
         "from lm.cli import main\nsys.exit(main(['evaluate', run, '--ranking']))"
     )
     runs = {lstm_run: "the old cat", pieces_run: "the old cat", items_run: "item%203 item%204"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *(str(part) for pair in runs.items() for part in pair)],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (
-        2,
-        "lm: this requires the package pyarrow",
-    )
+    arguments = [str(part) for pair in runs.items() for part in pair]
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, last) == (2, "lm: this requires the package pyarrow")
     for (run, text), line in zip(runs.items(), done.stdout.splitlines(), strict=True):
         assert float(line) == pytest.approx(lm.load(run).score([text])[0].total)
 

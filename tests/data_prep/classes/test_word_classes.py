@@ -41,14 +41,9 @@ def counts_of(tokens: NDArray[np.uint16], vocab_size: int) -> NDArray[np.int64]:
 
 def built(tokens: NDArray[np.uint16], vocab_size: int, **settings: Any) -> WordClass:
     """Classes of a text as preparation makes them."""
-    (word_class,) = build_class_levels(
-        counts_of(tokens, vocab_size),
-        ClassesConfig(**settings),
-        tokens=tokens,
-        words=list,
-        folder=Path(),
-        progress=False,
-    )
+    text: dict[str, Any] = {"tokens": tokens, "words": list, "folder": Path(), "progress": False}
+    counts = counts_of(tokens, vocab_size)
+    (word_class,) = build_class_levels(counts, ClassesConfig(**settings), **text)
     return np.asarray(word_class, np.int32)
 
 
@@ -120,9 +115,8 @@ def test_frequency_classes_have_equal_sums_of_sqrt_count_to_within_one_word() ->
 def test_the_same_seed_gives_the_same_classes_and_another_seed_others() -> None:
     tokens = zipf_tokens(60, 2_000)
     for method in ("random", "embedding"):
-        first, again, other = (
-            built(tokens, 60, method=method, num_word_classes=8, seed=seed) for seed in (1, 1, 2)
-        )
+        options: dict[str, Any] = {"method": method, "num_word_classes": 8}
+        first, again, other = (built(tokens, 60, seed=seed, **options) for seed in (1, 1, 2))
         assert np.array_equal(first, again)
         assert not np.array_equal(first, other)
 
@@ -285,6 +279,7 @@ def test_further_words_fill_the_smallest_classes() -> None:
 
 
 WORDS = ["<unk>", "a", "b", "c", "<eos>"]
+LOWER = [[-1, 1, 0, -1, -1], [-1, 0, -1, -1, -1]]
 
 
 def build(settings: ClassesConfig, folder: Path, words: Sequence[str] = WORDS) -> WordClass:
@@ -295,44 +290,31 @@ def build(settings: ClassesConfig, folder: Path, words: Sequence[str] = WORDS) -
 
 
 @pytest.mark.parametrize(
-    ("file_format", "text"),
+    ("file_format", "text", "lower"),
     [
-        ("mkcls", "b\t7\nz\t9\nc\t3\na\t7\n"),
-        ("mkcls", "b\t7\r\n\r\nc\t3\r\na\t7\r\nb\t7"),
-        ("mkcls", "\ufeffb\t7\nc\t3\na\t7\n"),
-        ("brown", "0110\tb\t12\n00\tc\t4\n0110\ta\t1\n"),
-        ("srilm", "X 0.5 b\nY 1 c\nX 0.5 a\n"),
-        ("srilm", "X b\nY c\nX a\n"),
-        ("mkcls", "b\tX\nc\tY\na\tX\n<unk>\tZ\n<eos>\tZ\n"),
+        ("mkcls", "b\t7\nz\t9\nc\t3\na\t7\n", []),
+        ("mkcls", "b\t7\r\n\r\nc\t3\r\na\t7\r\nb\t7", []),
+        ("mkcls", "\ufeffb\t7\nc\t3\na\t7\n", []),
+        ("mkcls", "b\tX\nc\tY\na\tX\n<unk>\tZ\n<eos>\tZ\n", []),
+        ("srilm", "X 0.5 b\nY 1 c\nX 0.5 a\n", []),
+        ("srilm", "X b\nY c\nX a\n", []),
+        ("brown", "0110\tb\t12\n00\tc\t4\n0110\ta\t1\n", []),
+        ("brown", "10\tb\t12\n0\tc\t4\n110\ta\t1\n", LOWER),
+        ("taxonomy", "b\tanimal/pet\nc\tfood\na\tanimal/farm/cow\nz\tx/y\n", LOWER),
     ],
 )
 def test_class_files_are_read_and_special_words_get_a_separate_class_if_they_lack_one(
-    tmp_path: Path, file_format: Any, text: str
+    tmp_path: Path, file_format: Any, text: str, lower: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """On each level of a file of paths, up to the depth."""
     (tmp_path / "map").write_bytes(text.encode())
     settings = ClassesConfig(method="file", file="map", file_format=file_format)
-    (word_class,) = build(settings, tmp_path)
-    assert word_class.tolist() == [2, 0, 0, 1, 2]
-    assert word_class.dtype == np.int32
-
-
-@pytest.mark.parametrize(
-    ("file_format", "text"),
-    [
-        ("brown", "10\tb\t12\n0\tc\t4\n110\ta\t1\n"),
-        ("taxonomy", "b\tanimal/pet\nc\tfood\na\tanimal/farm/cow\nz\tx/y\n"),
-    ],
-)
-def test_files_of_paths_have_a_class_on_each_level(
-    tmp_path: Path, file_format: Any, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "map").write_text(text)
-    settings = ClassesConfig(method="file", file="map", file_format=file_format, depth=9)
-    levels = [[2, 0, 0, 1, 2], [-1, 1, 0, -1, -1], [-1, 0, -1, -1, -1]]
-    assert build(settings, tmp_path).tolist() == levels
-    assert not caplog.text
-    assert build(replace(settings, depth=3), tmp_path).tolist() == levels[:2]
-    assert "2 of 3 levels of classes are used (classes.depth)" in caplog.text
+    levels = [[2, 0, 0, 1, 2], *lower]
+    found = build(replace(settings, depth=9 if lower else None), tmp_path)
+    assert (found.tolist(), str(found.dtype), caplog.text) == (levels, "int32", "")
+    if lower:
+        assert build(replace(settings, depth=3), tmp_path).tolist() == levels[:2]
+        assert "2 of 3 levels of classes are used (classes.depth)" in caplog.text
 
 
 def test_given_vectors_are_clustered_by_their_directions(

@@ -21,6 +21,7 @@ from data_prep.settings import DataConfig, SplitFiles
 from tests.data_prep.conftest import write_table
 
 Row = tuple[Any, Any, Any]
+FORMATS = ["csv", "json", "parquet"]
 EVENTS: list[Row] = [
     ("ann", 7, 30),
     ("bob", 1, 5),
@@ -74,7 +75,7 @@ LEAVE_ONE_OUT = {
 BY_TIME = {"train": ["3 5", "1"], "valid": ["3 5\t7 7"], "test": ["1\t2 3", "\t9"]}
 
 
-@pytest.mark.parametrize("format", ["csv", "json", "parquet"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_splits_by_the_last_items_and_by_time(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,12 +163,12 @@ def other(user: str, item: str, first_item: str = "a", first_user: str = "u") ->
         (EVENTS * 2, "8 of 16 .* repeat another: the same user, item and time; 16 of 16 .*"),
         (
             untimed([row for row in EVENTS for _ in "ab"]),
-            "8 of 16 .* the user and item of the row be.*",
+            "8 of 16 .* the user and item of the row .*",
         ),
         (SPACED, r"users .*: 1, as 'u1' and 'u1 '; items .*: 1, as 'a b' and 'a\\xa0 b'"),
         (
             other("u\u200b", "a"),
-            r"users .* by white space, invisible .* alone: 1, as 'u' and 'u\\u.*",
+            r"users .* by white space, invisible .* alone: 1, as 'u' and 'u\\u2.*",
         ),
         (other("\ufeffu", "a"), r"users .*: 1, as 'u' and '\\ufeffu'"),
         (other("u", "\u200ea"), r"items .*: 1, as 'a' and '\\u200ea'"),
@@ -192,9 +193,7 @@ def test_what_is_probably_wrong_is_counted_once(
 def test_random_ties_do_not_depend_on_the_order_of_the_rows(tmp_path: Path) -> None:
     random, found = np.random.default_rng(1), list[list[str]]()
     rows = [(f"u{a}", int(b), int(c)) for a, b, c in random.integers([5, 30, 4], size=(400, 3))]
-    for format, ties in zip(
-        ("csv", "json", "parquet", "csv"), ["random"] * 3 + ["rows"], strict=True
-    ):
+    for ties, format in zip(["random"] * 3 + ["rows"], [*FORMATS, "csv"], strict=True):
         data = write(tmp_path, format, [rows[i] for i in random.permutation(len(rows))])
         found.append(sorted(lines(data, split="leave_one_out", ties=ties)["test"]))
     assert found[0] == found[1] == found[2] != found[3]
@@ -203,9 +202,7 @@ def test_random_ties_do_not_depend_on_the_order_of_the_rows(tmp_path: Path) -> N
 
 
 KNOWN = " events of 2 users are known from data.files.train: they are not predicted"
-IN_BOTH = (
-    "test: 1 of 3 users are in data.files.train too: .*\n.* 2 events of them have the user and item"
-)
+IN_BOTH = "test: 1 of 3 users are in data.files.train too: .*\n.* 2 events of them have the user"
 
 
 @pytest.mark.parametrize(
@@ -264,12 +261,7 @@ BOTH = SplitFiles(train="old.csv", test="events.csv")
         ("json", [("u", 1, 1), (7, 1, 3)], {}, "column 'who': row 2 has 7, an earlier one 'u'"),
         ("csv", SHORT, {"files": BOTH}, r"test and data\.files\.train: the times of one are dates"),
         ("csv", "who,i,i,when\na,1,2,3\n", {"item_field": "i"}, "there are two columns 'i'"),
-        (
-            "csv",
-            SHORT,
-            {"item_field": "who"},
-            r"user_field and .*\.item_field are one column, 'who'",
-        ),
+        ("csv", SHORT, {"item_field": "who"}, r"user_field and .*_field are one column, 'who'"),
         ("csv", "u0,i0,17\nu1,i1,18\n", {}, "the first row looks like data: write one with"),
         ("csv", SHORT, {"item_field": "item"}, "has no column 'item', only 'who', 'what', 'when'"),
         ("parquet", EVENTS, {"item_field": "i"}, "has no column 'i', only 'who', 'what', 'when'"),

@@ -150,9 +150,7 @@ def test_a_folder_in_the_layout_of_the_hub_has_its_visible_files_as_splits(tmp_p
     with pytest.raises(UserError, match=r"has no split test \(it has train, validation\)"):
         list(read_lines(data, "test"))
     (tmp_path / f"{tmp_path.name}.py").touch()
-    with pytest.raises(
-        UserError, match=r"^data\.hub .* cannot be read: .*scripts are no longer su"
-    ):
+    with pytest.raises(UserError, match=r"^data\.hub .* cannot be read: .*scripts are no longer s"):
         splits(data)
 
 
@@ -225,9 +223,7 @@ def test_the_content_of_a_file_and_not_its_name_decides(
     assert (sample.lines, sample.num_bytes) == (["the cat", "sat é"], len(TEXT))
 
 
-@pytest.mark.parametrize(
-    "compress", [gzip.compress, bz2.compress, lzma.compress, zstandard.compress]
-)
+@pytest.mark.parametrize("compress", [COMPRESS[name] for name in ("gz", "bz2", "xz", "zst")])
 def test_streams_after_one_another_and_zeros_between_them_are_read(
     tmp_path: Path, compress: Callable[[bytes], bytes]
 ) -> None:
@@ -255,10 +251,7 @@ NOT_READ = {
     },
     "chinese.txt": ("天地\n人\n".encode("UTF-16LE"), "is in UTF-16LE: .*iconv -f UTF-16LE "),
     "chinese-be.txt": ("天地\n人\n".encode("UTF-16BE"), "is in UTF-16BE: .*iconv -f UTF-16BE "),
-    "japanese.txt": (
-        "ある日の暮方\n".encode("shift_jis"),
-        "line 1: invalid .* GB18030, SHIFT_JIS, WI",
-    ),
+    "shift.txt": ("ある日の暮方\n".encode("shift_jis"), "line 1: invalid .* GB18030, SHIFT_JIS, W"),
     "latin.txt": ("é\n".encode("latin-1"), "line 1: invalid .* iconv -f WINDOWS-1252 -t UTF-8 "),
     "gbk.txt": ("天地人\n".encode("gbk"), "line 1: invalid .* GB18030, SHIFT_JIS, WINDOWS-1251 or"),
     "damaged.txt": (b"\xc3\xa9t\xc3\n", "line 1: invalid .* UTF-8, so it is damaged$"),

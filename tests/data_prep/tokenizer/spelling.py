@@ -17,11 +17,9 @@ class Definition:
         self.order, types = order, list(types)
         num_types = Counter(letter for word in types for letter in set(word))
         self.alphabet = {letter for letter, number in num_types.items() if number > 1}
-        full = Counter(
-            tuple(symbols[end - order : end])
-            for symbols in map(self.symbols, types)
-            for end in range(order, len(symbols) + 1)
-        )
+        full = Counter[tuple[str, ...]]()
+        for symbols in map(self.symbols, types):
+            full.update(tuple(symbols[i : i + order]) for i in range(len(symbols) - order + 1))
         self.counts = [full]
         for _ in range(order - 1):
             self.counts.append(Counter(ngram[1:] for ngram in self.counts[-1]))

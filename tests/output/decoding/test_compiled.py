@@ -131,9 +131,8 @@ def test_loops_have_the_results_of_python(
     weight[1], bias[1] = weight[0], bias[0]  # equal probabilities
     layer = hidden, weight, tree, bias if node_cost == 1 else None
     expected = list(results(*layer))
-    for name, module in as_python(
-        "decoding.loops.search_loops", "decoding.loops.draw_loops"
-    ).items():
+    loops = as_python("decoding.loops.search_loops", "decoding.loops.draw_loops")
+    for name, module in loops.items():
         monkeypatch.setattr(package, name, module)
     with np.errstate(all="ignore"):
         assert list(results(*layer)) == expected

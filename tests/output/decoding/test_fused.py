@@ -33,11 +33,7 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("power", [0.6, 1.0, 2.5])
 @pytest.mark.parametrize(
     ("shape", "num_trials"),
-    [
-        *((shape, 16) for shape in ("full", "shortlist", "paths")),
-        ("two_level", 1),
-        ("huffman 3", 1),
-    ],
+    [("full", 16), ("shortlist", 16), ("paths", 16), ("two_level", 1), ("huffman 3", 1)],
 )
 def test_words_are_those_of_the_trials(
     shape: str, power: float, num_trials: int, monkeypatch: pytest.MonkeyPatch
@@ -48,9 +44,8 @@ def test_words_are_those_of_the_trials(
     seeds = torch.arange(6)
     excluded = tree.row_of_word[[0, 3, N // 2]] if power > 1 else tree.row_of_word[:0]
     positions = Positions(*layer, excluded=excluded if len(excluded) else None)
-    expected = [
-        trials((hidden[[p]], weight, tree, bias), p, power, excluded, num_trials) for p in range(6)
-    ]
+    each = [(hidden[[p]], weight, tree, bias) for p in range(6)]
+    expected = [trials(one, p, power, excluded, num_trials) for p, one in enumerate(each)]
     assert fused.launch_draws(positions, seeds, power).tolist() == expected
 
 

@@ -119,8 +119,8 @@ OTHERS: Options = {"excluded": (2, N - 1), "repetition_penalty": 1.4, "previous"
 @pytest.mark.parametrize(
     ("shape", "others"),
     [
-        *(("full", {}), ("shortlist", {}), ("paths", {})),
-        *(("shortlist", OTHERS), ("one word per class", OTHERS), ("huffman 3", OTHERS)),
+        *((shape, {}) for shape in ("full", "shortlist", "paths")),
+        *((shape, OTHERS) for shape in ("shortlist", "one word per class", "huffman 3")),
     ],
     ids=str,
 )
@@ -151,11 +151,10 @@ def test_words_to_draw_from_are_those_of_the_definition(
         if "top_p" in options
         else finder(positions).within_ratio(positions, power, options["min_p"])
     )
-    found = {
-        p: words[log_prob > -torch.inf].tolist()
-        for position, (log_probs, every) in sets
-        for p, log_prob, words in zip(position.tolist(), log_probs, every, strict=True)
-    }
+    found = {}
+    for position, (log_probs, every) in sets:
+        for p, log_prob, words in zip(position.tolist(), log_probs, every, strict=True):
+            found[p] = words[log_prob > -torch.inf].tolist()
     log_prob = word_log_prob(*layer)
     for p, each in enumerate(log_prob):
         probs = restricted(each, **options, **others)

@@ -69,9 +69,8 @@ def random_layer(
     tree = TREES[shape](num_words)
     generator = torch.Generator().manual_seed(0)
     sizes = ((num_positions, H), (tree.num_rows, H), (tree.num_rows,))
-    hidden, weight, bias = (
-        torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes
-    )
+    options: Any = {"generator": generator, "dtype": torch.float64}
+    hidden, weight, bias = (torch.randn(size, **options) for size in sizes)
     return hidden, weight * scale, tree, bias * scale
 
 

@@ -31,10 +31,6 @@ def stepped(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> list[Method]:
     return methods
 
 
-def by_name(methods: list[Method]) -> dict[str, Method]:
-    return {method.name: method for method in methods}
-
-
 def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(
     tmp_path: Path, run_benchmark: Run
 ) -> None:
@@ -68,7 +64,7 @@ def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(
 
 
 def test_methods_of_a_tree_have_its_loss_and_its_gradients(stepped: list[Method]) -> None:
-    methods = by_name(stepped)
+    methods = {method.name: method for method in stepped}
     for name, same in SAME_TREE.items():
         ours = methods[name]
         for peer in (methods[other] for other in same):
@@ -125,9 +121,8 @@ def test_a_method_that_does_not_fit_is_left_out_and_the_others_run(
 ) -> None:
     limit = process_bytes("VmData") + 300e6  # less than the logits, 400 MB
     monkeypatch.setattr(output_layer, "available_bytes", lambda device: limit)
-    options = parse(
-        output_layer, *TINY, "--positions", "1000", "--methods", "random", "full", "grouped"
-    )
+    names = ["random", "full", "grouped"]
+    options = parse(output_layer, *TINY, "--positions", "1000", "--methods", *names)
     ours, full, grouped = output_layer.measured((100_000, 4), Work(1e10, 1e11), options)
     assert (full["refused"], full["seconds_median"]) == ("does not fit into memory", None)
     assert ours["rounds"] == grouped["rounds"] == 1

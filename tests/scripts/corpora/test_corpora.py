@@ -190,10 +190,8 @@ def test_equal_arguments_give_equal_text_and_other_seeds_other_text(
         chosen = f"--out={tmp_path / name}", f"--seed={seed}"
         done = run_benchmark("scripts.corpora.synthetic", *options, *chosen)
         assert (done.returncode, done.stderr) == (0, "")
-    a, b, c = (
-        [(tmp_path / name / f"{split}.txt").read_text() for split in ("train", "valid", "test")]
-        for name in "abc"
-    )
+    names = ("train.txt", "valid.txt", "test.txt")
+    a, b, c = ([(tmp_path / each / name).read_text() for name in names] for each in "abc")
     assert a == b
     assert len({*a, *c}) == 6
     assert [len(line.split()) for line in a[0].splitlines()] == [20] * 50 + [7]

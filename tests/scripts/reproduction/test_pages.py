@@ -47,20 +47,13 @@ def test_the_last_row_of_a_log_with_the_same_names_counts(tmp_path: Path) -> Non
     rows = [("a", 1, 0.5), ("b", 1, 2.5), ("a", 2, 1.5), ("a", 1, 3.5), ("c", 9, 1), ("b", 2, None)]
     log = [{"method": m, "size": n, "ratio": r, "why": "memory"} for m, n, r in rows]
     (tmp_path / "oak.jsonl").write_text("\n".join(map(json.dumps, log)))
-    table = table_of_log(
-        tmp_path,
-        log="oak",
-        row="{method}",
-        row_titles={"b": "B", "z": "Z", "a": "A"},
-        column="N = {size}",
-        cell="{ratio:.2f}",
-        otherwise="{why}",
-    )
+    titles = {"b": "B", "z": "Z", "a": "A"}
+    where: Any = {"row": "{method}", "row_titles": titles, "column": "N = {size}"}
+    table = table_of_log(tmp_path, log="oak", **where, cell="{ratio:.2f}", otherwise="{why}")
     assert table.splitlines()[0] == "|  | N = 1 | N = 2 | N = 9 |"
     assert cells(table) == [["B", "2.50", "memory", "–"], ["A", "3.50", "1.50", "–"]]
     columns = {"method": "{method}", "ratio": "{ratio:.1f}"}
-    where = {"size": 1}
-    table = table_of_log(tmp_path, log="oak", where=where, key=["method"], columns=columns)
+    table = table_of_log(tmp_path, log="oak", where={"size": 1}, key=["method"], columns=columns)
     assert cells(table) == [["a", "3.5"], ["b", "2.5"]]
 
 
@@ -85,23 +78,13 @@ def test_speeds_are_relative_to_the_full_softmax_of_the_corpus() -> None:
     assert times in (TOP / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
-    """The figures that are saved, by the name of their file."""
-    found: dict[str, Figure] = {}
-
-    def note(self: Figure, path: Path, **options: int) -> None:
-        found[path.name] = self
-
-    monkeypatch.setattr(Figure, "savefig", note)
-    return found
-
-
 def test_every_line_of_the_figure_goes_from_left_to_right(
-    saved: dict[str, Figure], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
     draw_vocabularies(RESULTS, tmp_path / VOCABULARIES.name)
-    (figure,) = saved.values()
+    (figure,) = saved
     for line in [line for axes in figure.axes for line in axes.lines]:
         places, heights = (np.asarray(each, float) for each in line.get_data())
         assert len(places) > 1, line.get_label()
@@ -134,11 +117,9 @@ class Toy:
         self.options += [f"--runs={folder / 'runs'}", "--no-progress"]
 
     def show(self, *arguments: str) -> None:
-        """Run the command without a corpus."""
         main(["toy", *self.options, *arguments])
 
     def train(self, *arguments: str) -> None:
-        """Run the command with the corpus."""
         self.show(f"--data-dir={self.corpus}", *arguments)
 
     def log(self, row: str, seed: int) -> dict[str, Any]:
@@ -186,10 +167,8 @@ def test_a_check_trains_up_to_the_first_validation_and_compares_it_with_the_log(
     capsys.readouterr()
     toy.train("--seeds=1", "--check")
     same, changed = capsys.readouterr().out.splitlines()
-    assert (
-        same
-        == f"full softmax, seed 1: {expected:.2f} after 1 steps, equal to the log in every digit"
-    )
+    equal = f"{expected:.2f} after 1 steps, equal to the log in every digit"
+    assert same == f"full softmax, seed 1: {equal}"
     assert changed.endswith(f"{other:.2f} after 1 steps, 40.00 in the log ({other / 40 - 1:+.1%})")
     classes["curve"][0][0] = 7
     append_log(toy.logs / LOG, classes)
