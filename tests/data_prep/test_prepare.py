@@ -161,14 +161,12 @@ def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(
 @pytest.mark.parametrize(
     ("name", "redone"),
     [
-        ("train.npy", {"train.npy", "counts.npy", "classes.npy"}),
-        ("valid.npy", {"valid.npy"}),
-        ("counts.npy", {"train.npy", "counts.npy", "classes.npy"}),
-        ("classes.npy", {"classes.npy"}),
-        ("speller.npz", {"speller.npz"}),
-        ("vocab.txt", FILES),
-        ("tokenizer.json", FILES),
-        ("meta.json", FILES),
+        *(
+            (name, {"train.npy", "counts.npy", "classes.npy"})
+            for name in ("train.npy", "counts.npy")
+        ),
+        *((name, {name}) for name in ("valid.npy", "classes.npy", "speller.npz")),
+        *((name, FILES) for name in ("vocab.txt", "tokenizer.json", "meta.json")),
     ],
 )
 def test_a_damaged_or_missing_file_is_made_again(

@@ -165,6 +165,8 @@ def test_a_lock_is_held_by_one_and_its_file_stays(
             raise PermissionError(errno.EACCES, "Permission denied")
         return real(path, flags, *mode)
 
+    with pytest.raises(UserError, match=r"nothing cannot be written: No such file"):
+        locked(tmp_path / "nothing" / ".lock").__enter__()
     if is_of_another_user:
         path.touch()
         monkeypatch.setattr(os, "open", refuse)
@@ -172,8 +174,6 @@ def test_a_lock_is_held_by_one_and_its_file_stays(
         locked(path, busy="it is taken").__enter__()
     with locked(path, busy="it is taken"):
         assert path.exists()
-    with pytest.raises(UserError, match=r"nothing cannot be written: No such file"):
-        locked(tmp_path / "nothing" / ".lock").__enter__()
 
 
 def test_two_processes_write_one_file_at_once(

@@ -50,12 +50,9 @@ KERNELS: list[tuple[str, str, Case]] = [
     ("dense", "", Case(two_level(60, 8), 40, 32, FP16, rows=FP32)),
 ]
 WAYS = [
-    Way("reference", "dense", "blocks"),
-    Way("reference", "row-wise"),
-    Way("compiled"),
-    Way("compiled", "row-wise"),
-    Way("triton", "dense", SMALL),
-]
+    Way("reference", "dense", "blocks"), Way("reference", "row-wise"), Way("compiled"),
+    Way("compiled", "row-wise"), Way("triton", "dense", SMALL),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

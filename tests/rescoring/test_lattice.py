@@ -213,10 +213,8 @@ def test_scores_in_base_0_are_probabilities() -> None:
 @pytest.mark.parametrize(
     ("header", "id"),
     [
-        ("", "file"),
-        ("UTTERANCE=an4.01", "an4.01"),
-        ("U=data/one.mfc", "one"),
-        ('UTTERANCE="two.lat"', "two"),
+        *(("", "file"), ("UTTERANCE=an4.01", "an4.01")),
+        *(("U=data/one.mfc", "one"), ('UTTERANCE="two.lat"', "two")),
     ],
 )
 def test_the_header_of_an_slf_file_names_the_utterance(header: str, id: str) -> None:

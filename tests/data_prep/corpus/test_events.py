@@ -23,15 +23,9 @@ from tests.data_prep.conftest import write_table
 Row = tuple[Any, Any, Any]
 FORMATS = ["csv", "json", "parquet"]
 EVENTS: list[Row] = [
-    ("ann", 7, 30),
-    ("bob", 1, 5),
-    ("ann", 3, 10),
-    ("cy", 9, 40),
-    ("ann", 5, 10),
-    ("ann", 7, 20),
-    ("bob", 2, 50),
-    ("bob", 3, 50),
-]
+    ("ann", 7, 30), ("bob", 1, 5), ("ann", 3, 10), ("cy", 9, 40), ("ann", 5, 10), ("ann", 7, 20),
+    ("bob", 2, 50), ("bob", 3, 50),
+]  # fmt: skip
 """In order: ann 3 5 7 7, bob 1 2 3, cy 9; equal times keep the order of rows."""
 
 

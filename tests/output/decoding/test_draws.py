@@ -219,12 +219,7 @@ def test_log_probabilities_that_are_not_finite_raise_with_their_position(
 
 def test_seeds_are_the_published_sequence() -> None:
     """The first outputs for seed 1234567, as listed with Vigna's splitmix64.c."""
-    expected = [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    expected += [4593380528125082431, 16408922859458223821]
     seeds = derive_seeds(torch.tensor(1234567), torch.arange(5))
     assert [seed % (1 << 64) for seed in seeds.tolist()] == expected

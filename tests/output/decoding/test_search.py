@@ -113,6 +113,11 @@ def test_the_nucleus_of_a_peaked_distribution_opens_one_class() -> None:
     assert positions.num_opened == 3 * 2
 
 
+SETS: list[Options] = [
+    {"temperature": 0.5, "top_p": 0.6}, {"temperature": 1.0, "top_p": 0.93},
+    {"temperature": 1.7, "top_p": 0.9999}, {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 1.0, "min_p": 0.01}, {"temperature": 1.7, "min_p": 0.3},
+]  # fmt: skip
 OTHERS: Options = {"excluded": (2, N - 1), "repetition_penalty": 1.4, "previous": (1, 4, 9)}
 
 
@@ -124,18 +129,7 @@ OTHERS: Options = {"excluded": (2, N - 1), "repetition_penalty": 1.4, "previous"
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0.5, "top_p": 0.6},
-        {"temperature": 1.0, "top_p": 0.93},
-        {"temperature": 1.7, "top_p": 0.9999},
-        {"temperature": 1.0, "min_p": 1.0},
-        {"temperature": 1.0, "min_p": 0.01},
-        {"temperature": 1.7, "min_p": 0.3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", SETS, ids=str)
 def test_words_to_draw_from_are_those_of_the_definition(
     shape: str, options: Options, others: Options, mode: str
 ) -> None:

@@ -12,6 +12,8 @@ from lm.output import ClassTree, Sampling
 from lm.output.decoding import distribution, draws
 from lm.output.decoding.draws import Uniforms
 
+from ..definition import definition
+
 N, H, P = 23, 5, 6
 
 Layer = tuple[Tensor, Tensor, ClassTree, Tensor]
@@ -92,15 +94,8 @@ def converted(layer: Layer, dtype: torch.dtype) -> Layer:
 
 def word_log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor) -> Tensor:
     """Log-probabilities [P, N]: for each word the sum over its path, as defined."""
-    columns = []
-    for word in range(tree.vocab_size):
-        total = hidden.new_zeros(hidden.shape[0])
-        for node, row in tree.path(word):
-            first, width = int(tree.first_row[node]), int(tree.num_children[node])
-            logits = hidden @ weight[first : first + width].T + bias[first : first + width]
-            total = total + logits[:, row - first] - logits.logsumexp(1)
-        columns.append(total)
-    return torch.stack(columns, dim=1)
+    word = torch.arange(tree.vocab_size).expand(len(hidden), -1)
+    return -definition(hidden[:, None].expand(*word.shape, -1), weight, bias, word, tree)
 
 
 def node_log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor) -> Tensor:

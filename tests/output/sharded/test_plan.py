@@ -125,14 +125,6 @@ def test_processes_compute_and_send_what_is_planned() -> None:
 PLACEMENTS: tuple[PlacementName, ...] = ("word", "class")
 
 
-def _shares(rank: int, world_size: int, case: str) -> list[int]:
-    return {
-        "even": [7] * world_size,
-        "one without positions": [0, *range(4, 3 + world_size)],
-        "empty": [0] * world_size,
-    }[case]
-
-
 def _check(
     rank: int,
     world_size: int,
@@ -148,7 +140,8 @@ def _check(
     layer = ShardedSoftmax(H, TREES[tree], row_wise=row_wise, dtype=dtype, **options)
     for name, buffer in layer.named_buffers():  # loaders replace all others
         assert torch.equal(buffer, layer.state_dict()[name])
-    shares = _shares(rank, world_size, shares_of)
+    equal = {"even": [7] * world_size, "empty": [0] * world_size}
+    shares = equal.get(shares_of, [0, *range(4, 3 + world_size)])  # one without positions
     case = Case(TREES[tree], sum(shares), dtype=dtype, further=layer.weight.shape[1] - H)
     (hidden, *tables, target), upstream = problem_of(case)
     for parameter, table in zip(layer.parameters(), tables, strict=True):
