@@ -14,23 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep import storage
 from data_prep.errors import UserError
-from data_prep.storage import (
-    ArrayInfo,
-    locked,
-    make_folder,
-    map_array,
-    new_folder,
-    write_array,
-    write_atomically,
-    write_json_atomically,
-)
+from data_prep.storage import locked, map_array, new_folder, write_atomically
 
 
 @pytest.fixture
-def array(tmp_path: Path) -> tuple[Path, ArrayInfo]:
+def array(tmp_path: Path) -> tuple[Path, storage.ArrayInfo]:
     path = tmp_path / "x.npy"
-    return path, write_array(path, [np.arange(5), np.arange(0), np.arange(5, 300)], "uint16")
+    chunks = [np.arange(5), np.arange(0), np.arange(5, 300)]
+    return path, storage.write_array(path, chunks, "uint16")
 
 
 @settings(max_examples=30)
@@ -39,7 +32,7 @@ def test_chunks_come_back_as_one_array_that_numpy_reads(
     tmp_path_factory: pytest.TempPathFactory, chunks: list[list[int]]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "chunks.npy"
-    info = write_array(path, [np.array(chunk, np.int64) for chunk in chunks], "uint32")
+    info = storage.write_array(path, [np.array(chunk, np.int64) for chunk in chunks], "uint32")
     flat = [value for chunk in chunks for value in chunk]
     assert np.load(path).tolist() == map_array(path, info).tolist() == flat
     assert info.sha256 == hashlib.sha256(np.array(flat, "<u4").tobytes()).hexdigest()
@@ -48,7 +41,7 @@ def test_chunks_come_back_as_one_array_that_numpy_reads(
 
 
 def test_a_file_of_another_size_or_header_and_every_flipped_byte_are_refused(
-    array: tuple[Path, ArrayInfo],
+    array: tuple[Path, storage.ArrayInfo],
 ) -> None:
     path, info = array
     content = path.read_bytes()
@@ -66,7 +59,7 @@ def test_a_file_of_another_size_or_header_and_every_flipped_byte_are_refused(
             map_array(path, info, verify=True)
 
 
-def test_values_out_of_range_are_refused(array: tuple[Path, ArrayInfo]) -> None:
+def test_values_out_of_range_are_refused(array: tuple[Path, storage.ArrayInfo]) -> None:
     path, info = array
     map_array(path, info, verify=True, below=300)
     with pytest.raises(UserError, match=r"x\.npy holds the value 299: expected 0 to 298$"):
@@ -110,7 +103,7 @@ def test_a_new_folder_is_complete_or_absent(tmp_path: Path) -> None:
         pass
     message = "a/b/c cannot be written: .*text/a is a file, not a folder"
     with pytest.raises(UserError, match=message):
-        make_folder(path / "a" / "b" / "c")
+        storage.make_folder(path / "a" / "b" / "c")
 
 
 def test_a_new_folder_that_another_process_writes_is_an_error(tmp_path: Path) -> None:
@@ -148,10 +141,10 @@ def test_a_full_disk_leaves_no_new_folder(
 
 
 def test_json_is_exact_and_finite(tmp_path: Path) -> None:
-    write_json_atomically(tmp_path / "x.json", {"é": [1, 0.1]})
+    storage.write_json_atomically(tmp_path / "x.json", {"é": [1, 0.1]})
     assert (tmp_path / "x.json").read_text() == '{\n  "é": [\n    1,\n    0.1\n  ]\n}\n'
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json_atomically(tmp_path / "x.json", float("nan"))
+        storage.write_json_atomically(tmp_path / "x.json", float("nan"))
 
 
 @pytest.mark.parametrize("is_of_another_user", [False, True])
@@ -188,7 +181,7 @@ def test_two_processes_write_one_file_at_once(
         assert path.read_text() == "[\n  1\n]\n"
 
     monkeypatch.setattr(os, "fsync", another_process_writes)
-    write_json_atomically(path, [2])
+    storage.write_json_atomically(path, [2])
     assert path.read_text() == "[\n  2\n]\n"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -21,14 +21,7 @@ from lm.output.backends.triton.launch import instrumented
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 from lm.output.rowwise import RowGradient
 
-from .definition import (
-    SMALL_TILES,
-    H,
-    assert_errors_are_small,
-    definition,
-    two_level,
-    zipf_targets,
-)  # fmt: skip
+from .definition import SMALL_TILES, H, assert_errors_are_small, definition, two_level, zipf_targets
 
 Results = list[Tensor]
 """nll of every position, and the gradients of hidden, weight and perhaps bias."""

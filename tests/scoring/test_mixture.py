@@ -21,6 +21,7 @@ from lm.scoring.mixture import mixed, tuned_weight
 from lm.scoring.run_ngram import RunNGram
 from tests.scoring.arpa_files import NGrams, definition, write
 
+Printed = Callable[..., str]
 PREFIXES = ["", "the", "the old cat", "the zebra sees", "a dog sees the cat\nthe old"]
 
 
@@ -73,12 +74,7 @@ def mixed_model(folder: Path, **settings: Any) -> MixedModel:
 @pytest.mark.parametrize("kind", ["arpa", "ngram"])
 @pytest.mark.parametrize("name", ["lstm", "transformer"])
 def test_perplexities_are_those_of_the_definition(
-    name: str,
-    kind: str,
-    counted: dict[str, Path],
-    printed: Callable[..., str],
-    corpus: Path,
-    tmp_path: Path,
+    name: str, kind: str, counted: dict[str, Path], printed: Printed, corpus: Path, tmp_path: Path
 ) -> None:
     folder, run = counted[name], TrainedRun(counted[name], "cpu")
     words, ngram, how = words_of(run), RunNGram.open(run), "--ngram"
@@ -182,7 +178,7 @@ def test_probabilities_add_up_to_1_and_agree_in_all_methods(
 
 
 def test_the_mixture_is_that_of_the_commands(
-    counted: dict[str, Path], printed: Callable[..., str], tmp_path: Path
+    counted: dict[str, Path], printed: Printed, tmp_path: Path
 ) -> None:
     text, nbest = tmp_path / "text", tmp_path / "nbest"
     lines = ["the old cat sees a dog", "the the zebra"]
@@ -218,10 +214,7 @@ def test_what_a_mixture_has_not_is_refused(counted: dict[str, Path]) -> None:
 
 
 def test_files_are_refused_unless_they_belong_to_the_run(
-    counted: dict[str, Path],
-    tmp_path: Path,
-    complaint: Callable[..., str],
-    flip_bit: Callable[[Path], None],
+    counted: dict[str, Path], tmp_path: Path, complaint: Printed, flip_bit: Callable[[Path], None]
 ) -> None:
     good, number = (counted["lstm"] / "ngram.json").read_text(), 0
     content = json.loads(good)
@@ -242,11 +235,7 @@ def test_files_are_refused_unless_they_belong_to_the_run(
 
 
 def test_items_are_refused_and_pieces_are_not(
-    items_run: Path,
-    pieces_run: Path,
-    tmp_path: Path,
-    complaint: Callable[..., str],
-    printed: Callable[..., str],
+    items_run: Path, pieces_run: Path, tmp_path: Path, complaint: Printed, printed: Printed
 ) -> None:
     for command in (["ngram"], ["evaluate", "--ngram"]):
         assert "requires a text" in complaint(command[0], items_run, *command[1:])
@@ -265,7 +254,7 @@ def test_items_are_refused_and_pieces_are_not(
 
 
 def test_mistakes_are_single_lines(
-    lstm_run: Path, corpus: Path, tmp_path: Path, complaint: Callable[..., str]
+    lstm_run: Path, corpus: Path, tmp_path: Path, complaint: Printed
 ) -> None:
     path, text = tmp_path / "model.arpa", corpus / "test.txt"
     command = ["evaluate", lstm_run, "--text", text, "--mixture=0.5", "--arpa", path]

@@ -22,8 +22,10 @@ from lm.run import TrainedRun
 from lm.scoring import ranking
 from tests.scoring.test_ranking import EOS, UNK, N, make
 
+Printed = Callable[..., str]
 
-def evaluated(run: Path, printed: Callable[..., str], *options: str) -> dict[str, Any]:
+
+def evaluated(run: Path, printed: Printed, *options: str) -> dict[str, Any]:
     command = ("evaluate", run, "--ranking", "--json", "--k=3", *options)
     found: dict[str, Any] = json.loads(printed(*command))
     return found
@@ -31,7 +33,7 @@ def evaluated(run: Path, printed: Callable[..., str], *options: str) -> dict[str
 
 @pytest.mark.parametrize("exclude", ["nothing", "seen"])
 def test_figures_follow_from_ranks_and_from_all_log_probabilities(
-    exclude: str, items_run: Path, printed: Callable[..., str], tmp_path: Path
+    exclude: str, items_run: Path, printed: Printed, tmp_path: Path
 ) -> None:
     path = tmp_path / "ranks.parquet"
     values = evaluated(items_run, printed, f"--exclude={exclude}", f"--ranks={path}")
@@ -59,7 +61,7 @@ def test_figures_follow_from_ranks_and_from_all_log_probabilities(
 
 
 def test_only_a_table_of_ranks_is_replaced(
-    items_run: Path, printed: Callable[..., str], complaint: Callable[..., str], tmp_path: Path
+    items_run: Path, printed: Printed, complaint: Printed, tmp_path: Path
 ) -> None:
     path, command = tmp_path / "ranks.parquet", ("evaluate", items_run, "--ranking", "--users=2")
     for _ in range(2):
@@ -76,7 +78,7 @@ def test_only_a_table_of_ranks_is_replaced(
 
 
 def test_targets_outside_the_catalogue_alone_are_missed(
-    items_run: Path, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    items_run: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def lost(found: Sequences, num_users: int) -> Sequences:
         assert num_users == 1
@@ -96,7 +98,7 @@ def test_targets_outside_the_catalogue_alone_are_missed(
 
 def test_users_are_drawn_and_the_time_is_announced(
     items_run: Path,
-    printed: Callable[..., str],
+    printed: Printed,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -128,7 +130,7 @@ def test_users_are_drawn_and_the_time_is_announced(
 
 def test_repeats_in_training_decide_what_is_left_out(
     items_run: Path,
-    printed: Callable[..., str],
+    printed: Printed,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -151,7 +153,7 @@ def test_a_long_history_leaves_out_its_distinct_items() -> None:
 
 
 def test_scores_that_are_not_finite_are_refused(
-    items_run: Path, tmp_path: Path, complaint: Callable[..., str]
+    items_run: Path, tmp_path: Path, complaint: Printed
 ) -> None:
     run = shutil.copytree(items_run, tmp_path / "run")
     weights = load_file(run / "model.safetensors")
@@ -177,7 +179,7 @@ def test_scores_that_are_not_finite_are_refused(
 
 
 def test_a_checkpoint_is_evaluated_in_place_of_the_model(
-    items_run: Path, printed: Callable[..., str], tmp_path: Path
+    items_run: Path, printed: Printed, tmp_path: Path
 ) -> None:
     run = shutil.copytree(items_run, tmp_path / "run")
     kept = evaluated(run, printed)

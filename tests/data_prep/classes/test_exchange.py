@@ -47,19 +47,12 @@ def without_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("table_size", [1 << 16, 1])
-@pytest.mark.parametrize(
-    ("vocab_size", "num_word_classes", "capacity", "num_separate"),
-    [(14, 3, 14, 0), (23, 5, 7, 0), (23, 4, 9, 5)],
-)
+@pytest.mark.parametrize("sizes", [(14, 3, 14, 0), (23, 5, 7, 0), (23, 4, 9, 5)])
 def test_no_single_move_raises_the_objective_further(
-    vocab_size: int,
-    num_word_classes: int,
-    capacity: int,
-    num_separate: int,
-    table_size: int,
-    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[int, int, int, int], table_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Separate words stay and count as one class each."""
+    vocab_size, num_word_classes, capacity, num_separate = sizes
     monkeypatch.setattr(exchange_module, "TABLE_SIZE", table_size)
     tokens, counts = text(vocab_size, 900, seed=vocab_size)
     bigrams, start = count_bigrams(tokens, vocab_size), np.arange(vocab_size) % num_word_classes
@@ -76,12 +69,12 @@ def test_no_single_move_raises_the_objective_further(
     word_class = as_classes(found)
     end = objective(bigrams, counts, word_class)
     assert end > objective(bigrams, counts, as_classes(start))
-    sizes = np.bincount(word_class)[:num_word_classes]
-    assert num_separate or sizes.min() >= 1
-    assert sizes.max() <= capacity
+    members = np.bincount(word_class)[:num_word_classes]
+    assert num_separate or members.min() >= 1
+    assert members.max() <= capacity
     words = np.setdiff1d(np.flatnonzero(counts > 0), separate)
     for word, other in product(words, range(num_word_classes)):
-        if sizes[other] < capacity and sizes[word_class[word]] > 1:
+        if members[other] < capacity and members[word_class[word]] > 1:
             moved = word_class.copy()
             moved[word] = other
             assert objective(bigrams, counts, moved) <= end + 1e-6

@@ -200,7 +200,7 @@ IN_BOTH = "test: 1 of 3 users are in data.files.train too: .*\n.* 2 events of th
 
 
 @pytest.mark.parametrize(
-    ("time_field", "train", "valid", "test", "problem"),
+    "case",
     [  # numbers of rows of EVENTS in the files of train and valid; all are in that of test
         ("when", [2, 4, 1], [2, 4, 1, 5, 6], ["3 5 7\t7", "1 2\t3", "9"], f"test: 3{KNOWN}"),
         (None, [0, 2, 1], [1, 6], ["7 3\t5 7", "1 2\t3", "9"], f"test: 3{KNOWN}"),
@@ -211,14 +211,9 @@ IN_BOTH = "test: 1 of 3 users are in data.files.train too: .*\n.* 2 events of th
     ],
 )
 def test_events_of_earlier_files_are_known(
-    time_field: str | None,
-    train: list[int],
-    valid: list[int],
-    test: list[str],
-    problem: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    case: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    time_field, train, valid, test, problem = case
     data, files = write(tmp_path, "csv", EVENTS), {"test": "events.csv"}
     for name, rows in {"train": train, "valid": valid}.items():
         if rows:

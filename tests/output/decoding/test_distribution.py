@@ -11,19 +11,8 @@ from lm.output.backends import BACKENDS, nodes
 from lm.output.decoding import compiled, distribution, draws, search
 from lm.output.decoding.distribution import candidate_log_prob, log_prob, topk
 
-from ..definition import TWO_LEVEL, layer_of, problem
-from .truth import (
-    OPTIONS,
-    H,
-    N,
-    P,
-    both_ways,
-    converted,
-    draw_many,
-    random_layer,
-    sample,
-    word_log_prob,
-)
+from ..definition import TWO_LEVEL, N, layer_of, problem
+from .truth import OPTIONS, H, P, converted, draw_many, random_layer, sample, ways, word_log_prob
 
 FP32 = torch.float32
 
@@ -57,7 +46,7 @@ def test_half_precision_log_prob_equals_fp32_with_rounded_weights(
         torch.testing.assert_close(rounded.float(), exact, rtol=2**-8, atol=1e-5)
 
 
-@both_ways
+@ways
 @pytest.mark.parametrize(
     ("dtype", "of_bias"),
     [(FP32, FP32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float64)],
@@ -82,7 +71,7 @@ def test_rows_are_summed_in_fp32_or_the_precision_of_the_bias(
     assert torch.equal(words, expected.indices[:, :1].expand(-1, 10))
 
 
-@both_ways
+@ways
 def test_autocast_changes_nothing() -> None:
     layer = converted(random_layer("two_level"), torch.float32)
     outside = (log_prob(*layer), *topk(*layer, k=4))
@@ -115,7 +104,7 @@ def test_a_compiled_model_decodes_as_an_eager_one() -> None:
             candidates(hidden, torch.full_like(word, wrong))
 
 
-@both_ways
+@ways
 def test_any_leading_shape_and_strides_give_the_same_words() -> None:
     hidden, weight, tree, bias = random_layer("balanced", num_positions=12)
     block = hidden.view(3, 4, H).transpose(0, 1)
@@ -133,7 +122,7 @@ def test_any_leading_shape_and_strides_give_the_same_words() -> None:
     assert sample(hidden[5], weight, tree, bias, temperature=0, **penalty) == best.word[1, 1, 1]
 
 
-@both_ways
+@ways
 def test_blocks_of_positions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = random_layer("two_level", num_positions=7)
     whole = topk(*layer, k=4)
@@ -150,7 +139,7 @@ def test_blocks_of_positions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         topk(*layer, k=4)
 
 
-@both_ways
+@ways
 def test_empty_batch_gives_no_words() -> None:
     _, weight, tree, bias = random_layer("two_level")
     hidden = torch.zeros(2, 0, H, dtype=torch.float64)
@@ -161,12 +150,25 @@ def test_empty_batch_gives_no_words() -> None:
         assert draw_many(layer, 0, **options).tolist() == [[], []]
 
 
-def test_k_is_an_integer_and_wrong_k_or_shapes_raise() -> None:
+TWICE = torch.tensor([[3, 3, 4, -1]]).expand(P, -1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"k": k}, f"k must be within 1 … {N} words, got {k}") for k in (0, N + 1, 2.5, "3")),
+        ({"k": N - 1, "excluded": TWICE}, f"k must be within 1 … {N - 2} words, got {N - 1}"),
+        ({"k": 1, "excluded": TWICE[1:]}, rf"excluded must be \[{P}, L\] int64, got"),
+        ({"k": 1, "excluded": N + 0 * TWICE}, f"excluded must be words 0 … {N - 1}, or -1"),
+    ],
+)
+def test_wrong_numbers_of_words_and_wrong_excluded_words_raise(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        topk(*random_layer("two_level"), **options)
+
+
+def test_k_is_an_integer_and_wrong_shapes_raise() -> None:
     hidden, weight, tree, bias = random_layer("full")
-    wrong: Any = (0, N + 1, 2.5, "3")
-    for k in wrong:
-        with pytest.raises(ValueError, match=f"k must be within 1 … {N} words, got {k}"):
-            topk(hidden, weight, tree, bias, k=k)
     best = topk(hidden, weight, tree, bias, k=2)
     assert torch.equal(topk(hidden, weight, tree, bias, k=torch.tensor(2)).word, best.word)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"R = 23 and W ≥ H = 5, got \[22, 5\]"):
@@ -207,21 +209,15 @@ def test_candidates_whose_hidden_vectors_would_not_fit_are_evaluated_node_by_nod
 
 
 @pytest.mark.parametrize("by_loss", [True, False])
-@pytest.mark.parametrize(
-    ("shape", "num_candidates"), [((), 40), ((3,), 1), ((2, 3), 0), ((2, 3), 40), ((0,), 40)]
-)
+@pytest.mark.parametrize("shape", [(40,), (3, 1), (2, 3, 0), (2, 3, 40), (0, 40)])
 def test_candidates_equal_the_full_distribution(
-    tree: ClassTree,
-    shape: tuple[int, ...],
-    num_candidates: int,
-    by_loss: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    tree: ClassTree, shape: tuple[int, ...], by_loss: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, with a bias, and node by node, without one."""
     monkeypatch.setattr(distribution, "_LOSS_DEVICES", {"cpu"} if by_loss else set())
-    hidden, weight, bias, _ = problem(tree, *shape)
+    hidden, weight, bias, _ = problem(tree, *shape[:-1])
     layer = layer_of(weight, tree, bias if by_loss else None)
-    word = torch.randint(N, (*shape, num_candidates))  # 40 of 23 words: some repeat
+    word = torch.randint(N, shape)  # 40 of 23 words: some repeat
     actual, expected = layer.candidate_log_prob(hidden, word), layer.log_prob(hidden)
     assert actual.shape == word.shape
     torch.testing.assert_close(actual, expected.gather(-1, word))

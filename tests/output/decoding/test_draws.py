@@ -13,23 +13,8 @@ from lm.output.decoding.distribution import finder
 from lm.output.decoding.draws import derive_seeds
 from lm.output.decoding.positions import Penalty, Positions
 
-from .truth import (
-    OPTIONS,
-    TREES,
-    H,
-    N,
-    Options,
-    P,
-    all_shapes,
-    assert_distributed,
-    both_ways,
-    draw_many,
-    flat_layer,
-    random_layer,
-    restricted,
-    sample,
-    word_log_prob,
-)  # fmt: skip
+from . import truth
+from .truth import H, Options, P, all_shapes, flat_layer, random_layer, sample, ways, word_log_prob
 
 PENALTY: Options = {"repetition_penalty": 1.5, "previous": [0, 2, 2, -1, 11, 22, *range(4, 9)]}
 REPEATED: Options = {"repetition_penalty": 1.1}
@@ -59,11 +44,11 @@ CASES = [
     for way, shapes in SHAPES.items()
     for is_own, table in ((False, DISTRIBUTIONS), (True, OWN))
     for options in table
-    for shape in (shapes if options else TREES)
+    for shape in (shapes if options else truth.TREES)
 ]
 
 
-@both_ways
+@ways
 @pytest.mark.parametrize(("way", "shape", "is_own", "options"), CASES, indirect=["way"], ids=str)
 def test_frequencies_match_the_full_distribution(
     shape: str, is_own: bool, options: Options, monkeypatch: pytest.MonkeyPatch
@@ -75,29 +60,29 @@ def test_frequencies_match_the_full_distribution(
         excluded = torch.tensor([[3, 3, int(full[0].argmax())], [0, 1, 11], [-1, -1, -1]])
         given["own_excluded"] = excluded[:, None].expand(-1, num, -1)
         left_out = [set(words) - {-1} for words in excluded.tolist()]
-    drawn = draw_many(layer, num, **given)
+    drawn = truth.draw_many(layer, num, **given)
     for words, log_prob, out in zip(drawn, full, left_out, strict=True):
-        assert_distributed(words, restricted(log_prob, **(options | {"excluded": out})))
+        truth.assert_distributed(words, truth.restricted(log_prob, **(options | {"excluded": out})))
 
 
-@both_ways
+@ways
 def test_excluded_words_are_not_drawn_at_any_temperature() -> None:
     layer = random_layer("two_level", num_positions=1)
     num_words = word_log_prob(*layer).shape[1]
     penalty: Options = {"repetition_penalty": 1e300, "previous": range(num_words)}
     restrictions: tuple[Options, ...] = ({}, {"min_p": 0.5}, penalty)
     for options in restrictions:
-        (drawn,) = draw_many(layer, 2000, temperature=1e300, excluded=(0, 1), **options)
+        (drawn,) = truth.draw_many(layer, 2000, temperature=1e300, excluded=(0, 1), **options)
         assert drawn.unique().tolist() == list(range(2, num_words))
 
 
-@both_ways
+@ways
 @pytest.mark.parametrize("num_words", [2, 23, 100])
 @pytest.mark.parametrize("top_p", [1e-9, 0.305])
 def test_the_nucleus_of_equal_words_is_the_first_of_them(num_words: int, top_p: float) -> None:
     layer = flat_layer(ClassTree.two_level(num_words=num_words), P)
     log_prob = word_log_prob(*layer)[0]
-    possible = restricted(log_prob, top_p=top_p, min_p=0.5).nonzero().flatten().tolist()
+    possible = truth.restricted(log_prob, top_p=top_p, min_p=0.5).nonzero().flatten().tolist()
     words = sample(*layer, top_p=top_p, min_p=0.5, seeds=torch.arange(P))
     assert set(words.tolist()) <= set(possible)
 
@@ -112,7 +97,7 @@ def test_options_are_any_real_numbers(temperature: Any) -> None:
         assert torch.equal(sample(*layer, seeds=seeds, **given), expected)
 
 
-@both_ways
+@ways
 @all_shapes
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
 def test_temperatures_near_zero_give_the_most_probable_word(shape: str, options: Options) -> None:
@@ -122,7 +107,7 @@ def test_temperatures_near_zero_give_the_most_probable_word(shape: str, options:
         assert torch.equal(sample(*layer, temperature=temperature, **options), expected)
 
 
-@both_ways
+@ways
 @all_shapes
 def test_temperature_one_opens_only_the_path_of_the_word(shape: str) -> None:
     layer = random_layer(shape)
@@ -131,7 +116,7 @@ def test_temperature_one_opens_only_the_path_of_the_word(shape: str) -> None:
     assert positions.num_opened == sum(len(layer[2].path(word)) for word in words.tolist())
 
 
-@both_ways
+@ways
 def test_penalty_of_all_words_of_a_sure_class_is_exact_and_ends() -> None:
     """All the probability is in words that the penalty makes improbable."""
     layer = flat_layer(ClassTree.two_level(torch.arange(40) // 20), 3000, {0: 30.0})
@@ -140,8 +125,8 @@ def test_penalty_of_all_words_of_a_sure_class_is_exact_and_ends() -> None:
     words = finder(positions).draw_words(positions, torch.arange(3000), 1.0)
     # The root, class 0 at most once without success, class 1.
     assert positions.num_opened <= 3000 * 3
-    full = word_log_prob(*layer)[0]
-    assert_distributed(words, restricted(full, repetition_penalty=50.0, previous=range(20)))
+    penalty: Options = {"repetition_penalty": 50.0, "previous": range(20)}
+    truth.assert_distributed(words, truth.restricted(word_log_prob(*layer)[0], **penalty))
 
 
 def test_penalty_opens_no_node_for_the_previous_words() -> None:
@@ -153,8 +138,8 @@ def test_penalty_opens_no_node_for_the_previous_words() -> None:
     assert positions.num_opened == 50 * 2
 
 
-@both_ways
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@ways
+@pytest.mark.parametrize("options", truth.OPTIONS, ids=str)
 def test_word_of_a_position_depends_on_its_seed_and_not_on_other_positions(
     options: Options,
 ) -> None:
@@ -190,10 +175,7 @@ def test_word_of_a_position_depends_on_its_seed_and_not_on_other_positions(
             REPEATED | {"previous": torch.zeros(2, 3).long()},
             r"be \[6, L\] int64, got \[2, 3\] ",
         ),
-        (
-            REPEATED | {"previous": torch.full((P, 1), N)},
-            f"previous must be words 0 … {N - 1}, ",
-        ),
+        (REPEATED | {"previous": torch.full((P, 1), 23)}, "previous must be words 0 … 22, or -1"),
         ({"seeds": torch.arange(P), "generator": torch.Generator()}, "expected one of the two"),
         ({"generator": 3}, "generator must be a torch.Generator, got 3"),
         ({"seeds": torch.zeros(P)}, r"seeds must be \[6\] int64, got \[6\] torch.float32"),
@@ -204,9 +186,9 @@ def test_options_out_of_range_raise(options: Options, message: str) -> None:
         sample(*random_layer("full"), **options)
 
 
-@both_ways
+@ways
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("options", [*OPTIONS, {"top_p": 0.9, "min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("options", [*truth.OPTIONS, {"top_p": 0.9, "min_p": 0.1}], ids=str)
 def test_log_probabilities_that_are_not_finite_raise_with_their_position(
     value: float, options: Options
 ) -> None:

@@ -1,5 +1,7 @@
 """The kernel draws words by trials, here in the interpreter; and what they leave."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,16 +11,7 @@ from lm.output.backends.triton.tile_shapes import Tile
 from lm.output.decoding import compiled, draws, fused
 from lm.output.decoding.positions import Penalty, Positions
 
-from .truth import (
-    N,
-    Options,
-    assert_distributed,
-    random_layer,
-    restricted,
-    sample,
-    trials,
-    word_log_prob,
-)
+from .truth import N, assert_distributed, random_layer, restricted, sample, trials, word_log_prob
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +51,7 @@ def test_words_of_positions_that_are_left_follow_the_distribution(
     words = torch.tensor([trials(layer, s, 1 / temperature, rows, 1) for s in range(num)])
     assert 0.1 < float((words < 0).float().mean()) < 0.9
     monkeypatch.setattr(fused, "launch_draws", lambda positions, seeds, power: words.clone())
-    options: Options = {"temperature": temperature, "excluded": excluded}
+    options: dict[str, Any] = {"temperature": temperature, "excluded": excluded}
     many = hidden.expand(num, -1), weight, tree, bias
     drawn = sample(*many, seeds=torch.arange(num), **options)
     assert torch.equal(drawn[words >= 0], words[words >= 0])

@@ -61,7 +61,7 @@ TREES: dict[str, Callable[[int], ClassTree]] = {
 SIGNIFICANCE = 1e-5
 """Significance of one test of about 500: one of them fails for half a percent of seeds."""
 all_shapes = pytest.mark.parametrize("shape", TREES)
-both_ways = pytest.mark.usefixtures("way")
+ways = pytest.mark.usefixtures("way")
 
 
 def random_layer(
