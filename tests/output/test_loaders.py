@@ -231,12 +231,9 @@ def _check_wrapped(rank: int, world_size: int) -> None:
         local = cast(DTensor, parameter.detach()).to_local()
         first = rank * -(-TWO_LEVEL.num_rows // world_size)
         local.copy_(whole.state_dict()[name][first:][: len(local)])
-    with pytest.raises(ValueError, match="register_fsdp_forward_method"):
-        layer.loss(hidden, target)
-    with pytest.raises(ValueError, match="register_fsdp_forward_method"):
-        layer.topk(hidden, 1)
-    with pytest.raises(ValueError, match="register_fsdp_forward_method"):
-        layer.embed(target)
+    for call in (METHODS["loss"], METHODS["topk"], lambda *_: layer.embed(target)):
+        with pytest.raises(ValueError, match="register_fsdp_forward_method"):
+            call(layer, hidden, target)
     torch.testing.assert_close(layer(hidden, target).loss, expected)
     fsdp.register_fsdp_forward_method(layer, "loss")
     torch.testing.assert_close(layer.loss(hidden, target), expected)

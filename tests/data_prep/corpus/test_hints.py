@@ -220,7 +220,7 @@ def test_documents_stay_whole_if_the_splits_have_useful_sizes(tmp_path: Path) ->
         assert split(tmp_path, documents)[0] == "lines"
 
 
-def test_large_texts_are_sampled_from_beginning_to_end(
+def test_large_texts_are_sampled_from_beginning_to_end_and_their_size_is_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(split_module, "SAMPLE_BYTES", 1600)
@@ -232,12 +232,6 @@ def test_large_texts_are_sampled_from_beginning_to_end(
     assert int(sample.lines[-1].split()[1]) > 9980
     assert 0.008 < sample.share < 1600 / 120_000
     assert sample.num_bytes == 120_000
-
-
-def test_the_size_of_a_large_compressed_text_is_exact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(split_module, "SAMPLE_BYTES", 1600)
     path = tmp_path / "text.txt.gz"
     path.write_bytes(gzip.compress(b"the same line\n" * 10_000))
     assert path.stat().st_size < 1600

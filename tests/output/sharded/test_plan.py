@@ -23,6 +23,7 @@ from ..laws import Case, by_definition, problem_of
 from .processes import columns_per_process, in_processes
 
 NUM_POSITIONS = 100
+FEW = ClassTree.two_level([0, 0])
 
 
 def streams(tree: ClassTree, tokens: Tensor, num_positions: int) -> Iterator[tuple[str, Tensor]]:
@@ -248,23 +249,16 @@ def test_by_word_rows_are_dealt_evenly(tree: ClassTree, world_size: int) -> None
     assert max(held) - min(held) <= 1
 
 
-def test_a_process_may_have_no_rows() -> None:
-    tree = ClassTree.two_level([0, 0])
-    whole, plan = torch.arange(tree.num_rows), Plan.by_class(tree, 4)
-    held = [plan.dealt(tree, rank).held(whole).tolist() for rank in range(4)]
-    assert held.count([]) == 2
-    assert sorted(row for rows in held for row in rows) == whole.tolist()
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("tree", [*TREES.values(), FEW], ids=[*TREES, "few"])
 def test_by_class_each_row_has_one_process(tree: ClassTree, world_size: int) -> None:
-    """A table is the same after it was dealt and gathered again."""
-    plan = Plan.by_class(tree, world_size, torch.arange(N) + 1)
+    """A table is the same after it was dealt and gathered again; a process may have no rows."""
+    plan = Plan.by_class(tree, world_size, None if tree is FEW else torch.arange(N) + 1)
     dealt = [plan.dealt(tree, rank) for rank in range(world_size)]
     rows = torch.cat([each.held(torch.arange(tree.num_rows)) for each in dealt])
     assert torch.equal(rows.sort().values, torch.arange(tree.num_rows))
     assert [each.num_held for each in dealt] == [len(each.held(rows)) for each in dealt]
+    assert tree is not FEW or [each.num_held for each in dealt].count(0) == max(0, world_size - 2)
 
 
 TREE = ClassTree.two_level(num_words=250_000)
