@@ -17,7 +17,7 @@ from lm.output.decoding.distribution import topk
 from lm.output.decoding.search import TopK
 
 from ..as_python import as_python
-from .truth import OPTIONS, Layer, N, Options, P, random_layer, sample
+from .truth import OPTIONS, N, Options, P, random_layer, sample
 
 WAYS: list[Options] = [
     {}, {"top_k": 30}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9},
@@ -31,23 +31,17 @@ TREES = {
 }
 
 
-def large_layer(shape: str) -> Layer:
-    """Hidden vectors from flat to peaked."""
-    tree = TREES[shape]
-    hidden, weight = (torch.randn(num, 8, dtype=torch.float64) for num in (12, tree.num_rows))
-    scale = torch.logspace(-1, 1, 12, dtype=torch.float64)[:, None]
-    return scale * hidden, weight, tree, torch.zeros(tree.num_rows, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("node_cost", [1, 1 << 40])
 def test_draws_are_those_of_the_reference(
     shape: str, options: Options, node_cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes are opened by probability or in the order of their rows."""
+    """Nodes are opened by probability or in the order of their rows; from flat to peaked."""
     monkeypatch.setattr(compiled, "NODE_COST", node_cost)
-    layer = large_layer(shape)
+    tree, scale = TREES[shape], torch.logspace(-1, 1, 12, dtype=torch.float64)[:, None]
+    hidden, weight = (torch.randn(num, 8, dtype=torch.float64) for num in (12, tree.num_rows))
+    layer = scale * hidden, weight, tree, torch.zeros(tree.num_rows, dtype=torch.float64)
     words = sample(*layer, seeds=torch.arange(12), **options)
     monkeypatch.setattr(compiled, "is_usable", lambda _: False)
     assert torch.equal(words, sample(*layer, seeds=torch.arange(12), **options))

@@ -11,16 +11,8 @@ from lm.output.decoding import compiled, search
 from lm.output.decoding.distribution import finder, topk
 from lm.output.decoding.positions import Penalty, Positions
 
-from .truth import (
-    N,
-    P,
-    all_shapes,
-    flat_layer,
-    node_log_prob,
-    random_layer,
-    restricted,
-    word_log_prob,
-)
+from . import truth
+from .truth import N, P, all_shapes, flat_layer, node_log_prob, random_layer, word_log_prob
 
 MODES: dict[str, dict[str, float]] = {
     "operations": {},
@@ -140,7 +132,7 @@ def test_words_to_draw_from_are_those_of_the_definition(
             found[p] = words[log_prob > -torch.inf].tolist()
     log_prob = word_log_prob(*layer)
     for p, each in enumerate(log_prob):
-        probs = restricted(each, **options, **others)
+        probs = truth.restricted(each, **options, **others)
         assert found[p] == probs.argsort(descending=True)[: int((probs > 0).sum())].tolist()
     if "min_p" in options and mode == "node by node" and not others:
         cut = log_prob.amax(1, keepdim=True) + math.log(options["min_p"]) / power
