@@ -70,10 +70,8 @@ def corpus(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Corpus:
     return Corpus(tmp_path)
 
 
-def trained_pieces(
-    lines: Iterable[str], vocab_size: int, **settings: Any
-) -> SentencePieceTokenizer:
-    config = TokenizerConfig(kind="sentencepiece", vocab_size=vocab_size, **settings)
+def trained_pieces(lines: Iterable[str], size: int, **settings: Any) -> SentencePieceTokenizer:
+    config = TokenizerConfig(kind="sentencepiece", vocab_size=size, **settings)
     return SentencePieceTokenizer(train_sentencepiece(lines, config))
 
 

@@ -85,9 +85,7 @@ def test_files_of_one_name_are_distinguished(corpus: Corpus) -> None:
     assert changes == {"train": ["train: order of the files changed"]}
 
 
-def test_a_file_of_the_training_split_and_another_is_reported(
-    corpus: Corpus, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_of_two_splits_is_reported(corpus: Corpus, caplog: pytest.LogCaptureFixture) -> None:
     corpus.data = replace(corpus.data, files=SplitFiles(train="train.txt", test="train.txt"))
     requested(corpus)
     assert "test: train.txt is in the training split as well" in caplog.messages

@@ -30,9 +30,7 @@ def test_sentencepiece_is_prepared_the_same_way(corpus: Corpus) -> None:
     assert corpus.rewritten() == set()
 
 
-def test_the_same_again_writes_nothing_wherever_the_corpus_is(
-    corpus: Corpus, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_same_corpus_is_up_to_date(corpus: Corpus, caplog: pytest.LogCaptureFixture) -> None:
     corpus.prepare()
     assert corpus.rewritten() == set()
     assert caplog.messages[-1] == f"{corpus.prepared} is up to date"
@@ -112,9 +110,7 @@ def test_classes_that_are_not_needed_survive_a_change_of_another_split(corpus: C
     assert corpus.rewritten() == {"classes.npy"}
 
 
-def test_an_interrupted_class_stage_leaves_a_folder_that_is_complete_without_classes(
-    corpus: Corpus,
-) -> None:
+def test_an_interrupted_class_stage_leaves_all_but_classes(corpus: Corpus) -> None:
     corpus.prepare_without(word_classes, "build_class_levels")
     method, corpus.classes = corpus.classes, None
     assert corpus.rewritten() == set()
@@ -169,9 +165,7 @@ def test_a_dataset_on_the_hub_is_opened_only_to_be_prepared(
         *((name, FILES) for name in ("vocab.txt", "tokenizer.json", "meta.json")),
     ],
 )
-def test_a_damaged_or_missing_file_is_made_again(
-    corpus: Corpus, name: str, redone: set[str]
-) -> None:
+def test_a_damaged_or_missing_file_is_remade(corpus: Corpus, name: str, redone: set[str]) -> None:
     prepared = corpus.prepare()
     tokens, classes = prepared.tokens("train").tolist(), prepared.word_class().tolist()
     path = corpus.prepared / name
@@ -195,9 +189,7 @@ def test_an_intact_tokenizer_of_another_text_is_made_again(corpus: Corpus) -> No
 
 
 @pytest.mark.parametrize("stage", ["save_tokenizer", "encode_split", "build_class_levels"])
-def test_an_interrupted_preparation_continues_and_cannot_be_opened_before(
-    corpus: Corpus, stage: str
-) -> None:
+def test_an_interrupted_preparation_continues_before_it_opens(corpus: Corpus, stage: str) -> None:
     corpus.prepare()
     corpus.write("train.txt", "another text\n")
     module = word_classes if stage == "build_class_levels" else prepare_module
@@ -240,9 +232,7 @@ def test_a_mistake_in_a_class_file_leaves_the_tokens_and_earlier_classes(corpus:
     assert open_prepared(corpus.prepared).word_class().tolist() == classes
 
 
-def test_what_makes_figures_misleading_is_warned_of(
-    corpus: Corpus, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_misleading_figures_are_warned_of(corpus: Corpus, caplog: pytest.LogCaptureFixture) -> None:
     lines = [f"<s> the {word} sat </s>\n" for word in ("cat", "dog", "cow")]
     corpus.write("train.txt", "".join(lines * 9))
     corpus.write("valid.txt", "".join([*lines, "<s> a new line </s>\n"]))
@@ -289,9 +279,7 @@ def test_a_prepared_folder_opens_with_what_was_prepared(prepared: Prepared) -> N
         ("tokenizer.json", Prepared.tokenizer),
     ],
 )
-def test_damaged_files_are_refused_by_name(
-    prepared: Prepared, name: str, read: Callable[[Prepared], object]
-) -> None:
+def test_damaged_files_are_refused_by_name(prepared: Prepared, name: str, read: Any) -> None:
     path = prepared.folder / name
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     with pytest.raises(UserError, match=rf"{name} is (damaged: its SHA-256|not the tokenizer)"):
@@ -314,9 +302,7 @@ def test_damaged_files_are_refused_by_name(
         (b'"length": 7', b'"length": 6', r"is damaged: an array has not one value for each word"),
     ],
 )
-def test_a_damaged_record_is_refused(
-    prepared: Prepared, old: bytes, new: bytes, message: str
-) -> None:
+def test_a_bad_record_is_refused(prepared: Prepared, old: bytes, new: bytes, message: str) -> None:
     path = prepared.folder / "meta.json"
     checksum = f'"checksum": "{open_prepared(prepared.folder).meta.checksum}"'.encode()
     replaced(path, checksum, b'"checksum": ""')  # as in folders of earlier versions

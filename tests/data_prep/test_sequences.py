@@ -19,9 +19,7 @@ ITEMS |= {"time_field": None}
 
 
 @pytest.mark.parametrize("predict_eos", [False, True])
-def test_unknown_items_are_left_out_and_counted_where_they_are_to_be_predicted(
-    predict_eos: bool,
-) -> None:
+def test_unknown_items_are_left_out_and_counted_where_they_are_predicted(predict_eos: bool) -> None:
     rng = np.random.default_rng(5)
     lines = [rng.integers(1, 5, size=rng.integers(7)) for _ in range(50)]
     num_known = np.array([rng.integers(len(line) + 1) for line in lines])

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from unittest.mock import Mock
 
 import numpy as np
@@ -40,9 +40,7 @@ def test_chunks_come_back_as_one_array_that_numpy_reads(
     assert not mapped.size or not mapped.flags.writeable
 
 
-def test_a_file_of_another_size_or_header_and_every_flipped_byte_are_refused(
-    array: tuple[Path, storage.ArrayInfo],
-) -> None:
+def test_a_file_of_another_size_or_header_and_every_flipped_byte_are_refused(array: Any) -> None:
     path, info = array
     content = path.read_bytes()
     for damaged in (content[:-1], content[:-500], content + b"\0"):
@@ -117,9 +115,7 @@ def test_a_new_folder_that_another_process_writes_is_an_error(tmp_path: Path) ->
     assert [each.name for each in (tmp_path / "text").iterdir()] == ["a"]
 
 
-def test_a_file_that_cannot_be_written_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"nowhere/file cannot be written: No such file or direc"):
         write_atomically(tmp_path / "nowhere" / "file", Mock())
     refused = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
@@ -169,9 +165,7 @@ def test_a_lock_is_held_by_one_and_its_file_stays(
         assert path.exists()
 
 
-def test_two_processes_write_one_file_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, fsync = tmp_path / "x.json", os.fsync
     code = "import sys; from data_prep.storage import *; write_json_atomically(sys.argv[1], [1])"
 
@@ -230,9 +224,7 @@ def test_the_longest_names_of_files_can_be_written(tmp_path: Path, name: str, sh
     assert (tmp_path / "folder" / name).is_dir()
 
 
-def test_what_a_killed_process_left_of_a_shared_file_is_deleted_after_an_hour(
-    tmp_path: Path,
-) -> None:
+def test_what_a_killed_process_left_of_a_file_is_deleted_after_an_hour(tmp_path: Path) -> None:
     old, new, other = (tmp_path / name for name in (".a.1.tmp", ".a.2.tmp", ".b.1.tmp"))
     for path in (old, new, other):
         path.touch()

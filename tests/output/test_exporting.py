@@ -99,9 +99,7 @@ def test_what_depends_on_values_is_refused(name: str, way: Callable[[Called], An
         way(module)
 
 
-def test_loops_are_compiled_with_functions_that_are_pythons_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_loops_are_compiled_with_pythons_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.export` replaces some by others, which numba does not know."""
     found = []
 
@@ -126,9 +124,7 @@ def test_gradients_that_were_not_exported_are_refused() -> None:
     ("shape", "dynamo"),
     [("shortlist", False), ("huffman", False), ("full", False), ("shortlist", True)],
 )
-def test_onnx_has_the_functions_of_the_layer_for_any_batch(
-    shape: str, name: str, dynamo: bool, tmp_path: Path
-) -> None:
+def test_onnx_has_the_layers_functions(shape: str, name: str, dynamo: bool, tmp_path: Path) -> None:
     for package in ("onnx", "onnxscript") if dynamo else ("onnx",):
         pytest.importorskip(package)
     onnxruntime = pytest.importorskip("onnxruntime")

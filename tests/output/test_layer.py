@@ -54,9 +54,7 @@ def test_a_layer_on_the_meta_device_computes_shapes() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "compiled"], indirect=True)
-def test_nothing_depends_on_the_default_device_and_dtype(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_device_and_dtype_are_unused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Methods; a step of training with dense gradients, and one with those of rows."""
     if backend == "reference":
         monkeypatch.setattr(compiled, "has_numba", lambda: False)

@@ -151,9 +151,7 @@ def on_meta(tree: ClassTree) -> HierarchicalSoftmax:
         lambda layer: torch.inference_mode()(copy.deepcopy)(layer),
     ],
 )
-def test_copies_have_the_same_tree(
-    copied: Callable[[HierarchicalSoftmax], HierarchicalSoftmax],
-) -> None:
+def test_copies_have_the_same_tree(copied: Callable[..., HierarchicalSoftmax]) -> None:
     layer = layer_of(TREES["huffman"])
     expected = figures(layer)
     assert_same(copied(layer), expected)
@@ -190,9 +188,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("row_wise", [False, True])
-def test_averages_of_buffers_leave_input_vectors_and_what_is_saved_as_they_are(
-    row_wise: bool,
-) -> None:
+def test_averages_of_buffers_leave_input_vectors_and_what_is_saved_alone(row_wise: bool) -> None:
     model, words = Tied(row_wise), torch.arange(N)
     vectors = model.output.weight[model.output.tree.row_of_word[words], :H]
     assert torch.equal(model.output.embed(words[None]), vectors[None])

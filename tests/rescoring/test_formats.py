@@ -48,15 +48,11 @@ def read(folder: Path, text: str, references: str = "", non_words: str | None = 
         ("u-10 w3\nu-1 w1\nu-2 w2\n", ["w1", "w2", "w3"]),  # as `sort` may leave them
     ],
 )
-def test_words_are_those_that_the_format_says(
-    text: str, expected: list[str], tmp_path: Path
-) -> None:
+def test_words_are_those_of_the_format(text: str, expected: list[str], tmp_path: Path) -> None:
     assert read(tmp_path, text).nbest.texts == expected
 
 
-def test_an_utterance_with_numbers_alone_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_numbers_alone_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = read(tmp_path, "u\n0 1 w1 1,2\n1\n\nv\n0 1 101 1,2\n1\n")
     assert found.nbest.texts == ["w1", "101"]
     assert "the words of utterance v are numbers alone" in caplog.text
@@ -142,9 +138,7 @@ def test_other_files_than_references_are_refused_with_a_command_that_converts_th
     assert read_references(str(tmp_path / "new")) == {"u1": ["w1", "w2"], "u2": ["w3"]}
 
 
-def test_references_without_hypotheses_are_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unused_references_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = read(tmp_path, "u1\tw1 w2\n", "u1 w1 w2\nu2 w3\n")
     assert "1 of 2 references have no hypotheses" in caplog.text
     assert found.errors is not None

@@ -133,9 +133,7 @@ def best_of_all(
 
 
 @pytest.mark.parametrize("name", ["lstm_run", "transformer_run", "both"])
-def test_a_large_beam_finds_the_best_of_all_paths(
-    name: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_a_large_beam_is_exact(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     arpa = ArpaScores(ArpaModel(write(tmp_path / "model.arpa", THE_CAT, 2)), 1000)
     has_two = name == "both"
     run: Path = request.getfixturevalue("lstm_run" if has_two else name)

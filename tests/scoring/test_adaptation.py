@@ -30,9 +30,7 @@ def cached(hidden: Tensor, words: Tensor, t: int, word: int) -> float:
 
 
 @pytest.mark.parametrize("sizes", [[13], [1, 5, 7], [1] * 13])
-def test_a_cache_has_the_probabilities_of_the_definition(
-    sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_equals_the_definition(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptation, "SCORES_AT_ONCE", 40)
     hidden, words = torch.randn(13, 6), torch.randint(3, (13,))
     cache = Cache(WINDOW, [1.0, THETA])
@@ -64,9 +62,7 @@ def dynamic(model: LanguageModel, parts: list[Any], lr: float, context: int = 6)
 
 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])
-def test_a_model_learns_from_each_segment_after_it_is_predicted(
-    backbone: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_are_learned_afterwards(backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradient descent of the whole model, segment by segment, and no token sees later ones."""
     monkeypatch.setattr(adaptation, "SEGMENT", 3)
     tree = ClassTree.two_level(torch.arange(20) % 5)

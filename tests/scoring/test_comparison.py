@@ -19,9 +19,7 @@ from tests.conftest import OTHER_LETTERS, PIECES_WITH_BYTES
 Printed = Callable[..., str]
 
 
-def test_differences_are_those_of_both_evaluations(
-    lstm_run: Path, transformer_run: Path, printed: Printed
-) -> None:
+def test_differences_of_both_runs(lstm_run: Path, transformer_run: Path, printed: Printed) -> None:
     values = []
     for run, *others in ((lstm_run, transformer_run, lstm_run), (transformer_run,)):
         options = ["--compare", *others] if others else []
@@ -95,9 +93,7 @@ def test_comparisons_need_the_same_lines(
     assert main(["evaluate", str(run), f"--text={tmp_path / 'text'}", *options, str(dropping)]) == 0
 
 
-def test_a_text_of_few_lines_has_no_interval(
-    lstm_run: Path, tmp_path: Path, printed: Printed
-) -> None:
+def test_few_lines_have_no_interval(lstm_run: Path, tmp_path: Path, printed: Printed) -> None:
     text = tmp_path / "text"
     for num_lines, interval in ((19, "not known: fewer than 20 lines"), (20, "+0.0000 … +0.0000")):
         text.write_text("it was\n" * num_lines)

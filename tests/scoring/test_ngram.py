@@ -189,9 +189,7 @@ def test_probabilities_are_those_of_the_definition_and_add_up_to_1(
 
 
 @pytest.mark.parametrize("prune", [[], [0, 0, 1]])
-def test_loops_as_python_have_equal_results(
-    prune: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loops_as_python_are_equal(prune: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     text = joined(lines(30))
     expected = estimate(text, NUM_WORDS, EOS, 4, prune)
     values, contexts = expected.read(text)

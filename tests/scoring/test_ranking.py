@@ -86,7 +86,7 @@ def by_hand(scores: Callable[..., Any], sequences: Sequences, exclude: str) -> d
 
 
 def predicted(
-    model: LanguageModel, sequences: Sequences, exclude: Any, way: ranking.Ranker | None = None
+    model: LanguageModel, sequences: Sequences, exclude: Any, way: Any = None
 ) -> Predictions:
     ways = [way or ranking.rank_by_model(model, [EOS, UNK])]
     (found,) = ranking.predict(model, sequences, ways, eos_id=EOS, ks=KS, exclude=exclude)
@@ -95,9 +95,7 @@ def predicted(
 
 @pytest.mark.parametrize("way", ["lstm", "transformer", "popularity", "last item"])
 @pytest.mark.parametrize("exclude", ["nothing", "seen"])
-def test_figures_equal_those_by_the_definitions(
-    way: str, exclude: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_as_defined(way: str, exclude: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sequences = make(way if way == "transformer" else "lstm"), some_sequences()
     scores, ranker = partial(distributions, model), None
     if way in ("popularity", "last item"):
@@ -140,9 +138,7 @@ def test_perplexity_is_that_of_the_items_to_predict(backbone: str) -> None:
     assert found.unit == "item"
 
 
-def test_sequences_without_an_item_of_the_catalogue_are_not_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sequences_without_a_known_item_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "BATCH_TOKENS", 4)
     tokens = np.array([*[UNK, EOS] * 9, 5, EOS])
     sequences = find_sequences(tokens, eos_id=EOS, unk_id=UNK)
@@ -230,9 +226,7 @@ def test_recommended_items_are_the_most_probable_ones(
         model.start(b"a")
 
 
-def test_classes_show_items_as_their_table_has_them(
-    items_run: Path, printed: Callable[..., str]
-) -> None:
+def test_classes_show_items_as_in_their_table(items_run: Path, printed: Callable[..., str]) -> None:
     shown = printed("classes", items_run, "--words=9")
     assert '"item 3"' in shown
     assert "%20" not in shown

@@ -152,9 +152,7 @@ def test_a_long_history_leaves_out_its_distinct_items() -> None:
             assert sorted(excluded) == sorted({*line[:place].tolist()})
 
 
-def test_scores_that_are_not_finite_are_refused(
-    items_run: Path, tmp_path: Path, complaint: Printed
-) -> None:
+def test_nan_scores_are_refused(items_run: Path, tmp_path: Path, complaint: Printed) -> None:
     run = shutil.copytree(items_run, tmp_path / "run")
     weights = load_file(run / "model.safetensors")
     weights["output.weight"][3] = np.nan
@@ -178,9 +176,7 @@ def test_scores_that_are_not_finite_are_refused(
     assert complaint(*recommend).startswith(f"{file} is damaged")
 
 
-def test_a_checkpoint_is_evaluated_in_place_of_the_model(
-    items_run: Path, printed: Printed, tmp_path: Path
-) -> None:
+def test_checkpoints_replace_the_model(items_run: Path, printed: Printed, tmp_path: Path) -> None:
     run = shutil.copytree(items_run, tmp_path / "run")
     kept = evaluated(run, printed)
     weights = load_file(run / "model.safetensors")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
+from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, WordTokenizer
 from lm.model import reader
 from lm.output import ClassTree
 from lm.scoring import LineScore, Scorer
@@ -27,11 +27,7 @@ BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 
 
 def make(
-    backbone: str,
-    tokenizer: Tokenizer | None = None,
-    context: int = 6,
-    layers: int = 1,
-    **options: Any,
+    backbone: str, tokenizer: Any = None, context: int = 6, layers: int = 1, **options: Any
 ) -> Scorer:
     tokenizer = tokenizer or WordTokenizer(WORDS)
     tree = ClassTree.two_level(torch.arange(tokenizer.vocab_size) % 3)
@@ -209,9 +205,7 @@ def test_more_than_a_fifth_of_unknown_words_are_named() -> None:
         assert UnknownWords(KNOWN, texts).warning("hypotheses") is None
 
 
-def test_many_unknown_words_at_the_beginning_of_a_text_are_reported(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_many_unknown_words_of_first_lines_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     lines = ["THE cat"] * 300
     assert list(noted_words(KNOWN, lines, "a.txt")) == lines
     (message,) = caplog.messages

@@ -92,7 +92,7 @@ def test_a_class_of_separate_words_can_be_filled(monkeypatch: pytest.MonkeyPatch
         without_compilation(monkeypatch)
 
 
-def test_words_that_never_occur_stay_and_the_same_start_gives_the_same_end(
+def test_unseen_words_stay_and_equal_starts_end_equal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also without compilation."""

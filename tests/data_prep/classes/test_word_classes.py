@@ -122,9 +122,7 @@ def test_the_same_seed_gives_the_same_classes_and_another_seed_others() -> None:
 
 
 @pytest.mark.parametrize("passes", [0, embedding_module.REFINEMENT_PASSES])
-def test_embedding_recovers_the_classes_that_made_the_text(
-    monkeypatch: pytest.MonkeyPatch, passes: int
-) -> None:
+def test_embedding_recovers_planted_classes(monkeypatch: pytest.MonkeyPatch, passes: int) -> None:
     monkeypatch.setattr(embedding_module, "REFINEMENT_PASSES", passes)
     tokens, truth = planted_text(6, 15, 12_000)
     word_class = built(tokens, 90, method="embedding", num_word_classes=6, dimensions=10)
@@ -228,9 +226,7 @@ def test_a_line_makes_the_classes_of_a_configuration(method: Any) -> None:
 
 @pytest.mark.parametrize(("num_word_classes", "sizes"), [(27, [3, 9, 27]), (None, [3, 9, 29])])
 @pytest.mark.parametrize("method", METHODS)
-def test_each_level_has_classes_of_the_classes_below(
-    method: Any, num_word_classes: int | None, sizes: list[int]
-) -> None:
+def test_levels_have_classes_of_those_below(method: Any, num_word_classes: Any, sizes: Any) -> None:
     """They are made by the method from the text in which words are replaced by their classes."""
     tokens, _ = planted_text(6, 15, 3_000)
     levels = data_prep.class_levels(tokens, 90, num_word_classes, depth=4, method=method)
@@ -317,9 +313,7 @@ def test_class_files_are_read_and_special_words_get_a_separate_class_if_they_lac
         assert "2 of 3 levels of classes are used (classes.depth)" in caplog.text
 
 
-def test_given_vectors_are_clustered_by_their_directions(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_vectors_are_clustered_by_angle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = ["<unk>", "a b", "c", "d", "e", "<eos>"]
     lines = ["4 2", "a b\t3 0.1", "d\t-1e3 9", "c\t0.5 0", "z\t1 1", ""]
     (tmp_path / "vectors").write_text("\n".join(lines))

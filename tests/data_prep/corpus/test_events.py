@@ -210,9 +210,7 @@ IN_BOTH = "test: 1 of 3 users are in data.files.train too: .*\n.* 2 events of th
         ("when", [3, 2, 4, 5, 0, 1, 6], [7], [], f"test: 7{KNOWN.replace('2', '3')}"),
     ],
 )
-def test_events_of_earlier_files_are_known(
-    case: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_old_events_are_known(case: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     time_field, train, valid, test, problem = case
     data, files = write(tmp_path, "csv", EVENTS), {"test": "events.csv"}
     for name, rows in {"train": train, "valid": valid}.items():

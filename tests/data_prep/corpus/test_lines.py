@@ -159,9 +159,7 @@ def test_a_split_without_files_is_named() -> None:
         input_files(DataConfig(), "valid")
 
 
-def test_text_of_every_arrow_type_of_strings_is_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arrow_types_of_strings_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (pa.string(), pa.large_string(), pa.string_view()):
         parquet.write_table(pa.table({"text": pa.array(["a", "é"], kind)}), tmp_path / "a.parquet")
         assert read(tmp_path, "a.parquet", format="parquet") == ["a", "é"]

@@ -5,9 +5,7 @@ from collections.abc import Iterable
 from itertools import product
 
 OTHER, END = "\0", "\n"
-NUM_SCALARS = sum(
-    not chr(point).isspace() for point in range(0x110000) if not 0xD800 <= point < 0xE000
-)
+NUM_SCALARS = sum(not chr(i).isspace() for i in range(0x110000) if not 0xD800 <= i < 0xE000)
 
 
 class Definition:

@@ -53,9 +53,7 @@ def test_words_of_the_vocabulary_come_back_and_others_are_unknown() -> None:
     assert WordTokenizer(WORDS, lowercase=True).encode("The CAT <UNK>") == [2, 3, 1]
 
 
-def test_a_literal_mark_of_spaces_is_no_space(
-    pieces: SentencePieceTokenizer, byte_pieces: SentencePieceTokenizer
-) -> None:
+def test_a_literal_mark_of_spaces_is_no_space(pieces: Tokenizer, byte_pieces: Tokenizer) -> None:
     marks, spaces = "the ▁▁▂ cat▁", "the   ▂ cat "
     unknown = pieces.unk_id
     assert [id for id in pieces.encode(marks) if id == unknown] == [unknown] * 4
@@ -140,9 +138,7 @@ def test_the_text_unk_and_unknown_characters_are_one_piece(pieces: SentencePiece
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\n\r<")))
 @example("\u3000a\u3000b\u3000")
-def test_byte_fallback_restores_every_text_and_word(
-    byte_pieces: SentencePieceTokenizer, line: str
-) -> None:
+def test_byte_fallback_restores_every_text(byte_pieces: SentencePieceTokenizer, line: str) -> None:
     ids = byte_pieces.encode(line)
     assert byte_pieces.unk_id not in ids
     assert byte_pieces.decode([*ids, byte_pieces.eos_id, *ids]) == f"{line}\n{line}"
@@ -154,9 +150,7 @@ def test_byte_fallback_restores_every_text_and_word(
         assert spelled.split() == [word]
 
 
-def test_a_stream_holds_bytes_until_the_character_is_complete(
-    byte_pieces: SentencePieceTokenizer,
-) -> None:
+def test_streams_hold_bytes_until_they_are_a_character(byte_pieces: SentencePieceTokenizer) -> None:
     ids = byte_pieces.encode("漢字")
     assert [len(text) for text in byte_pieces.stream_decode(iter(ids))] == [0, 0, 0, 1, 0, 0, 1]
     first_byte = ids[-3]
@@ -197,9 +191,7 @@ def test_a_token_file_holds_lines_with_eos_and_their_counts(tmp_path: Path) -> N
     assert map_array(tmp_path / "x.npy", info.array).dtype == np.uint16
 
 
-def test_special_words_in_the_text_are_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_special_words_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     encode_split(["the <eos>", "x<eos>y"], TOKENIZER, tmp_path / "x.npy", progress=False)
     assert caplog.messages == ["x: the text contains <eos> (2), counted as special words"]

@@ -30,9 +30,7 @@ def test_gradients_of_log_prob_match_finite_differences(shape: str) -> None:
     assert torch.autograd.gradcheck(lambda h, w: log_prob(h, w, tree), inputs[:2])
 
 
-def test_half_precision_log_prob_equals_fp32_with_rounded_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_half_precision_log_prob_is_of_rounded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "CAST_ELEMENTS", 4 * H)  # chunks of four rows
     half = converted(random_layer("two_level"), torch.bfloat16)
     single = converted(half, torch.float32)
@@ -197,9 +195,7 @@ def test_excluded_words_are_any_collection_of_integers(excluded: Any) -> None:
         layer.sample(hidden[None], excluded=torch.arange(4)[None])
 
 
-def test_candidates_whose_hidden_vectors_would_not_fit_are_evaluated_node_by_node(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_candidates_that_do_not_fit_are_found_node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, bias, _ = problem(TWO_LEVEL, 2)
     layer, words = layer_of(weight, TWO_LEVEL, bias), torch.arange(N).expand(2, N)
     monkeypatch.setattr(distribution, "_LOSS_DEVICES", {"cpu"})
@@ -241,9 +237,7 @@ def test_candidates_equal_the_full_distribution(
         (torch.zeros(2, 1).int(), ValueError, "^candidates must be int64 on cpu, got torch.int32"),
     ],
 )
-def test_candidates_that_are_no_words_are_named(
-    word: Tensor, error: type[Exception], message: str
-) -> None:
+def test_candidates_that_are_no_words_are_named(word: Tensor, error: Any, message: str) -> None:
     hidden, weight, *_ = problem(TWO_LEVEL, 2)
     with pytest.raises(error, match=message):
         layer_of(weight, TWO_LEVEL).candidate_log_prob(hidden, word)

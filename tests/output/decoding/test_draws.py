@@ -141,9 +141,7 @@ def test_penalty_opens_no_node_for_the_previous_words() -> None:
 
 @ways
 @pytest.mark.parametrize("options", truth.OPTIONS, ids=str)
-def test_word_of_a_position_depends_on_its_seed_and_not_on_other_positions(
-    options: Options,
-) -> None:
+def test_word_of_a_position_depends_on_its_seed_and_not_on_others(options: Options) -> None:
     hidden, weight, tree, bias = random_layer("huffman 3", num_positions=40)
     others, seeds, order = hidden.clone(), torch.arange(40), torch.randperm(40)[:25]
     others[::2] = torch.randn(20, H, dtype=torch.float64) * 3
@@ -190,9 +188,7 @@ def test_options_out_of_range_raise(options: Options, message: str) -> None:
 @ways
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("options", [*truth.OPTIONS, {"top_p": 0.9, "min_p": 0.1}], ids=str)
-def test_log_probabilities_that_are_not_finite_raise_with_their_position(
-    value: float, options: Options
-) -> None:
+def test_nan_and_inf_raise_with_their_position(value: float, options: Options) -> None:
     hidden, weight, tree, bias = random_layer("two_level")
     weight[:, 0] = 1.0
     hidden[4, 0] = value
@@ -272,9 +268,7 @@ def test_the_kernel_sees_log_probabilities_that_are_not_finite(value: float, of_
 
 
 @by_kernel
-def test_extreme_temperatures_and_words_of_each_position_are_left_to_all_words(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_extreme_temperatures_and_own_words_use_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "launch_draws", lambda *_: pytest.fail("launched"))
     layer, seeds = random_layer("two_level"), torch.arange(6)
     rows = torch.zeros(6, 1, dtype=torch.int64)

@@ -40,9 +40,7 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @all_shapes
 @pytest.mark.parametrize(("num_words", "num_excluded"), [(1, 0), (2, 0), (N, 0), (N, 5)])
-def test_topk_is_the_start_of_the_sorted_distribution(
-    shape: str, num_words: int, num_excluded: int
-) -> None:
+def test_topk_begins_the_sorted_distribution(shape: str, num_words: int, num_excluded: int) -> None:
     """Without words excluded from each position, also where P of one of them is 1."""
     layer = random_layer(shape, num_words, scale=200.0 if num_excluded else 1.0)
     log_prob = word_log_prob(*layer)
@@ -111,9 +109,7 @@ OTHERS: Any = {"excluded": (2, N - 1), "repetition_penalty": 1.4, "previous": (1
     ids=str,
 )
 @pytest.mark.parametrize("options", SETS, ids=str)
-def test_words_to_draw_from_are_those_of_the_definition(
-    shape: str, options: Any, others: Any, mode: str
-) -> None:
+def test_words_to_draw_are_as_defined(shape: str, options: Any, others: Any, mode: str) -> None:
     """The smallest set that reaches top_p; words within the ratio, by the nodes within it."""
     layer = random_layer(shape)
     positions, row = Positions(*layer), layer[2].row_of_word

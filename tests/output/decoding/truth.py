@@ -64,9 +64,7 @@ all_shapes = pytest.mark.parametrize("shape", TREES)
 ways = pytest.mark.usefixtures("way")
 
 
-def random_layer(
-    shape: str, num_words: int = N, *, num_positions: int = P, scale: float = 1.0
-) -> Layer:
+def random_layer(shape: str, num_words: int = N, num_positions: int = P, scale: float = 1) -> Layer:
     """Standard normal hidden vectors, rows and biases, the last two times `scale`."""
     tree = TREES[shape](num_words)
     generator = torch.Generator().manual_seed(0)
@@ -76,11 +74,9 @@ def random_layer(
     return hidden, weight * scale, tree, bias * scale
 
 
-def flat_layer(
-    tree: ClassTree, num_positions: int, bias_of: Mapping[int, float] | None = None
-) -> Layer:
+def flat_layer(tree: ClassTree, num: int, bias_of: Mapping[int, float] | None = None) -> Layer:
     """Equally probable children of each node, but for the biases of some rows."""
-    sizes = ((num_positions, H), (tree.num_rows, H), (tree.num_rows,))
+    sizes = ((num, H), (tree.num_rows, H), (tree.num_rows,))
     hidden, weight, bias = (torch.zeros(size, dtype=torch.float64) for size in sizes)
     for row, value in (bias_of or {}).items():
         bias[row] = value

@@ -117,9 +117,7 @@ def test_classes_of_classes_nested_lists_and_paths_make_the_same_tree() -> None:
 
 
 @pytest.mark.parametrize(("num_words", "branching"), [(1, 2), (8, 2), (9, 2), (100, 10), (97, 4)])
-def test_balanced_trees_are_as_shallow_as_the_branching_allows(
-    num_words: int, branching: int
-) -> None:
+def test_balanced_trees_are_as_shallow_as_branching_allows(num_words: int, branching: int) -> None:
     tree = ClassTree.balanced(num_words, branching)
     depth = 1
     while branching**depth < num_words:
@@ -182,7 +180,7 @@ def test_invalid_arguments_raise(make: Callable[[], ClassTree], message: str) ->
 
 
 @pytest.mark.parametrize(
-    ("num_children", "row_of_node", "row_of_word"),
+    "arrays",  # num_children, row_of_node, row_of_word
     [
         ([3], [-1], [0, 1, 1]),  # a row with two owners
         ([2, 2], [-1, 2], [0, 1, 3]),  # a node that is its own child
@@ -193,11 +191,9 @@ def test_invalid_arguments_raise(make: Callable[[], ClassTree], message: str) ->
         ([2] * 7, [-1, 0, 1, 2, 4, 3, 5], [6, 7, 10, 11, 8, 9, 12, 13]),  # not breadth first
     ],
 )
-def test_arrays_that_define_no_tree_raise(
-    num_children: list[int], row_of_node: list[int], row_of_word: list[int]
-) -> None:
+def test_arrays_that_define_no_tree_raise(arrays: tuple[list[int], ...]) -> None:
     with pytest.raises(ValueError, match="not a tree"):
-        ClassTree(*map(torch.tensor, (num_children, row_of_node, row_of_word)))
+        ClassTree(*map(torch.tensor, arrays))
 
 
 def test_loading_weights_of_another_tree_raises() -> None:
@@ -274,9 +270,7 @@ def distribution_law(tree: ClassTree) -> None:
 @few_and_many
 @pytest.mark.parametrize("form", ["dense", "row-wise"])
 @pytest.mark.parametrize("backend", ["reference", "compiled"])
-def test_loss_and_gradients_are_those_of_the_definition(
-    backend: str, form: str, examples: int
-) -> None:
+def test_loss_and_gradients_equal_the_definition(backend: str, form: str, examples: int) -> None:
     def law(tree: ClassTree) -> None:
         case = Case(tree, 5)
         equals_the_definition(Way(backend, form), case, *problem_of(case))

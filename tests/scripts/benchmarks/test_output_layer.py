@@ -31,9 +31,7 @@ def stepped(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> list[Method]:
     return methods
 
 
-def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(
-    tmp_path: Path, run_benchmark: Run
-) -> None:
+def test_ratios_of_each_method_are_those_of_its_figures(tmp_path: Path, run_benchmark: Run) -> None:
     trees, peers = ["random", "tree_full"], ["full", "cce", "adaptive"]
     problem = ["--rows", "131:7", "--positions", "32", "--rounds", "4", "--methods", *trees, *peers]
     done = run_benchmark("output_layer", *problem, "--json", str(tmp_path / "rows"))
@@ -80,9 +78,7 @@ def test_methods_of_a_tree_have_its_loss_and_its_gradients(stepped: list[Method]
     assert len(methods["grouped"].parameters) == 2 + 3 + 1  # the root, 10 classes, their biases
 
 
-def test_a_peer_with_another_loss_is_refused_and_one_of_ours_stops_the_run(
-    stepped: list[Method],
-) -> None:
+def test_a_peer_with_another_loss_is_refused_and_ours_stops_the_run(stepped: list[Method]) -> None:
     for method in stepped:
         method.seconds.append(0.5)
     rows = [make_row(method, Work(1e9, 1e9)) | {"dtype": "fp32"} for method in stepped]
@@ -116,9 +112,7 @@ def test_the_floor_of_a_tiny_problem_is_the_count_by_hand() -> None:
     assert full == (3 * (6 + 4) * 5 * 2, 6 * 4 * 6 * 5)
 
 
-def test_a_method_that_does_not_fit_is_left_out_and_the_others_run(
-    parse: Parse, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_too_large_is_left_out(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = process_bytes("VmData") + 300e6  # less than the logits, 400 MB
     monkeypatch.setattr(output_layer, "available_bytes", lambda device: limit)
     names = ["random", "full", "grouped"]
@@ -130,9 +124,7 @@ def test_a_method_that_does_not_fit_is_left_out_and_the_others_run(
 
 
 @pytest.mark.gpu
-def test_a_graph_repeats_the_step_and_the_forward_is_one_launch(
-    tmp_path: Path, run_benchmark: Run
-) -> None:
+def test_a_graph_repeats_a_step_of_one_forward_launch(tmp_path: Path, run_benchmark: Run) -> None:
     problem = ["--device", "cuda", "--rows", "1000:64", "--positions", "64", "--rounds", "2"]
     problem += ["--backends", "triton", "--methods", "random", "graph"]
     done = run_benchmark("output_layer", *problem, "--json", str(tmp_path / "rows"))

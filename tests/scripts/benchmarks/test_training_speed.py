@@ -14,9 +14,7 @@ from scripts.benchmarks.training_speed import start_training, torch_loss
 from tests.scripts.conftest import Parse, Run
 
 
-def test_training_steps_are_timed_side_by_side(
-    tiny: Path, tmp_path: Path, run_benchmark: Run
-) -> None:
+def test_steps_are_timed_side_by_side(tiny: Path, tmp_path: Path, run_benchmark: Run) -> None:
     rows = tmp_path / "rows"
     options = ["--rounds", "1", "--steps", "2", "--json", str(rows)]
     options += ["--trees", "two_level,classes.shortlist=3", "torch", "none", "full"]
@@ -70,9 +68,7 @@ def test_every_row_has_its_figures(parse: Parse, vocab_size: int, dtype: str) ->
         assert 0 < row["rows_visited"] <= row["num_rows"]
 
 
-def test_the_whole_step_has_the_loss_of_its_model_and_changes_visited_rows_alone(
-    parse: Parse,
-) -> None:
+def test_a_step_has_the_loss_of_its_model_and_changes_visited_rows_alone(parse: Parse) -> None:
     task = Task(997, torch.float32, parse(scale, *TINY))
     model = scale.step_model(task)
     assert isinstance(model.output, HierarchicalSoftmax)
@@ -103,9 +99,7 @@ def test_each_measurement_is_a_process_and_its_row_a_json_line(
     assert printed[1:5] == ["131", "layer", "fp32", f"{rows[1]['seconds']:.4f}"]
 
 
-def test_a_method_that_does_not_fit_into_the_limit_of_memory_ends_the_benchmark(
-    parse: Parse,
-) -> None:
+def test_a_method_that_does_not_fit_into_the_memory_limit_ends_the_benchmark(parse: Parse) -> None:
     options = ["--sizes=10000", "--methods=layer", "--memory-limit-gb=2", "--hidden=50000"]
     parse(scale, *TINY, *options)
     with pytest.raises(SystemExit, match="layer at 10,000 words ended with exit code 1"):

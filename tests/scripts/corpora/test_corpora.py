@@ -101,9 +101,7 @@ def test_shares_of_paths_are_those_asked_for() -> None:
         (["tree", "--held-out=0.5"], "--held-out: expected at least 1e-06, below 0.5, got 0.5"),
     ],
 )
-def test_mistakes_are_single_line_errors(
-    tree: Path, make: Run, arguments: list[str], expected: str
-) -> None:
+def test_mistakes_are_named(tree: Path, make: Run, arguments: list[str], expected: str) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         archive.add(tree / "n", "n")
@@ -182,9 +180,7 @@ def test_every_fifth_speech_is_validation_or_test_text(
 Ranks = NDArray[np.int64]
 
 
-def test_equal_arguments_give_equal_text_and_other_seeds_other_text(
-    tmp_path: Path, run_benchmark: Run
-) -> None:
+def test_arguments_and_seed_determine_the_text(tmp_path: Path, run_benchmark: Run) -> None:
     options = ("--types=300", "--tokens=1007", "--held-out-tokens=205", "--no-progress")
     for name, seed in (("a", 4), ("b", 4), ("c", 5)):
         chosen = f"--out={tmp_path / name}", f"--seed={seed}"

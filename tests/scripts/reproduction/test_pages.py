@@ -78,9 +78,7 @@ def test_speeds_are_relative_to_the_full_softmax_of_the_corpus() -> None:
     assert times in (TOP / "README.md").read_text(encoding="utf-8")
 
 
-def test_every_line_of_the_figure_goes_from_left_to_right(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_lines_go_from_left_to_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     saved: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
     draw_vocabularies(RESULTS, tmp_path / VOCABULARIES.name)
@@ -132,9 +130,7 @@ def toy(tiny: Path, corpus: Path, tmp_path: Path) -> Toy:
     return Toy(tiny, corpus, tmp_path)
 
 
-def test_a_row_is_trained_once_per_seed_and_the_table_has_the_means(
-    toy: Toy, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_trained_once_and_have_means(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
     toy.train()
     shown = capsys.readouterr().out
     first, second = toy.log("full softmax", 1), toy.log("full softmax", 2)
@@ -180,9 +176,7 @@ def test_a_check_trains_up_to_the_first_validation_and_compares_it_with_the_log(
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"toy"}
 
 
-def test_a_log_of_other_settings_counts_as_missing(
-    toy: Toy, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_of_other_settings_is_missing(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
     one = ["--rows", "classes", "--seeds", "1"]
     toy.train(*one)
     log = toy.log("classes", 1)
