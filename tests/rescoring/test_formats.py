@@ -127,9 +127,7 @@ def test_references_are_read_in_the_layouts_of_kaldi_and_sctk(
         ("u1\t-12.5\t3\tw1 w2\nu2\t-9\t2\tw3\n", "a list with scores"),
     ],
 )
-def test_other_files_than_references_are_refused_with_a_command_that_converts_them(
-    text: str, what: str, tmp_path: Path
-) -> None:
+def test_other_files_are_refused_with_a_conversion(text: str, what: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"said is {what}, not lines id words: awk") as raised:
         read(tmp_path, "u1\tw1 w2\n", text)
     command = str(raised.value).partition("words: ")[2]
@@ -182,9 +180,7 @@ def test_error_rates_of_references_without_spaces_are_of_characters(
 
 @pytest.mark.parametrize(("penalty", "best"), [(0, 0), (0.75, 0), (1.5, 1), (50, 2)])
 @pytest.mark.parametrize("space", ["", " "])
-def test_the_insertion_penalty_is_for_characters_of_hypotheses_without_spaces(
-    space: str, penalty: float, best: int
-) -> None:
+def test_penalties_are_for_characters_without_spaces(space: str, penalty: float, best: int) -> None:
     rows = zip([-1, -2, -6], ["天地人水火", "天地人水", "天地"], strict=True)
     nbest = read_nbest("x", lines=[f"u\t{score}\t{space.join(text)}" for score, text in rows])
     scored = ScoredList(nbest, [[np.zeros(len(text.split()) + 1) for text in nbest.texts]])

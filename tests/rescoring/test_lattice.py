@@ -234,14 +234,8 @@ def test_the_first_pass_is_that_of_the_lattice_alone() -> None:
 
 def nbest_of(texts: list[str], scores: Floats) -> NBest:
     """A list with two hypotheses per utterance."""
-    return NBest(
-        name="made",
-        separator="\t",
-        ids=[f"u{k}" for k in range(len(texts) // 2)],
-        first=np.arange(0, len(texts), 2),
-        texts=texts,
-        scores=scores,
-    )
+    ids, first = [f"u{k}" for k in range(len(texts) // 2)], np.arange(0, len(texts), 2)
+    return NBest(name="made", separator="\t", ids=ids, first=first, texts=texts, scores=scores)
 
 
 def scored_list(scores: Floats, texts: list[str], models: Sequence[Sequence[Any]]) -> ScoredList:
@@ -329,9 +323,7 @@ DISTANCES = {"compiled": _distance, "python": vars(_distance)["py_func"]}
 
 
 @pytest.mark.parametrize("distance", DISTANCES.values(), ids=DISTANCES)
-def test_word_errors_are_the_edit_distance_with_the_most_equal_words(
-    distance: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_word_errors_keep_the_most_words(distance: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lm.rescoring.word_errors._distance", distance)
     rng = random.Random(1)
     for _ in range(300):

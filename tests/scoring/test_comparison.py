@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,10 +49,8 @@ def test_words_and_pieces_are_compared_in_bits_per_byte(
     (other / "data").rename(other / "away")  # ranks are those of the first run
     ours = json.loads(printed(*command, bytes_run, other, "--by-frequency", "--json"))
     (pieces, words), bins = ours["compared"], ours["by_frequency"]["target"]
-    theirs = [
-        evaluate_text(TrainedRun(folder), lines, progress=False, open_vocabulary=True)
-        for folder in (bytes_run, other)
-    ]
+    options: Any = {"progress": False, "open_vocabulary": True}
+    theirs = [evaluate_text(TrainedRun(each), lines, **options) for each in (bytes_run, other)]
     for each, evaluation in zip((pieces, words), theirs, strict=True):
         assert each["unit"] == "bits/byte"
         assert each["bits_per_byte"] == pytest.approx(evaluation.bits_per_byte, rel=1e-6)

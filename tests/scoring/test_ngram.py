@@ -170,9 +170,7 @@ class Definition:
 @pytest.mark.parametrize("text", [lines(), lines(5), [[1, 2]] * 9])  # the last one has none once
 @pytest.mark.parametrize("prune", [[0], [0, 0, 1], [0, 1, 1, 2]])
 @pytest.mark.parametrize("order", [2, 3, 4, 5])
-def test_probabilities_are_those_of_the_definition_and_add_up_to_1(
-    order: int, prune: list[int], text: list[list[int]]
-) -> None:
+def test_probabilities_are_as_defined(order: int, prune: list[int], text: list[list[int]]) -> None:
     random = Random(order)
     tree = estimate(joined(text), NUM_WORDS, EOS, order, prune[:order])
     definition = Definition(text, order, prune)

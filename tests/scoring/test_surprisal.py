@@ -26,9 +26,7 @@ def of_pieces(letters: Callable[..., Path]) -> LoadedModel:
 
 
 @pytest.mark.parametrize("options", [{}, {"vocabulary_size": 50}, {"open_vocabulary": True}])
-def test_rows_have_scores_and_counts_of_words_and_of_those_before(
-    lstm_run: Path, corpus: Path, options: dict[str, Any]
-) -> None:
+def test_rows_have_scores_and_counts_of_words(lstm_run: Path, corpus: Path, options: Any) -> None:
     model = lm.load(lstm_run, **options)
     scores = model.score(LINES)
     bits = np.concatenate([score.log_prob for score in scores]) / -math.log(2)

@@ -77,11 +77,8 @@ def test_small_installations_use_models(lstm_run: Path, pieces_run: Path, items_
         lines = [line for name in new for line in requires(name) or [] if "extra ==" not in line]
         new = {_normalized(line) for line in lines} - needed
         new = {name for name in new if any(distributions(name=name))}
-    absent = [
-        module
-        for module, names in packages_distributions().items()
-        if not {*map(_normalized, names)} & {*needed, "sqrtlm"}
-    ]
+    packages, known = packages_distributions().items(), {*needed, "sqrtlm"}
+    absent = [module for module, names in packages if not {*map(_normalized, names)} & known]
     assert {"lightning", "pyarrow", "pandas", "scipy"} < {*absent}
     code = f"import sys; sys.modules |= dict.fromkeys({absent})\nimport lm\n" + (
         "for run, text in zip(sys.argv[1::2], sys.argv[2::2]):\n"

@@ -61,11 +61,8 @@ def lines(data: DataConfig, **settings: Any) -> dict[str, list[str]]:
     return {split: list(read_lines(data, split)) for split in ("train", "valid", "test")}
 
 
-LEAVE_ONE_OUT = {
-    "train": ["3 5", "1", "9"],
-    "valid": ["3 5\t7", "1\t2"],
-    "test": ["3 5 7\t7", "1 2\t3"],
-}
+LEAVE_ONE_OUT = {"train": ["3 5", "1", "9"], "valid": ["3 5\t7", "1\t2"]}
+LEAVE_ONE_OUT["test"] = ["3 5 7\t7", "1 2\t3"]
 BY_TIME = {"train": ["3 5", "1"], "valid": ["3 5\t7 7"], "test": ["1\t2 3", "\t9"]}
 
 

@@ -85,10 +85,8 @@ def _check_plans(rank: int, world_size: int, tree: ClassTree, tokens: Tensor) ->
     counts = torch.bincount(tokens, minlength=tree.vocab_size)
     positions = NUM_POSITIONS * world_size
     traffic = Traffic()
-    by: dict[PlacementName, Plan] = {
-        "word": Plan.by_word(tree, world_size),
-        "class": Plan.by_class(tree, world_size, counts),
-    }
+    by_word, by_class = Plan.by_word(tree, world_size), Plan.by_class(tree, world_size, counts)
+    by: dict[PlacementName, Plan] = {"word": by_word, "class": by_class}
     for placement, plan in by.items():
         layer = ShardedSoftmax(H, tree, row_wise=True, placement=placement, counts=counts)
         for name, target in streams(tree, tokens, positions):

@@ -68,18 +68,13 @@ def ancestors(tree: ClassTree, node: int) -> list[int]:
 
 
 def test_paths_of_a_tree_rebuild_it(tree: ClassTree, tmp_path: Path) -> None:
-    paths = [
-        [row - int(tree.first_row[node]) for node, row in tree.path(word)]
-        for word in range(tree.vocab_size)
-    ]
-    words = [f"w{word}" for word in range(tree.vocab_size)]
+    ids = range(tree.vocab_size)
+    paths = [[row - int(tree.first_row[node]) for node, row in tree.path(id)] for id in ids]
+    words = [f"w{id}" for id in ids]
     lines = [" ".join([word, *map(str, path)]) for word, path in zip(words, paths, strict=True)]
     (tmp_path / "paths").write_text("\n".join(reversed(lines)) + "\n\n")
-    for other in (
-        ClassTree.from_paths(paths),
-        ClassTree.from_file(tmp_path / "paths", words),
-        ClassTree.from_state(tree.state_dict()),
-    ):
+    others = ClassTree.from_paths(paths), ClassTree.from_file(tmp_path / "paths", words)
+    for other in (*others, ClassTree.from_state(tree.state_dict())):
         for name, value in tree.named_buffers():
             assert torch.equal(value, other.get_buffer(name)), name
 

@@ -63,9 +63,7 @@ def test_words_are_names_numbers_and_the_longest_operators(line: str, words: str
     assert code_text(line.encode()).decode() == f"{words}\n"
 
 
-def test_a_folder_and_its_archive_give_each_file_once_in_the_split_of_its_path(
-    tree: Path, tmp_path: Path, make: Run
-) -> None:
+def test_a_folder_or_archive_gives_each_file_once(tree: Path, tmp_path: Path, make: Run) -> None:
     expected = dict.fromkeys(("train", "valid", "test"), "")
     text = {"a.c": "int main ( void ) ;\n", "b/z.PY": "x = 1 # été\ny\n"}
     text |= {f"n/{i:02}.rs": f"{i}\n" for i in range(40)}
