@@ -169,8 +169,7 @@ def test_a_damaged_or_missing_file_is_remade(corpus: Corpus, name: str, redone: 
     prepared = corpus.prepare()
     tokens, classes = prepared.tokens("train").tolist(), prepared.word_class().tolist()
     path = corpus.prepared / name
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + b"\x07")
+    path.write_bytes(path.read_bytes()[:-1] + b"\x07")
     assert corpus.rewritten() == redone
     path.unlink()
     assert corpus.rewritten() == redone
@@ -197,8 +196,7 @@ def test_an_interrupted_preparation_continues_before_it_opens(corpus: Corpus, st
     with pytest.raises(UserError, match="is half prepared"):
         open_prepared(corpus.prepared)
     done = {"save_tokenizer": set(), "encode_split": VOCABULARY}
-    expected = FILES - done.get(stage, FILES - {"classes.npy"})
-    assert corpus.rewritten() == expected
+    assert corpus.rewritten() == FILES - done.get(stage, FILES - {"classes.npy"})
     assert corpus.prepare().tokens("train").tolist() == [1, 2, 0]
     corpus.write("train.txt", "a text\n")
     corpus.prepare_without(module, stage)

@@ -43,16 +43,14 @@ def prepared(folder: Path, **lines: str) -> Prepared:
         (folder / f"{split}.txt").write_text(text)
     files = SplitFiles(**{split: f"{split}.txt" for split in lines})
     data = DataConfig(dir=str(folder), files=files, sequences="independent")
-    tokenizer = TokenizerConfig(lowercase=True)
-    return prepare(data, tokenizer, None, folder / "data", progress=False)
+    return prepare(data, TokenizerConfig(lowercase=True), None, folder / "data", progress=False)
 
 
 def test_a_tab_separates_the_items_that_are_known(tmp_path: Path) -> None:
     found = prepared(tmp_path, train="a b c\nb b\n", valid="a new b\tc\nc a\n\tb new\n")
     tokenizer = found.tokenizer()
     valid = found.sequences("valid")
-    words = [" ".join(map(tokenizer.token, line)) for line in valid.lines()]
-    assert words == ["a b c", "c a", "b"]
+    assert [" ".join(map(tokenizer.token, line)) for line in valid.lines()] == ["a b c", "c a", "b"]
     assert valid.num_known.tolist() == [2, 0, 0]
     assert valid.num_left_out.tolist() == [0, 0, 1]
     assert found.sequences("train").num_known.tolist() == [0, 0]

@@ -199,8 +199,7 @@ def test_file_systems_without_locks_and_folders_to_sync_are_written_to(
     with locked(tmp_path / ".lock", busy="taken"):
         write_atomically(tmp_path / "x", lambda file: file.write(b"abc"))
     assert (tmp_path / "x").read_bytes() == b"abc"
-    reason = f"{tmp_path}/.lock: {refused}: two processes must not write here"
-    assert caplog.messages == [reason]
+    assert caplog.messages == [f"{tmp_path}/.lock: {refused}: two processes must not write here"]
     with new_folder(tmp_path / "new") as unfinished:
         (unfinished / "a").touch()
     assert (tmp_path / "new" / "a").exists()

@@ -228,11 +228,9 @@ Law = Callable[[Way, Case], None]
 
 def impossible_children_have_no_part(way: Way, case: Case) -> None:
     """A bias of -inf bans all words and classes that no target's path has, of whole blocks."""
-    tree = two_level(240, 80).to(case.device)
-    inputs, upstream = problem_of(case := case._replace(tree=tree))
+    inputs, upstream = problem_of(case := case._replace(tree=two_level(240, 80).to(case.device)))
     rows = torch.arange(case.tree.num_rows, device=case.device)
-    used = case.tree.rows_on_path(inputs[-1].clamp(min=0))
-    inputs[2][~torch.isin(rows, used)] = -torch.inf
+    inputs[2][~torch.isin(rows, case.tree.rows_on_path(inputs[-1].clamp(min=0)))] = -torch.inf
     equals_the_definition(way, case, inputs, upstream)
 
 
@@ -246,8 +244,7 @@ def depth_one_is_cross_entropy(way: Way, case: Case) -> None:
         tensors = [each.requires_grad_() for each in (hidden[: len(words)].detach(), weight, bias)]
         options: dict[str, Any] = {"reduction": reduction, "ignore_index": -7}
         truth = F.cross_entropy(F.linear(tensors[0], weight, bias), words, **options)
-        gradients = torch.autograd.grad(truth, tensors, torch.ones_like(truth))
-        expected = [truth.detach(), *gradients]
+        expected = [truth.detach(), *torch.autograd.grad(truth, tensors, torch.ones_like(truth))]
         if reduction == "mean" and not (words >= 0).any():
             expected = [torch.zeros_like(each) for each in expected]  # 0 instead of 0 / 0
         found = way.solve(case, [*tensors, words], torch.ones_like(truth), **options)

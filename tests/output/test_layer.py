@@ -132,8 +132,7 @@ def test_the_lse_by_level_is_that_of_each_softmax_and_differentiable_twice(tree:
 
     found = lse(*inputs)
     hidden, weight, bias = inputs
-    layer = layer_of(weight, tree, bias)
-    assert torch.equal(layer.lse_by_level(hidden, target), found)
+    assert torch.equal(layer_of(weight, tree, bias).lse_by_level(hidden, target), found)
 
     def term(logits: Tensor, row: Tensor) -> Tensor:
         return torch.where(logits.isfinite().sum(1) > 1, logits.logsumexp(1), 0)[:, None]
@@ -142,8 +141,7 @@ def test_the_lse_by_level_is_that_of_each_softmax_and_differentiable_twice(tree:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert torch.autograd.gradcheck(lse, inputs)
     assert torch.autograd.gradgradcheck(lse, inputs, fast_mode=True)
-    empty = layer_of(weight, tree).lse_by_level(hidden[:0], target[:0])
-    assert empty.shape == (tree.depth, 0, 2)
+    assert layer_of(weight, tree).lse_by_level(hidden[:0], target[:0]).shape == (tree.depth, 0, 2)
 
 
 def test_rows_by_column_are_read_slowly_with_a_warning() -> None:

@@ -34,8 +34,7 @@ def layer_of(tree: ClassTree, backend: BackendName = "auto") -> HierarchicalSoft
 
 def figures(layer: HierarchicalSoftmax) -> list[Tensor]:
     """The nll of all words by definition of the tree, by the layer, and what it decodes."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, target = torch.randn(N, H, generator=generator), torch.arange(N)
+    hidden, target = torch.randn(N, H, generator=torch.Generator().manual_seed(0)), torch.arange(N)
     with torch.no_grad():
         word, nll = layer.topk(hidden, 4).word, layer.loss(hidden, target, "none")
         return [nll, layer.log_prob(hidden), word, layer.nll_by_level(hidden, target)]

@@ -53,8 +53,7 @@ def test_words_are_those_of_the_format(text: str, expected: list[str], tmp_path:
 
 
 def test_numbers_alone_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found = read(tmp_path, "u\n0 1 w1 1,2\n1\n\nv\n0 1 101 1,2\n1\n")
-    assert found.nbest.texts == ["w1", "101"]
+    assert read(tmp_path, "u\n0 1 w1 1,2\n1\n\nv\n0 1 101 1,2\n1\n").nbest.texts == ["w1", "101"]
     assert "the words of utterance v are numbers alone" in caplog.text
 
 

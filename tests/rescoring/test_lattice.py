@@ -155,8 +155,7 @@ def test_a_large_beam_is_exact(name: str, request: pytest.FixtureRequest, tmp_pa
     found = search(lattice, weights, len(list(paths(lattice))), models)
     assert [words for words, _ in found][:20] == sorted(totals, key=lambda w: -totals[w])[:20]
     assert len(found) == len(totals)
-    narrow = search(lattice, weights, 2, models)
-    assert totals[narrow[0][0]] <= totals[found[0][0]]
+    assert totals[search(lattice, weights, 2, models)[0][0]] <= totals[found[0][0]]
 
 
 def test_a_folder_of_slf_files_is_a_list_of_lattices(tmp_path: Path) -> None:

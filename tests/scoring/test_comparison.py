@@ -115,8 +115,7 @@ def test_the_interval_over_texts_has_the_width_of_its_blocks() -> None:
     interval = bootstrap_interval(ours, other, tokens)
     assert interval is not None
     low, high = interval
-    true = float((ours - other).sum() / tokens.sum())
-    assert low < true < high
+    assert low < float((ours - other).sum() / tokens.sum()) < high
     assert (high - low) / 2 == pytest.approx(1.96 / math.sqrt(80), rel=0.25)
 
 

@@ -124,8 +124,7 @@ def test_perplexities_are_those_of_the_definition(
 
 
 def test_the_tuned_weight_is_the_best_one_also_at_the_ends() -> None:
-    rng = np.random.default_rng(2)
-    p, q = np.log(rng.uniform(size=(2, 300)))
+    p, q = np.log(np.random.default_rng(2).uniform(size=(2, 300)))
     weight = tuned_weight(p, q)
     totals = [mixed(p, q, each).sum() for each in (weight - 1e-3, weight, weight + 1e-3)]
     assert totals[1] == max(totals)
@@ -173,8 +172,7 @@ def test_probabilities_add_up_to_1_and_agree_in_all_methods(
             before, state = model.step(state, word)
             total += before
         assert score.log_prob.sum() == pytest.approx(total, abs=1e-4)
-        text = line + "\n"
-        assert state.ngram == model.start(text).ngram == model._ngram.tree.start
+        assert state.ngram == model.start(line + "\n").ngram == model._ngram.tree.start
 
 
 def test_commands_mix_the_same(counted: dict[str, Path], printed: Printed, tmp_path: Path) -> None:

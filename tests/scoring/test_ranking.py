@@ -112,13 +112,11 @@ def test_figures_are_as_defined(way: str, exclude: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(ranking, "BLOCK_ELEMENTS", block)
         monkeypatch.setattr(reader, "BATCH_TOKENS", at_once)
         every = predicted(model, sequences, exclude, ranker)
-        by_user = every.sequence.argsort(kind="stable")
-        assert every.rank[by_user].tolist() == truth["rank"]
+        assert every.rank[every.sequence.argsort(kind="stable")].tolist() == truth["rank"]
         found = ranking_figures(every, sequences, KS, np.r_[-1, -1, np.zeros(N - 2)])
         assert found.mrr == pytest.approx(truth["mrr"])
         for name in truth.keys() - {"rank", "mrr"}:
-            values = [getattr(each, name) for each in found.at]
-            assert values == pytest.approx(truth[name]), name
+            assert [getattr(each, name) for each in found.at] == pytest.approx(truth[name]), name
     assert sequences.num_left_out.sum() > 0
 
 
@@ -141,8 +139,7 @@ def test_perplexity_is_that_of_the_items_to_predict(backbone: str) -> None:
 
 def test_sequences_without_a_known_item_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "BATCH_TOKENS", 4)
-    tokens = np.array([*[UNK, EOS] * 9, 5, EOS])
-    sequences = find_sequences(tokens, eos_id=EOS, unk_id=UNK)
+    sequences = find_sequences(np.array([*[UNK, EOS] * 9, 5, EOS]), eos_id=EOS, unk_id=UNK)
     found = predicted(make("lstm"), sequences, "nothing")
     assert (found.sequence.tolist(), found.target.tolist()) == ([9], [5])
 
@@ -217,8 +214,7 @@ def test_recommended_items_are_the_most_probable_ones(
     assert names[0] not in dict(without)
     path.with_name("retired.txt").write_text(f"{names[0]}\nunheard of\n")
     rows = printed(*command, f"--retired={path.with_name('retired.txt')}", "--json").splitlines()
-    last = json.loads(rows[-2])["items"]
-    assert last[:3] == names[1:]
+    assert json.loads(rows[-2])["items"][:3] == names[1:]
     with pytest.raises(ValueError, match="a state does not have the tokens"):
         model.topk(model.start(), exclude="seen")
     with pytest.raises(ValueError, match="expected a list of items, got 'item 19'"):

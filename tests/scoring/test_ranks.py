@@ -121,8 +121,7 @@ def test_users_are_drawn_and_the_time_is_announced(
     method += " intervals: 1,000 bootstrap draws of users, 2.5 % to 97.5 %"
     assert (table.splitlines()[-1], draws[0]["method"]) == (method, method)
     assert caplog.text.count("ranking test: about 0:00:0") == 3
-    everyone = evaluated(items_run, printed, "--users=999")
-    assert everyone["users"] == total
+    assert evaluated(items_run, printed, "--users=999")["users"] == total
     limits = evaluated(items_run, printed, "--users=1")["model"]["at"][0]["hit_rate_interval"]
     assert limits == [None, None]  # no interval of one user
     assert "… " not in printed("evaluate", items_run, "--ranking", "--users=1").splitlines()[4]

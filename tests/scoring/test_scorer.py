@@ -90,8 +90,7 @@ def test_scores_depend_on_batches_by_rounding_only(
         for order in (range(6), [5, 2, 0, 1, 4, 3]):
             lines = [TEXT[k] for k in order]
             scores = dict(zip(order, scorer.sentences(lines, details=True), strict=True))
-            found = all_figures([scores[k] for k in range(6)])
-            assert found == pytest.approx(expected, rel=digits)
+            assert all_figures([scores[k] for k in range(6)]) == pytest.approx(expected, rel=digits)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -99,12 +98,10 @@ def test_the_stated_context_of_a_sentence_is_what_its_figures_depend_on(layers: 
     scorer, words = make("transformer", context=3, layers=layers), list("abcdeedcbaabcde")
     (score,) = scorer.sentences([" ".join(words)])
     for changed in range(len(words)):
-        other = [*words[:changed], "zebra", *words[changed + 1 :]]
-        (after,) = scorer.sentences([" ".join(other)])
+        (after,) = scorer.sentences([" ".join([*words[:changed], "zebra", *words[changed + 1 :]])])
         for unit in range(changed + 1, len(words) + 1):
             is_seen = changed >= unit - score.context[unit]
-            difference = abs(after.log_prob[unit] - score.log_prob[unit])
-            assert (difference > 1e-13) == is_seen
+            assert (abs(after.log_prob[unit] - score.log_prob[unit]) > 1e-13) == is_seen
 
 
 @pytest.mark.parametrize(
@@ -157,16 +154,14 @@ def test_unseen_words_share_the_mass_of_unk() -> None:
         assert whole.exp().sum(1).numpy() == pytest.approx(1, rel=1e-12)
         entropy = -(whole.exp() * whole).sum(1).numpy()
         assert after.tokens.entropy == pytest.approx(entropy, rel=1e-12)
-        target = torch.from_numpy(after.log_prob)[:, None]
-        rank = 1 + (whole > target + 1e-12).sum(1)
+        rank = 1 + (whole > torch.from_numpy(after.log_prob)[:, None] + 1e-12).sum(1)
         assert after.tokens.rank is not None
         assert after.tokens.rank.tolist() == rank.tolist()
 
 
 def test_a_word_without_a_token_of_its_own_has_no_id(pieces: SentencePieceTokenizer) -> None:
     settings: Any = {"level": "word", "name": "kenlm", "unit": "nats", "has_ids": False}
-    layout = Layout(scorer=make("lstm", pieces), **settings)
-    row = next(layout.rows(["\u2603\t\u2603 the"]))
+    row = next(Layout(scorer=make("lstm", pieces), **settings).rows(["\u2603\t\u2603 the"]))
     assert [unit.split()[0] for unit in row.split("\t")[:2]] == ["\u2603=0", "\u2603=0"]
 
 

@@ -87,8 +87,7 @@ def test_small_installations_use_models(lstm_run: Path, pieces_run: Path, items_
     )
     runs = {lstm_run: "the old cat", pieces_run: "the old cat", items_run: "item%203 item%204"}
     arguments = [str(part) for pair in runs.items() for part in pair]
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]
     assert (done.returncode, last) == (2, "lm: this requires the package pyarrow")
     for (run, text), line in zip(runs.items(), done.stdout.splitlines(), strict=True):

@@ -58,8 +58,7 @@ def planted_text(
     current = 0
     for position in range(num_tokens):
         steps = np.array([1, 3, generator.integers(num_word_classes)])
-        step = generator.choice(steps, p=[0.5, 0.3, 0.2])
-        current = (current + step) % num_word_classes
+        current = (current + generator.choice(steps, p=[0.5, 0.3, 0.2])) % num_word_classes
         tokens[position] = generator.choice(members[current])
     return tokens, truth
 
@@ -103,8 +102,7 @@ def test_frequency_classes_have_equal_sums_of_sqrt_count_to_within_one_word() ->
     mass = np.sqrt(counts)
     for num in (2, 7, 20):
         word_class = frequency_classes(counts, num)
-        sums = np.bincount(word_class, weights=mass)
-        assert np.abs(sums - mass.sum() / num).max() <= mass.max()
+        assert np.abs(np.bincount(word_class, weights=mass) - mass.sum() / num).max() <= mass.max()
         groups = [counts[word_class == c] for c in range(num)]
         assert all(more.min() >= fewer.max() for more, fewer in pairwise(groups))
     dominant = frequency_classes(np.array([1, 1, 1_000_000, 1, 1, 0]), 3)
@@ -177,8 +175,7 @@ def test_clustered_words_and_the_others_by_count_are_a_partition(
 
 def test_clustered_words_are_clustered_as_if_they_were_the_whole_text() -> None:
     tokens, _ = planted_text(6, 15, 12_000)
-    rare = np.tile(np.arange(90, 130, dtype=np.uint16), 9)
-    text = np.concatenate([tokens, rare])
+    text = np.concatenate([tokens, np.tile(np.arange(90, 130, dtype=np.uint16), 9)])
     counts = counts_of(text, 130)
     settings = {"method": "embedding", "dimensions": 10}
     word_class = built(text, 130, num_word_classes=8, clustered_words=90, **settings)

@@ -75,8 +75,7 @@ def test_splits_by_the_last_items_and_by_time(
     assert lines(data, split="leave_one_out") == LEAVE_ONE_OUT
     assert lines(data, split="time", valid_from="15", test_from="40") == BY_TIME
     assert list(read_lines(data, "train")) == ["3 5 7 7", "1 2 3", "9"]
-    unsorted = replace(data, time_field=None)
-    assert list(read_lines(unsorted, "train")) == ["7 3 5 7", "1 2 3", "9"]
+    assert list(read_lines(replace(data, time_field=None), "train")) == ["7 3 5 7", "1 2 3", "9"]
 
 
 def test_columns_have_any_type_of_text_and_a_table_without_rows_is_refused(tmp_path: Path) -> None:
@@ -174,8 +173,7 @@ def other(user: str, item: str, first_item: str = "a", first_user: str = "u") ->
 def test_what_is_probably_wrong_is_counted_once(
     rows: list[Row], warnings: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    time_field = None if rows[0][2] is None else "when"
-    data = replace(write(tmp_path, "json", rows), time_field=time_field)
+    data = replace(write(tmp_path, "json", rows), time_field=None if rows[0][2] is None else "when")
     assert list(read_lines(data, "train")) == list(read_lines(data, "train"))
     source = f"{tmp_path / 'events.json'}: "
     assert re.fullmatch(warnings, "; ".join(each.removeprefix(source) for each in caplog.messages))

@@ -212,8 +212,7 @@ def test_documents_stay_whole_if_the_splits_have_useful_sizes(tmp_path: Path) ->
     assert split(tmp_path, [page[:250]] * 20) == ("lines", cut)
     short = [["one line"]] * 30
     for long in (0, 9):  # in the training and in the validation split
-        documents = [*short[:long], page * 100, *short[long:]]
-        assert split(tmp_path, documents)[0] == "lines"
+        assert split(tmp_path, [*short[:long], page * 100, *short[long:]])[0] == "lines"
 
 
 def test_large_texts_are_sampled_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,5 +61,4 @@ class Definition:
     def words(self, longest: int) -> list[str]:
         """All words of 1 to `longest` characters, with ~ for those outside the alphabet."""
         letters = [*sorted(self.alphabet), "~"]
-        lengths = range(1, longest + 1)
-        return ["".join(word) for n in lengths for word in product(letters, repeat=n)]
+        return ["".join(word) for n in range(1, longest + 1) for word in product(letters, repeat=n)]

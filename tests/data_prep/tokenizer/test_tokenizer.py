@@ -153,8 +153,7 @@ def test_byte_fallback_restores_every_text(byte_pieces: SentencePieceTokenizer, 
 def test_streams_hold_bytes_until_they_are_a_character(byte_pieces: SentencePieceTokenizer) -> None:
     ids = byte_pieces.encode("漢字")
     assert [len(text) for text in byte_pieces.stream_decode(iter(ids))] == [0, 0, 0, 1, 0, 0, 1]
-    first_byte = ids[-3]
-    assert list(byte_pieces.stream_decode([first_byte])) == ["", "\ufffd"]
+    assert list(byte_pieces.stream_decode([ids[-3]])) == ["", "\ufffd"]
 
 
 def test_ids_outside_the_vocabulary_are_refused(tokenizer: Tokenizer) -> None:

@@ -149,8 +149,7 @@ def test_impossible_models_of_pieces_are_refused(lines: Any, settings: Any, mess
 
 
 def test_the_number_of_characters_is_a_maximum() -> None:
-    tokenizer = trained_pieces(TEXT, 9999, model_type="char")
-    assert tokenizer.vocab_size == len(set("".join(TEXT))) + 2
+    assert trained_pieces(TEXT, 9999, model_type="char").vocab_size == len(set("".join(TEXT))) + 2
 
 
 def test_a_mistake_in_the_corpus_reaches_the_user_through_sentencepiece() -> None:

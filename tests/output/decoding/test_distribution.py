@@ -65,8 +65,7 @@ def test_rows_are_summed_in_fp32_or_the_precision_of_the_bias(
     values = expected.values.to(of_bias if is_double else FP32)
     for each in found:
         torch.testing.assert_close(each, values, rtol=0, atol=1e-12 if is_double else 1e-5)
-    words = draw_many(layer, 10, top_k=1)
-    assert torch.equal(words, expected.indices[:, :1].expand(-1, 10))
+    assert torch.equal(draw_many(layer, 10, top_k=1), expected.indices[:, :1].expand(-1, 10))
 
 
 @ways
@@ -89,8 +88,7 @@ def test_a_compiled_model_decodes_as_an_eager_one() -> None:
         seeds = torch.arange(len(hidden))
         return *layer.topk(hidden, 3), layer.sample(hidden, top_p=0.9, seeds=seeds)
 
-    compiled = torch.compile(decoded, backend="eager")
-    assert all(map(torch.equal, compiled(hidden), decoded(hidden)))
+    assert all(map(torch.equal, torch.compile(decoded, backend="eager")(hidden), decoded(hidden)))
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match=r"function topk .*compile without fullgraph=True"):
         torch.compile(decoded, fullgraph=True, backend="eager")(hidden)
@@ -109,8 +107,7 @@ def test_any_leading_shape_and_strides_give_the_same_words() -> None:
     weight = weight.T.contiguous().T
     assert not any(each.is_contiguous() for each in (block, weight))
     one_by_one = word_log_prob(hidden, weight, tree, bias).view(3, 4, N).transpose(0, 1)
-    actual = log_prob(block, weight, tree, bias)
-    torch.testing.assert_close(actual, one_by_one, rtol=0, atol=1e-12)
+    torch.testing.assert_close(log_prob(block, weight, tree, bias), one_by_one, rtol=0, atol=1e-12)
     best = topk(block, weight, tree, bias, k=3)
     assert torch.equal(best.word, one_by_one.topk(3).indices)
     assert torch.equal(sample(block, weight, tree, bias, temperature=0), best.word[..., 0])

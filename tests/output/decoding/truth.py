@@ -123,8 +123,7 @@ def restricted(
         probs[top_k:] = 0
         probs /= probs.sum()
     if top_p is not None:
-        before = probs.cumsum(0) - probs
-        probs[before >= top_p] = 0
+        probs[probs.cumsum(0) - probs >= top_p] = 0
     if min_p is not None:
         probs[probs < min_p * probs[0]] = 0
     return torch.zeros_like(probs).scatter(0, order, probs / probs.sum())

@@ -236,11 +236,9 @@ def test_by_word_rows_are_dealt_evenly(tree: ClassTree, world_size: int) -> None
     """Every node and the whole weight to within one row, each row once."""
     plan = Plan.by_word(tree, world_size)
     places = [place(tree, plan, plan.dealt(tree, rank)).held for rank in range(world_size)]
-    local = torch.stack([each.local_row for each in places])
-    assert ((local >= 0).sum(0) == 1).all()
+    assert ((torch.stack([each.local_row for each in places]) >= 0).sum(0) == 1).all()
     sizes = torch.stack([each.num_children for each in places])
-    expected = torch.where(tree.num_children > 1, tree.num_children, 0)
-    assert torch.equal(sizes.sum(0), expected)
+    assert torch.equal(sizes.sum(0), torch.where(tree.num_children > 1, tree.num_children, 0))
     assert (sizes.amax(0) - sizes.amin(0)).max() <= 1
     held = [len(each.node_of_row) for each in places]
     assert sum(held) == tree.num_rows
@@ -286,7 +284,6 @@ def test_work_by_class_is_balanced_for_text_like_the_counted_one(world_size: int
     counts = 1e9 / (torch.arange(TREE.vocab_size) + 1.0)
     plan = Plan.by_class(TREE, world_size, counts)
     torch.manual_seed(0)
-    target = torch.multinomial(counts, 200_000, replacement=True)
-    assert _load(plan, target) <= 1.2
+    assert _load(plan, torch.multinomial(counts, 200_000, replacement=True)) <= 1.2
     held = torch.bincount(plan.process_of_row(TREE), minlength=world_size)
     assert held.max() <= 1.15 * held.double().mean()

@@ -252,11 +252,9 @@ def distribution_law(tree: ClassTree) -> None:
     assert_close(expected.exp().sum(1), torch.ones(3, dtype=torch.float64))
     assert_close(log_prob(hidden, weight, tree, bias), expected)
     words = torch.arange(tree.vocab_size).flip(0).expand(3, -1)
-    found = candidate_log_prob(hidden, weight, words, tree, bias)
-    assert_close(found, expected.flip(1))
+    assert_close(candidate_log_prob(hidden, weight, words, tree, bias), expected.flip(1))
     best = topk(*layer, k=tree.vocab_size)
-    ordered = expected.sort(dim=1, descending=True, stable=True)
-    assert torch.equal(best.word, ordered.indices)
+    assert torch.equal(best.word, expected.sort(dim=1, descending=True, stable=True).indices)
     share = torch.stack([row.bincount(minlength=tree.vocab_size) for row in draw_many(layer, 400)])
     deviation = (share / 400 - expected.exp()) / (expected.exp() / 400).sqrt().clamp(min=1e-3)
     assert float(deviation.abs().max()) < 6

@@ -48,8 +48,7 @@ def test_ratios_of_each_method_are_those_of_its_figures(tmp_path: Path, run_benc
         assert row["ours"] == "random/compiled"
         assert row["ratio_to_ours"] == pytest.approx(seconds / rows[0]["seconds_median"])
         assert 0 < row["seconds_min"] <= seconds
-        slow = row["method"] in ("tree_full", "full")
-        assert row["rounds"] == (2 if slow else 4)
+        assert row["rounds"] == (2 if row["method"] in ("tree_full", "full") else 4)
         if row["method"] == "adaptive":
             assert row["ratio_to_floor"] is None
             continue
@@ -108,8 +107,7 @@ def test_the_floor_of_a_tiny_problem_is_the_count_by_hand() -> None:
     # rows: 3 classes and the 3 words of class 0, while class 2, a single word, is not visited;
     # columns: the 3 classes for 4 positions, the 3 words for 2
     assert least_work(problem, tree) == (3 * (6 + 4) * 5 * 2, 6 * (4 * 3 + 2 * 3) * 5)
-    full = least_work(problem, problem.trees["tree_full"])
-    assert full == (3 * (6 + 4) * 5 * 2, 6 * 4 * 6 * 5)
+    assert least_work(problem, problem.trees["tree_full"]) == (3 * (6 + 4) * 5 * 2, 6 * 4 * 6 * 5)
 
 
 def test_a_method_too_large_is_left_out(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,7 @@ def test_a_recipe_on_independent_sequences_trains_on_these(tiny: Path, tmp_path:
 
 
 def test_the_peer_of_training_steps_has_the_same_loss(tiny: Path, tmp_path: Path) -> None:
-    state = start_training(str(tiny), [f"--run_dir={tmp_path}"], "torch", num_steps=1)
-    model = state.model.eval()
+    model = start_training(str(tiny), [f"--run_dir={tmp_path}"], "torch", num_steps=1).model.eval()
     assert isinstance(model.output, HierarchicalSoftmax)
     tokens, targets = torch.randint(model.vocab_size, (2, 4, 3))
     peer, _ = model.loss(tokens, targets)
@@ -56,8 +55,7 @@ TINY = ["--positions=64", "--hidden=6", "--steps=2"]
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("vocab_size", [97, 131])
 def test_every_row_has_its_figures(parse: Parse, vocab_size: int, dtype: str) -> None:
-    options = parse(scale, *TINY)
-    rows = {name: measure(name, vocab_size, dtype, options) for name in METHODS}
+    rows = {name: measure(name, vocab_size, dtype, parse(scale, *TINY)) for name in METHODS}
     for row in rows.values():
         seconds = row["seconds"]
         assert row["outcome"] == "done"

@@ -65,8 +65,7 @@ def test_batches_of_many_sizes_share_compiled_kernels(num_words: int, size: int)
 
     def kind(name: str, value: object) -> object:
         if isinstance(value, int) and name not in CONSTANTS:
-            special = name not in VARYING and (value == 1 or value % 16 == 0)
-            return value >= 2**31, special
+            return value >= 2**31, name not in VARYING and (value == 1 or value % 16 == 0)
         return value.dtype if isinstance(value, Tensor) else value
 
     def compile_for(launch: Launch) -> None:
