@@ -215,12 +215,11 @@ def test_a_mistake_in_the_corpus_leaves_no_token_file(corpus: Corpus) -> None:
 def test_a_mistake_in_a_class_file_leaves_the_tokens_and_earlier_classes(corpus: Corpus) -> None:
     corpus.classes = ClassesConfig(method="file", file="classes.txt")
     mistake = r"classes\.txt: 4 of the vocabulary's 7 words .*; the tokens in .* remain valid$"
-    complete = "the\t1\ncat\t2\nsat\t3\ndog\t2\nran\t3\n"
     corpus.write("classes.txt", "the\t1\n")
     with pytest.raises(UserError, match=mistake):
         corpus.prepare()
     assert set(corpus.written()) == FILES - {"classes.npy"} | {".lock", "meta.json"}
-    corpus.write("classes.txt", complete)
+    corpus.write("classes.txt", "the\t1\ncat\t2\nsat\t3\ndog\t2\nran\t3\n")
     assert corpus.rewritten() == {"classes.npy"}
     before, classes = corpus.written(), corpus.prepare().word_class().tolist()
     corpus.write("classes.txt", "the\t1\n")

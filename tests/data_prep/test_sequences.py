@@ -26,9 +26,8 @@ def test_unknown_items_are_left_out_and_counted_where_they_are_predicted(predict
     tokens = np.concatenate([np.append(line, EOS) for line in lines]).astype(np.uint16)
     options: Any = {"num_known": num_known, "predict_eos": predict_eos}
     found = find_sequences(tokens, eos_id=EOS, unk_id=UNK, **options)
-    end = [EOS] * predict_eos
     for i, (line, known, read) in enumerate(zip(lines, num_known, found.lines(), strict=True)):
-        assert read.tolist() == [*line[line != UNK].tolist(), *end]
+        assert read.tolist() == [*line[line != UNK].tolist(), *[EOS] * predict_eos]
         assert found.num_known[i] == (line[:known] != UNK).sum()
         assert found.num_left_out[i] == (line[known:] == UNK).sum()
         assert found.num_predicted[i] == (line[known:] != UNK).sum() + predict_eos

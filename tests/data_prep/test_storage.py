@@ -18,6 +18,8 @@ from data_prep import storage
 from data_prep.errors import UserError
 from data_prep.storage import locked, map_array, new_folder, write_atomically
 
+UNSUPPORTED = [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL]
+
 
 @pytest.fixture
 def array(tmp_path: Path) -> tuple[Path, storage.ArrayInfo]:
@@ -105,9 +107,8 @@ def test_a_new_folder_is_complete_or_absent(tmp_path: Path) -> None:
 
 
 def test_a_new_folder_that_another_process_writes_is_an_error(tmp_path: Path) -> None:
-    message = "text is written by another process at the same time$"
     with (
-        pytest.raises(UserError, match=message),
+        pytest.raises(UserError, match=r"text is written by another process at the same time$"),
         new_folder(tmp_path / "text"),
         new_folder(tmp_path / "text") as unfinished,
     ):
@@ -187,9 +188,6 @@ def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("fcntl.flock", "os.fsync"):
         monkeypatch.setattr(name, Mock(side_effect=OSError(request.param, message)))
     return message
-
-
-UNSUPPORTED = [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL]
 
 
 @pytest.mark.parametrize("refused", UNSUPPORTED, indirect=True)

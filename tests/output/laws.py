@@ -30,6 +30,7 @@ UNEQUAL_TILES = Tiles(
     Tile(32, 16, 32, 4, 1), Tile(16, 16, 0, 4, 1), Tile(64, 32, 32, 4, 1, 16),
     Tile(16, 32, 64, 4, 1), chunk=20,
 )  # fmt: skip
+Loss = Callable[..., Tensor]
 
 
 class Case(NamedTuple):
@@ -75,9 +76,6 @@ class Called(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.function(*inputs)
-
-
-Loss = Callable[..., Tensor]
 
 
 def _recorded(loss: Loss, *inputs: Tensor) -> Any:

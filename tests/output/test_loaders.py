@@ -171,8 +171,7 @@ def test_saved_layers_hold_every_number_once(shape: str, tmp_path: Path) -> None
     assert num_bytes <= (tmp_path / "layers.safetensors").stat().st_size < num_bytes + 1500
     for name, each in layers.state_dict().items():
         assert each.untyped_storage().nbytes() == each.nbytes, name
-    trees = one.tree, other.tree, tree
-    assert len({each.arrays.row_of_word.data_ptr() for each in trees}) == 1
+    assert len({each.arrays.row_of_word.data_ptr() for each in (one.tree, other.tree, tree)}) == 1
 
 
 class Tied(nn.Module):

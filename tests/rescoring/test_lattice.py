@@ -67,6 +67,7 @@ second
 1 2 7 dog 1,2
 2
 """
+DISTANCES = {"compiled": _distance, "python": vars(_distance)["py_func"]}
 
 
 def paths(lattice: Lattice, node: int = 0) -> Iterator[tuple[Words, float, float]]:
@@ -142,9 +143,8 @@ def test_a_large_beam_is_exact(name: str, request: pytest.FixtureRequest, tmp_pa
     share = 0.3 if has_two else 1.0
 
     def lm_scores(texts: list[str]) -> list[np.ndarray]:
-        ours = [score.log_prob for score in model.score(texts)]
         with np.errstate(divide="ignore"):
-            pairs = zip(ours, arpa(texts), strict=True)
+            pairs = zip([score.log_prob for score in model.score(texts)], arpa(texts), strict=True)
             shares = np.log([share, 1 - share])
             return [np.logaddexp(shares[0] + x, shares[1] + y) for x, y in pairs]
 
@@ -316,9 +316,6 @@ def definition(reference: Sequence[str], hypothesis: Sequence[str]) -> tuple[int
         return min(tuple(a + b for a, b in zip(x, y, strict=True)) for x, y in steps)
 
     return least(len(reference), len(hypothesis))
-
-
-DISTANCES = {"compiled": _distance, "python": vars(_distance)["py_func"]}
 
 
 @pytest.mark.parametrize("distance", DISTANCES.values(), ids=DISTANCES)

@@ -44,11 +44,10 @@ def test_a_cache_equals_the_definition(sizes: list[int], monkeypatch: pytest.Mon
 def test_the_probabilities_of_all_words_add_up_to_1() -> None:
     hidden, words = torch.randn(9, 6), torch.randint(3, (9,))
     log_prob = torch.log_softmax(torch.randn(9, 3, dtype=torch.float64), 1)
-    settings = Adaptation(weights_sha256="", theta=THETA, weight=0.7)
     for t in range(9):
         total = 0.0
         for word in range(3):
-            mix = settings.mixer()
+            mix = Adaptation(weights_sha256="", theta=THETA, weight=0.7).mixer()
             text = torch.cat([words[:t], torch.tensor([word])])
             total += float(mix(hidden[: t + 1], text, log_prob[range(t + 1), text])[-1].exp())
         assert total == pytest.approx(1)

@@ -241,10 +241,9 @@ def test_items_are_refused_and_pieces_are_not(
     assert (values["weights"], values["valid_perplexity"]) == ([0.25, 0.25], None)
     model = mixed_model(folder)
     assert float(model.log_prob("the ca").double().exp().sum()) == pytest.approx(1, abs=1e-5)
-    by_file = ["--mixture=0.25", f"--arpa={tmp_path / 'arpa'}"]
     each = [
         json.loads(printed("evaluate", folder, "--json", *how))["mixture"]["perplexity"]
-        for how in (by_file, ["--ngram"])
+        for how in (["--mixture=0.25", f"--arpa={tmp_path / 'arpa'}"], ["--ngram"])
     ]
     assert each[0] == pytest.approx(each[1], rel=1e-5)
 

@@ -20,6 +20,9 @@ from lm.scoring.kneser_ney import estimate
 from tests.scoring.arpa_files import NGrams, definition, write
 
 WORDS = ["a", "b", "c", "d", "<unk>", "</s>"]
+NUM_WORDS, EOS = 90, 0
+BEGIN = NUM_WORDS
+NGram = tuple[int, ...]
 
 
 def random_ngrams(order: int, has_unk: bool) -> NGrams:
@@ -108,11 +111,6 @@ def test_probabilities_after_words_that_add_up_to_more_than_1_are_reported(
     assert (problem in caplog.text) == bool(caplog.text) == (total is not None)
 
 
-NUM_WORDS, EOS = 90, 0
-BEGIN = NUM_WORDS
-NGram = tuple[int, ...]
-
-
 def lines(num_lines: int = 600) -> list[list[int]]:
     """Lines of words by inverse rank, the last words of which never occur."""
     random = Random(3)
@@ -177,9 +175,8 @@ def test_probabilities_are_as_defined(order: int, prune: list[int], text: list[l
     seen = [line[: random.randint(0, 9)] for line in random.choices(text, k=30)]
     for before in [*seen, [NUM_WORDS - 1], [1, NUM_WORDS - 1, 2], [1, 1, 1, 1, 1, 1]]:
         found = np.exp(tree.log_prob(tree.context(np.array(before, np.int64))))
-        expected = definition.probs((BEGIN, *before)[1 - order :])
         assert found.sum() == pytest.approx(1, abs=1e-6)
-        assert found == pytest.approx(expected, rel=1e-6)
+        assert found == pytest.approx(definition.probs((BEGIN, *before)[1 - order :]), rel=1e-6)
         assert found.min() > 0
     values, contexts = tree.read(joined(text))
     for context, value, token in zip(contexts, values, joined(text), strict=True):
@@ -206,10 +203,9 @@ def test_sizes_are_numbers_of_ngrams_that_occur_more_often_than_the_threshold() 
     text = lines()
     counts = Definition(text, 4, [0]).counts
     for prune in ([], [0, 0, 1], [0, 2]):
-        tree = estimate(joined(text), NUM_WORDS, EOS, 4, prune)
         least = [*prune, *[(prune or [0])[-1]] * 4][1:4]
         expected = [sum(n > t for n in c.values()) for c, t in zip(counts[1:], least, strict=True)]
-        assert tree.sizes == [NUM_WORDS + 1, *expected]
+        assert estimate(joined(text), NUM_WORDS, EOS, 4, prune).sizes == [NUM_WORDS + 1, *expected]
 
 
 @pytest.mark.parametrize("prune", [[], [0, 0, 1]])

@@ -123,9 +123,8 @@ def test_figures_are_as_defined(way: str, exclude: str, monkeypatch: pytest.Monk
 @BACKBONES
 def test_perplexity_is_that_of_the_items_to_predict(backbone: str) -> None:
     model, sequences = make(backbone), some_sequences()
-    counts = TextCounts(words=1, lines=1, utf8_bytes=1)
     options: Any = {"eos_id": EOS, "unk_id": UNK, "context": 6, "sequences": sequences}
-    found = evaluate(model, sequences.tokens, counts, **options)
+    found = evaluate(model, sequences.tokens, TextCounts(words=1, lines=1, utf8_bytes=1), **options)
     nll = [
         -math.log(distributions(model, line.tolist())[place, line[place]])
         for line, known in zip(sequences.lines(), sequences.num_known, strict=True)

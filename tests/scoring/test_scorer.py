@@ -24,6 +24,7 @@ from tests.models import log_probs, small_model
 WORDS = ["<eos>", "<unk>", "a", "b", "c", "d", "e"]
 TEXT = ["a b c", "", "e zebra a a b", "d", "b c d e a b c d e a b c", "zebra zebra"]
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
+KNOWN = WordTokenizer(["<eos>", "<unk>", "the", "cat", "sees", "do", "n't", "well", "-", "known"])
 
 
 def make(
@@ -186,9 +187,6 @@ def test_words_with_punctuation_have_several_ids() -> None:
     tokenizer = WordTokenizer(words, lowercase=True, split_punctuation=True)
     words, ids, word_of_id = tokenizer.align("No, it.")
     assert (words, [*ids], [*word_of_id]) == (["No,", "it."], [2, 3, 4, 6], [0, 0, 1, 1])
-
-
-KNOWN = WordTokenizer(["<eos>", "<unk>", "the", "cat", "sees", "do", "n't", "well", "-", "known"])
 
 
 def test_more_than_a_fifth_of_unknown_words_are_named() -> None:

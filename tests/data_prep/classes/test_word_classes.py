@@ -25,6 +25,8 @@ from data_prep.classes.word_classes import WordClass, build_class_levels, freque
 from data_prep.settings import ClassesConfig
 
 METHODS: list[Any] = ["exchange", "embedding", "frequency", "uniform", "random"]
+WORDS = ["<unk>", "a", "b", "c", "<eos>"]
+LOWER = [[-1, 1, 0, -1, -1], [-1, 0, -1, -1, -1]]
 
 
 def zipf_tokens(vocab_size: int, num_tokens: int, seed: int = 0) -> NDArray[np.uint16]:
@@ -269,10 +271,6 @@ def test_further_words_fill_the_smallest_classes() -> None:
     assert sorted((sizes + np.bincount(places, minlength=4)).tolist()) == [3, 3, 4, 5]
     assert len(smallest_classes(sizes, 5, 0)) == 0
     assert (sizes + np.bincount(smallest_classes(sizes, 5, 11), minlength=4)).tolist() == [5] * 4
-
-
-WORDS = ["<unk>", "a", "b", "c", "<eos>"]
-LOWER = [[-1, 1, 0, -1, -1], [-1, 0, -1, -1, -1]]
 
 
 def build(settings: ClassesConfig, folder: Path, words: Sequence[str] = WORDS) -> WordClass:

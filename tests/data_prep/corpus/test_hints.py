@@ -21,6 +21,7 @@ from data_prep.errors import UserError
 ROWS = [{"id": number, "title": f"t{number}", "text": "the cat sat"} for number in range(3)]
 ONE = [{"id": number, "sentence": "the cat sat"} for number in range(3)]
 TWO = [{"key": f"k{number}", "sentence": "the cat sat"} for number in range(3)]
+BOTH = ["valid", "test"]
 
 
 def lines(rows: Sequence[Mapping[str, object]]) -> str:
@@ -158,9 +159,6 @@ def test_lines_of_a_split_that_are_training_text_are_warned_of(
     assert [*compared(train, {"valid": held_out, "test": ["unseen"]})] == train
     expected = [] if share is None else [f"valid: {share} % of its lines are lines of the training"]
     assert [message[: len(expected[0])] for message in caplog.messages] == expected
-
-
-BOTH = ["valid", "test"]
 
 
 Cut = tuple[dict[str, tuple[int, int]], dict[str, list[str]]]

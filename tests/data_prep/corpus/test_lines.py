@@ -28,6 +28,9 @@ from data_prep.errors import UserError
 from data_prep.settings import DataConfig, Files, SplitFiles
 from tests.data_prep.conftest import write_table
 
+ROWS: list[Any] = [{"n": 1, "text": text} for text in ("NA", None, "null", "None", *[None] * 300)]
+TEXT = "the cat\nsat é\n".encode()
+
 
 def read(folder: Path, files: Files, **options: object) -> list[str]:
     data = DataConfig(dir=str(folder), files=SplitFiles(train=files), **options)  # type: ignore[arg-type]
@@ -114,9 +117,6 @@ def test_text_that_looks_like_numbers_or_dates_is_text(tmp_path: Path) -> None:
         assert read(tmp_path, f"x.{format}", format=format) == rows
 
 
-ROWS: list[Any] = [{"n": 1, "text": text} for text in ("NA", None, "null", "None", *[None] * 300)]
-
-
 @pytest.mark.parametrize(
     ("name", "rows", "lines"),
     [
@@ -170,9 +170,6 @@ def test_arrow_types_of_strings_are_text(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(parquet, "ParquetFile", unknown)
     with pytest.raises(UserError, match=r"a\.parquet cannot be read: .*Error: 128 bits$"):
         read(tmp_path, "a.parquet", format="parquet")
-
-
-TEXT = "the cat\nsat é\n".encode()
 
 
 def zipped(*members: str, content: bytes = TEXT) -> bytes:

@@ -26,6 +26,7 @@ TEXT = (
     "zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich",
 )
 WORDS = ("<eos>", "<unk>", "the", "cat", "sat", "don't", ",", ".", "3,000.5", '"', "(", ")", "-")
+TOKENIZER = WordTokenizer(["the", "<eos>", "cat", "<unk>", "é"])
 
 
 @pytest.fixture(scope="module")
@@ -175,9 +176,6 @@ def test_invalid_vocabularies_and_models_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="has no piece for the end of a line"):
         SentencePieceTokenizer(model.getvalue())
-
-
-TOKENIZER = WordTokenizer(["the", "<eos>", "cat", "<unk>", "é"])
 
 
 def test_a_token_file_holds_lines_with_eos_and_their_counts(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from data_prep.tokenizer.word_index import WordIndex
 from tests.data_prep.conftest import trained_pieces
 
 TEXT = tuple(f"the cat {word} on the mat number {word}" for word in ("sat", "lay", "ran", "is"))
+SIZES = [("unigram", 23), ("bpe", 30), ("char", 9), ("word", 9)]
 
 
 def counted(lines: list[str], settings: TokenizerConfig) -> list[tuple[str, int]]:
@@ -66,9 +67,6 @@ def test_counts_add_up_to_the_tokens_and_agree_with_a_plain_count(
         if word not in {"<unk>", "<eos>"}:
             assert count == plain[word] >= min_count
     assert counts.tolist() == sorted(counts.tolist(), reverse=True)
-
-
-SIZES = [("unigram", 23), ("bpe", 30), ("char", 9), ("word", 9)]
 
 
 @pytest.mark.parametrize(("model_type", "vocab_size"), SIZES)

@@ -15,6 +15,7 @@ from ..definition import TWO_LEVEL, N, layer_of, problem
 from .truth import OPTIONS, H, P, converted, draw_many, random_layer, sample, ways, word_log_prob
 
 FP32 = torch.float32
+TWICE = torch.tensor([[3, 3, 4, -1]]).expand(P, -1)
 
 
 @pytest.fixture(autouse=True)
@@ -143,9 +144,6 @@ def test_empty_batch_gives_no_words() -> None:
     layer = (torch.zeros(2, H, dtype=torch.float64), weight, tree, bias)
     for options in [*OPTIONS, {"temperature": 0}]:
         assert draw_many(layer, 0, **options).tolist() == [[], []]
-
-
-TWICE = torch.tensor([[3, 3, 4, -1]]).expand(P, -1)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ CASES = [
     for options in table
     for shape in (shapes if options else truth.TREES)
 ]
+by_kernel = pytest.mark.usefixtures("_kernel")
 
 
 @ways
@@ -214,9 +215,6 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "is_right", lambda *_: True)
 
 
-by_kernel = pytest.mark.usefixtures("_kernel")
-
-
 @by_kernel
 @pytest.mark.parametrize("power", [0.6, 1.0, 2.5])
 @pytest.mark.parametrize(
@@ -229,12 +227,11 @@ def test_words_are_those_of_the_trials(
     """Excluded is also the only word of a class."""
     monkeypatch.setattr(fused, "NUM_TRIALS", num_trials)
     hidden, weight, tree, bias = layer = random_layer(shape, scale=1.5)
-    seeds = torch.arange(6)
     excluded = tree.row_of_word[[0, 3, truth.N // 2]] if power > 1 else tree.row_of_word[:0]
     positions = Positions(*layer, excluded=excluded if len(excluded) else None)
     each = [(hidden[[p]], weight, tree, bias) for p in range(6)]
     expected = [truth.trials(one, p, power, excluded, num_trials) for p, one in enumerate(each)]
-    assert fused.launch_draws(positions, seeds, power).tolist() == expected
+    assert fused.launch_draws(positions, torch.arange(6), power).tolist() == expected
 
 
 @by_kernel

@@ -67,9 +67,8 @@ ways = pytest.mark.usefixtures("way")
 def random_layer(shape: str, num_words: int = N, num_positions: int = P, scale: float = 1) -> Layer:
     """Standard normal hidden vectors, rows and biases, the last two times `scale`."""
     tree = TREES[shape](num_words)
-    generator = torch.Generator().manual_seed(0)
     sizes = ((num_positions, H), (tree.num_rows, H), (tree.num_rows,))
-    options: Any = {"generator": generator, "dtype": torch.float64}
+    options: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
     hidden, weight, bias = (torch.randn(size, **options) for size in sizes)
     return hidden, weight * scale, tree, bias * scale
 
@@ -147,9 +146,8 @@ def sample(
 def draw_many(layer: Layer, num_draws: int, **options: Any) -> Tensor:
     """Draws [P, num_draws], in one call."""
     hidden, *others = layer
-    generator = torch.Generator().manual_seed(1)
     repeated = hidden[:, None].expand(-1, num_draws, -1)
-    return sample(repeated, *others, generator=generator, **options)
+    return sample(repeated, *others, generator=torch.Generator().manual_seed(1), **options)
 
 
 def assert_distributed(words: Tensor, probs: Tensor) -> None:

@@ -24,6 +24,8 @@ from .processes import columns_per_process, in_processes
 
 NUM_POSITIONS = 100
 FEW = ClassTree.two_level([0, 0])
+PLACEMENTS: tuple[PlacementName, ...] = ("word", "class")
+TREE = ClassTree.two_level(num_words=250_000)
 
 
 def streams(tree: ClassTree, tokens: Tensor, num_positions: int) -> Iterator[tuple[str, Tensor]]:
@@ -46,10 +48,9 @@ def sent_bytes(tree: ClassTree, plan: Plan, target: Tensor) -> Tensor:
     and gathered rows with their gradients.
     """
     world_size = plan.world_size
-    recipients = recipients_of(target, tree, plan.owner, world_size)
     owner = torch.arange(len(target)) * world_size // len(target)
     pairs = torch.zeros(world_size, world_size, dtype=torch.int64)  # recipient, process
-    pairs.index_add_(1, owner, recipients.long())
+    pairs.index_add_(1, owner, recipients_of(target, tree, plan.owner, world_size).long())
     pairs.fill_diagonal_(0)
     there, back = 4 * H + 8 + 4 * (tree.depth + 1), 8 * tree.depth + 4 * H
     gathered = int((plan.owner == GATHERED)[tree.node_of_row].sum())
@@ -119,9 +120,6 @@ def test_processes_compute_and_send_what_is_planned() -> None:
     words, full = torch.arange(9), ClassTree.full(9)
     assert recipients_of(words, full, Plan.by_word(full, 2).owner, 2).all()
     in_processes(3, _check_plans, tree, (600 ** torch.rand(20_000)).long())
-
-
-PLACEMENTS: tuple[PlacementName, ...] = ("word", "class")
 
 
 def _check(
@@ -255,9 +253,6 @@ def test_by_class_each_row_has_one_process(tree: ClassTree, world_size: int) -> 
     assert torch.equal(rows.sort().values, torch.arange(tree.num_rows))
     assert [each.num_held for each in dealt] == [len(each.held(rows)) for each in dealt]
     assert tree is not FEW or [each.num_held for each in dealt].count(0) == max(0, world_size - 2)
-
-
-TREE = ClassTree.two_level(num_words=250_000)
 
 
 def _load(plan: Plan, target: Tensor) -> float:

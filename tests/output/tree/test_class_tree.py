@@ -96,11 +96,10 @@ def test_two_level_rows_are_the_shortlist_then_classes_then_words_of_each_class(
 
 def test_classes_of_classes_nested_lists_and_paths_make_the_same_tree() -> None:
     levels = [[1, 0, 1, -1, 0, 1, 0], [0, 1, 2, -1, -1, 0, 1]]
-    clusters = [3, [4, [1, 6]], [[0, 5], [2]]]
     paths = [[2, 0, 0], [1, 1, 0], [2, 1, 0], [0], [1, 0], [2, 0, 1], [1, 1, 1]]
     tree = ClassTree.from_levels(levels)
     assert tree.num_children.tolist() == [3, 2, 2, 2, 2, 1]
-    same = [ClassTree.from_clusters(clusters), ClassTree.from_paths(paths)]
+    same = [ClassTree.from_clusters([3, [4, [1, 6]], [[0, 5], [2]]]), ClassTree.from_paths(paths)]
     # The numbers of a class may start anew in every class of the level above.
     same.append(ClassTree.from_levels([levels[0], [0, 5, 1, -1, -1, 0, 5]]))
     for other in same:
@@ -127,7 +126,6 @@ def test_balanced_trees_are_as_shallow_as_branching_allows(num_words: int, branc
 def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
     counts = torch.randint(0, 1000, (97,), generator=torch.Generator().manual_seed(0))
     tree = ClassTree.huffman(counts, arity) if arity > 2 else ClassTree.huffman(counts)
-    cost = sum(int(counts[word]) * len(tree.path(word)) for word in range(97))
     heap = counts.tolist() + [0] * (-(97 - 1) % (arity - 1))  # padding by words that never occur
     heapq.heapify(heap)
     least = 0
@@ -135,7 +133,7 @@ def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
         merged = sum(heapq.heappop(heap) for _ in range(arity))
         least += merged
         heapq.heappush(heap, merged)
-    assert cost == least
+    assert sum(int(counts[word]) * len(tree.path(word)) for word in range(97)) == least
     assert sorted(tree.num_children.tolist())[1:] == [arity] * (tree.num_nodes - 1)
 
 

@@ -36,11 +36,10 @@ def test_ratios_of_each_method_are_those_of_its_figures(tmp_path: Path, run_benc
     problem = ["--rows", "131:7", "--positions", "32", "--rounds", "4", "--methods", *trees, *peers]
     done = run_benchmark("output_layer", *problem, "--json", str(tmp_path / "rows"))
     assert done.returncode == 0, done.stderr
-    table = done.stdout
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row["method"] for row in rows] == [*trees, *trees, *peers]
     for row in rows:
-        assert f"\n| {row['label']} " in table
+        assert f"\n| {row['label']} " in done.stdout
         if row["method"] in GPU_ONLY:
             assert (row["refused"], row["seconds_median"]) == ("CUDA only", None)
             continue
@@ -71,9 +70,8 @@ def test_methods_of_a_tree_have_its_loss_and_its_gradients(stepped: list[Method]
     tree, d_weight = methods["random"].tree, methods["random"].parameters[0].grad
     assert tree is not None
     assert d_weight is not None
-    num_classes = int(tree.num_children[0])
     for peer in (methods[peer] for peer in SAME_TREE["random"]):
-        torch.testing.assert_close(peer.parameters[0].grad, d_weight[:num_classes])
+        torch.testing.assert_close(peer.parameters[0].grad, d_weight[: int(tree.num_children[0])])
     assert len(methods["grouped"].parameters) == 2 + 3 + 1  # the root, 10 classes, their biases
 
 
@@ -89,9 +87,8 @@ def test_a_peer_with_another_loss_is_refused_and_ours_stops_the_run(stepped: lis
     assert [row["method"] for row in rows if row["refused"]] == ["grouped"]
     assert str(grouped["refused"]).startswith("loss of grouped is ")
     assert grouped["seconds_median"] is grouped["loss"] is None
-    both = [rows[0], rows[0] | {"loss": rows[0]["loss"] + 0.001}]
     with pytest.raises(SystemExit, match=r"loss of random/reference is .*, of random/reference"):
-        output_layer.check_losses(both)
+        output_layer.check_losses([rows[0], rows[0] | {"loss": rows[0]["loss"] + 0.001}])
 
 
 def test_the_floor_of_a_tiny_problem_is_the_count_by_hand() -> None:

@@ -13,6 +13,8 @@ from scripts.benchmarks.scale import METHODS, Task, measure, timed, visited_rows
 from scripts.benchmarks.training_speed import start_training, torch_loss
 from tests.scripts.conftest import Parse, Run
 
+TINY = ["--positions=64", "--hidden=6", "--steps=2"]
+
 
 def test_steps_are_timed_side_by_side(tiny: Path, tmp_path: Path, run_benchmark: Run) -> None:
     rows = tmp_path / "rows"
@@ -49,17 +51,13 @@ def test_the_peer_of_training_steps_has_the_same_loss(tiny: Path, tmp_path: Path
     torch.testing.assert_close(peer, ours)
 
 
-TINY = ["--positions=64", "--hidden=6", "--steps=2"]
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("vocab_size", [97, 131])
 def test_every_row_has_its_figures(parse: Parse, vocab_size: int, dtype: str) -> None:
     rows = {name: measure(name, vocab_size, dtype, parse(scale, *TINY)) for name in METHODS}
     for row in rows.values():
-        seconds = row["seconds"]
         assert row["outcome"] == "done"
-        assert row["microseconds_per_position"] == pytest.approx(1e6 * seconds / 64)
+        assert row["microseconds_per_position"] == pytest.approx(1e6 * row["seconds"] / 64)
         assert row["num_rows"] == vocab_size + round(vocab_size**0.5)
         assert row["table_bytes"] == row["num_rows"] * 6 * (4 if dtype == "fp32" else 2)
         assert row["peak_bytes"] > 50e6

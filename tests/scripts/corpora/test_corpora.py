@@ -28,6 +28,7 @@ FILES = {
     "object.c": b"a\0b",
     "empty.c": b" \n\n",
 }
+Ranks = NDArray[np.int64]
 
 
 @pytest.fixture
@@ -173,9 +174,6 @@ def test_every_fifth_speech_is_validation_or_test_text(
     assert texts["test"] == ["speech of 1799", "speech of 1809"]
     assert len(texts["train"]) == 17
     assert "valid: 2 speeches, 1794-Someone-1 … 1804-Someone-1, 6 words" in capsys.readouterr().out
-
-
-Ranks = NDArray[np.int64]
 
 
 def test_arguments_and_seed_determine_the_text(tmp_path: Path, run_benchmark: Run) -> None:

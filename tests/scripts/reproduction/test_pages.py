@@ -20,6 +20,8 @@ from scripts.reproduction.pages import VOCABULARIES, all_tables, draw_vocabulari
 from scripts.reproduction.runs import LOG, RESULTS, TOP, read_logs, read_tables
 from scripts.reproduction.tables import table_of_log
 
+TABLES = read_tables()
+
 
 def cells(table: str) -> list[list[str]]:
     """The cells of a table without its header."""
@@ -88,9 +90,6 @@ def test_lines_go_from_left_to_right(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert len(places) > 1, line.get_label()
         assert np.diff(places).min() > 0, (line.get_label(), places)
         assert np.isfinite(heights).all(), line.get_label()
-
-
-TABLES = read_tables()
 
 
 class Toy:
