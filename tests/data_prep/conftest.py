@@ -23,8 +23,6 @@ FILES = VOCABULARY | {"train.npy", "valid.npy", "counts.npy", "classes.npy"}
 
 
 class Corpus:
-    """A small corpus and the settings to prepare it."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.prepared = folder, folder / "prepared"
         files = SplitFiles(train="train.txt", valid="valid.txt")
@@ -38,7 +36,6 @@ class Corpus:
         (self.folder / name).write_text(text)
 
     def text(self) -> str:
-        """The training split as it is prepared."""
         prepared = self.prepare()
         return prepared.tokenizer().decode(prepared.tokens("train"))
 

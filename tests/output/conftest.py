@@ -67,7 +67,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(params=TREES)
 def tree(request: pytest.FixtureRequest) -> ClassTree:
-    """Trees of all shapes over 23 words."""
     return TREES[request.param]
 
 

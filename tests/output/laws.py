@@ -52,7 +52,6 @@ class Case(NamedTuple):
         return ", ".join([sizes, f"H {self.size}", str(self.dtype), *further]).replace("torch.", "")
 
     def wide(self) -> torch.dtype:
-        """The dtype of the nll."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -68,8 +67,6 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Called(nn.Module):
-    """A module whose forward is a function."""
-
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.function = function
@@ -144,8 +141,6 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 class Way(NamedTuple):
-    """A way to compute the loss."""
-
     backend: Any = "auto"
     form: str = "dense"
     setting: str = ""

@@ -22,8 +22,6 @@ EXPORTED = ("loss", "nll", "forward", "log_prob", "candidate_log_prob")
 
 
 class Called(nn.Module):
-    """A module whose forward is a method of a layer."""
-
     def __init__(self, layer: HierarchicalSoftmax, method: Method) -> None:
         super().__init__()
         self.layer, self.method = layer, method

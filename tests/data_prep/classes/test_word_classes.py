@@ -42,7 +42,6 @@ def counts_of(tokens: NDArray[np.uint16], vocab_size: int) -> NDArray[np.int64]:
 
 
 def built(tokens: NDArray[np.uint16], vocab_size: int, **settings: Any) -> WordClass:
-    """Classes of a text as preparation makes them."""
     text: dict[str, Any] = {"tokens": tokens, "words": list, "folder": Path(), "progress": False}
     counts = counts_of(tokens, vocab_size)
     (word_class,) = build_class_levels(counts, ClassesConfig(**settings), **text)

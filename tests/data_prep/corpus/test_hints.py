@@ -161,10 +161,7 @@ def test_lines_of_a_split_that_are_training_text_are_warned_of(
     assert [message[: len(expected[0])] for message in caplog.messages] == expected
 
 
-Cut = tuple[dict[str, tuple[int, int]], dict[str, list[str]]]
-
-
-def cut(folder: Path, text: str, unit: Any, splits: list[str]) -> Cut:
+def cut(folder: Path, text: str, unit: Any, splits: list[str]) -> tuple[Any, dict[str, list[str]]]:
     """Sizes and lines of the splits, of which each held-out one has every 20th unit."""
     path, new = folder / "text.txt", folder / "new"
     path.write_bytes(text.encode())

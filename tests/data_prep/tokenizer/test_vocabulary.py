@@ -210,7 +210,6 @@ ONES = np.ones(len(WORDS), np.int64)
 
 
 def rows(pieces: np.ndarray) -> list[tuple[int, ...]]:
-    """The pieces of each word."""
     return [tuple(row[row >= 0].tolist()) for row in pieces]
 
 

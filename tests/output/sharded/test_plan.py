@@ -29,7 +29,6 @@ TREE = ClassTree.two_level(num_words=250_000)
 
 
 def streams(tree: ClassTree, tokens: Tensor, num_positions: int) -> Iterator[tuple[str, Tensor]]:
-    """Batches of each kind."""
     text = tokens[: num_positions * 8]
     yield "text", text
     yield "sorted text", tokens.sort().values[:: max(1, len(tokens) // len(text))][: len(text)]
@@ -190,7 +189,6 @@ def test_loss_and_gradients_are_those_of_one_process(world_size: int) -> None:
 
 @pytest.fixture
 def _alone() -> Iterator[None]:
-    """This process is a group."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=cast(Any, dist).HashStore())
     yield
     dist.destroy_process_group()
@@ -224,7 +222,6 @@ def test_a_group_may_be_one_process(tree: str, placement: Any) -> None:
 
 
 def test_fused_kernels_compute_a_shard() -> None:
-    """In Triton's interpreter."""
     in_processes(2, _interpreted)
 
 

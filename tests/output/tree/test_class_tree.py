@@ -231,7 +231,6 @@ def trees(draw: st.DrawFn) -> ClassTree:
 
 
 def holds(law: Law, examples: int) -> None:
-    """Check a law for random trees."""
 
     @settings(max_examples=examples)
     @given(trees())

@@ -120,7 +120,6 @@ class Toy:
         self.show(f"--data-dir={self.corpus}", *arguments)
 
     def log(self, row: str, seed: int) -> dict[str, Any]:
-        """A log, to be changed."""
         return deepcopy(read_logs(self.logs)[row, seed])
 
 
