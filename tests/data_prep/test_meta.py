@@ -20,7 +20,7 @@ def files(train: Files, valid: Files) -> dict[str, SplitFiles]:
 
 
 @pytest.mark.parametrize(
-    ("what", "change", "message", "redone"),
+    "case",
     [
         ("tokenizer", {"lowercase": True}, "tokenizer.lowercase: False → True", FILES),
         ("data", {"keep_empty_lines": False}, "data.keep_empty_lines: True → False", FILES),
@@ -36,13 +36,9 @@ def files(train: Files, valid: Files) -> dict[str, SplitFiles]:
     ],
 )
 def test_a_change_is_named_and_redoes_what_depends_on_it_unless_a_run_continues(
-    corpus: Corpus,
-    caplog: pytest.LogCaptureFixture,
-    what: str,
-    change: str | dict[str, Any],
-    message: str,
-    redone: set[str],
+    corpus: Corpus, caplog: pytest.LogCaptureFixture, case: Any
 ) -> None:
+    what, change, message, redone = case
     corpus.write("more.txt", "more\n")
     corpus.prepare()
     if isinstance(change, str):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import distributions, packages_distributions, requires
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ NO_INDEX = "error: Request failed\n  cause: error sending request for url"
 
 
 @pytest.mark.parametrize(
-    ("why", "ci", "code", "printed"),
+    "case",
     [
         ("error: No solution found", False, 1, "Python 3.12, lower bounds:\nerror: No solution"),
         (NO_INDEX, False, None, "installation: not checked, as no package index can be reached"),
@@ -29,15 +30,10 @@ NO_INDEX = "error: Request failed\n  cause: error sending request for url"
     ],
 )
 def test_the_check_fails_where_nothing_fits_and_in_ci_where_it_cannot_look(
-    why: str,
-    ci: bool,
-    code: int | str | None,
-    printed: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    case: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case = ("3.12", "lower bounds")
-    monkeypatch.setattr(installation, "resolve", lambda given: why if given == case else None)
+    (why, ci, code, printed), wrong = case, ("3.12", "lower bounds")
+    monkeypatch.setattr(installation, "resolve", lambda given: why if given == wrong else None)
     monkeypatch.delenv("CI", raising=False)
     if ci:
         monkeypatch.setenv("CI", "true")
