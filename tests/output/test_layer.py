@@ -22,13 +22,9 @@ from .definition import METHODS, TREES, TWO_LEVEL, H, N, definition_by_level, la
 TREE = TREES["shortlist"]
 
 
-@pytest.fixture
-def layer() -> HierarchicalSoftmax:
-    return HierarchicalSoftmax(H, TREE)
-
-
-def test_forward_gives_log_probabilities_and_the_mean_loss(layer: HierarchicalSoftmax) -> None:
-    hidden, target = torch.randn(4, 5, H), torch.randint(0, N, (4, 5))
+def test_forward_gives_log_probabilities_and_the_mean_loss() -> None:
+    layer, hidden = HierarchicalSoftmax(H, TREE), torch.randn(4, 5, H)
+    target = torch.randint(0, N, (4, 5))
     target[0, 0] = -100
     output, loss = layer(hidden, target)
     args = (hidden, layer.weight, target, layer.tree, layer.bias)
@@ -38,8 +34,9 @@ def test_forward_gives_log_probabilities_and_the_mean_loss(layer: HierarchicalSo
     torch.testing.assert_close(loss, layer.loss(hidden, target))
 
 
-def test_layers_of_one_tree_move_independently(layer: HierarchicalSoftmax) -> None:
-    before, other = layer.state_dict(), HierarchicalSoftmax(H, TREE)
+def test_layers_of_one_tree_move_independently() -> None:
+    layer, other = HierarchicalSoftmax(H, TREE), HierarchicalSoftmax(H, TREE)
+    before = layer.state_dict()
     other.tree.row_of_word.data = torch.zeros(N).long()  # as FSDP moves buffers
     assert torch.equal(layer.tree.row_of_word, TREE.row_of_word)
     assert torch.equal(before["tree.row_of_word"], TREE.row_of_word)

@@ -188,11 +188,10 @@ def encrypted() -> bytes:
     return bytes(content)
 
 
-def tarred(mode: str = "w") -> bytes:
+def tarred() -> bytes:
     file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode=mode) as archive:  # type: ignore[call-overload]
-        archive.addfile(info := tarfile.TarInfo("a.txt"), io.BytesIO())
-        info.size = 0
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a.txt"))
     return file.getvalue()
 
 

@@ -14,7 +14,6 @@ from scripts.benchmarks.methods import Method, Problem
 from tests.scripts.conftest import Parse, Run
 
 GPU_ONLY = ["cce", "liger"]
-SAME_TREE = {"random": ["grouped"], "tree_full": ["full"]}
 TINY = ["--positions", "32", "--rounds", "1", "--backends", "reference"]
 
 
@@ -61,18 +60,16 @@ def test_ratios_of_each_method_are_those_of_its_figures(tmp_path: Path, run_benc
 
 def test_methods_of_a_tree_have_its_loss_and_its_gradients(stepped: list[Method]) -> None:
     methods = {method.name: method for method in stepped}
-    for name, same in SAME_TREE.items():
-        ours = methods[name]
-        for peer in (methods[other] for other in same):
-            truth = float(ours.last_loss)
-            assert float(peer.last_loss) == pytest.approx(truth, rel=1e-6), peer.name
-            torch.testing.assert_close(peer.hidden.grad, ours.hidden.grad)
+    grouped = methods["grouped"]
+    for ours, peer in ((methods["random"], grouped), (methods["tree_full"], methods["full"])):
+        truth = float(ours.last_loss)
+        assert float(peer.last_loss) == pytest.approx(truth, rel=1e-6), peer.name
+        torch.testing.assert_close(peer.hidden.grad, ours.hidden.grad)
     tree, d_weight = methods["random"].tree, methods["random"].parameters[0].grad
     assert tree is not None
     assert d_weight is not None
-    for peer in (methods[peer] for peer in SAME_TREE["random"]):
-        torch.testing.assert_close(peer.parameters[0].grad, d_weight[: int(tree.num_children[0])])
-    assert len(methods["grouped"].parameters) == 2 + 3 + 1  # the root, 10 classes, their biases
+    torch.testing.assert_close(grouped.parameters[0].grad, d_weight[: int(tree.num_children[0])])
+    assert len(grouped.parameters) == 2 + 3 + 1  # the root, 10 classes, their biases
 
 
 def test_a_peer_with_another_loss_is_refused_and_ours_stops_the_run(stepped: list[Method]) -> None:

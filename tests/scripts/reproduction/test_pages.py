@@ -98,17 +98,12 @@ class Toy:
     def __init__(self, config: Path, corpus: Path, folder: Path) -> None:
         self.tables, self.results, self.corpus = folder / "tables.yaml", folder / "logs", corpus
         self.logs = self.results / "toy"
-        table = {
-            "title": "toy",
-            "config": str(config),
-            "shared": ["train.max_steps=2", "train.val_every_steps=1", "model.layers=1"],
-            "seeds": [1, 2],
-            "figures": ["perplexity", "oov", "minutes", "step_milliseconds"],
-            "rows": {
-                "full softmax": ["output.tree=full"],
-                "classes": {"config": str(config), "overrides": ["classes.method=random"]},
-            },
-        }
+        shared = ["train.max_steps=2", "train.val_every_steps=1", "model.layers=1"]
+        figures = ["perplexity", "oov", "minutes", "step_milliseconds"]
+        random = {"config": str(config), "overrides": ["classes.method=random"]}
+        rows = {"full softmax": ["output.tree=full"], "classes": random}
+        table: Any = {"title": "toy", "config": str(config), "shared": shared, "seeds": [1, 2]}
+        table |= {"figures": figures, "rows": rows}
         self.tables.write_text(yaml.safe_dump({"toy": table}, sort_keys=False))
         self.options = [f"--tables={self.tables}", f"--results={self.results}"]
         self.options += [f"--runs={folder / 'runs'}", "--no-progress"]
