@@ -94,11 +94,10 @@ def test_perplexities_are_those_of_the_definition(
         share = weights[length]
         return math.exp(-np.log(share * p + (1 - share) * np.exp(log_q)).mean())
 
-    def figures(*options: str) -> dict[str, Any]:
+    def figures(*options: str) -> Any:
         values = json.loads(printed("evaluate", folder, "--json", how, *options))
         assert values["perplexity"] == pytest.approx(values["mixture"]["perplexity_model"])
-        mixture: dict[str, Any] = values["mixture"]
-        return mixture
+        return values["mixture"]
 
     found = figures("--mixture=0.3")
     assert (found["weight"], found["valid_perplexity"]) == (0.3, None)

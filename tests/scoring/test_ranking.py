@@ -32,7 +32,6 @@ from tests.models import log_probs, small_model
 Printed = Callable[..., str]
 N, EOS, UNK = 23, 0, 1
 KS = (1, 3, 10)
-BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 
 
 def make(backbone: str) -> LanguageModel:
@@ -120,7 +119,7 @@ def test_figures_are_as_defined(way: str, exclude: str, monkeypatch: pytest.Monk
     assert sequences.num_left_out.sum() > 0
 
 
-@BACKBONES
+@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 def test_perplexity_is_that_of_the_items_to_predict(backbone: str) -> None:
     model, sequences = make(backbone), some_sequences()
     options: Any = {"eos_id": EOS, "unk_id": UNK, "context": 6, "sequences": sequences}

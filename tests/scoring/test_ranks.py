@@ -25,10 +25,8 @@ from tests.scoring.test_ranking import EOS, UNK, N, make
 Printed = Callable[..., str]
 
 
-def evaluated(run: Path, printed: Printed, *options: str) -> dict[str, Any]:
-    command = ("evaluate", run, "--ranking", "--json", "--k=3", *options)
-    found: dict[str, Any] = json.loads(printed(*command))
-    return found
+def evaluated(run: Path, printed: Printed, *options: str) -> Any:
+    return json.loads(printed("evaluate", run, "--ranking", "--json", "--k=3", *options))
 
 
 @pytest.mark.parametrize("exclude", ["nothing", "seen"])

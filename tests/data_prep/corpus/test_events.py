@@ -29,6 +29,13 @@ EVENTS: list[Row] = [
     ("bob", 2, 50), ("bob", 3, 50),
 ]  # fmt: skip
 """In order: ann 3 5 7 7, bob 1 2 3, cy 9; equal times keep the order of rows."""
+KNOWN = " events of 2 users are known from data.files.train: they are not predicted"
+IN_BOTH = "test: 1 of 3 users are in data.files.train too: .*\n.* 2 events of them have the user"
+SHORT = "who,what,when\na,1,2\n"
+BOTH = SplitFiles(train="old.csv", test="events.csv")
+EOS, UNK = 0, 1
+ITEMS: dict[str, Any] = {"format": "csv", "sequences": "independent", "user_field": "user"}
+ITEMS |= {"time_field": None}
 
 
 def at(times: Iterable[Any]) -> list[Row]:
@@ -190,10 +197,6 @@ def test_random_ties_do_not_depend_on_the_order_of_the_rows(tmp_path: Path) -> N
     assert lines(events, split="leave_one_out", ties="random")["test"][0] == "3 5 7\t7"
 
 
-KNOWN = " events of 2 users are known from data.files.train: they are not predicted"
-IN_BOTH = "test: 1 of 3 users are in data.files.train too: .*\n.* 2 events of them have the user"
-
-
 @pytest.mark.parametrize(
     "case",
     [  # numbers of rows of EVENTS in the files of train and valid; all are in that of test
@@ -230,10 +233,6 @@ def test_items_are_kept_as_they_are(tmp_path: Path) -> None:
     assert line.split() == words
 
 
-SHORT = "who,what,when\na,1,2\n"
-BOTH = SplitFiles(train="old.csv", test="events.csv")
-
-
 @pytest.mark.parametrize(
     ("format", "rows", "settings", "problem"),
     [
@@ -258,11 +257,6 @@ def test_tables_that_cannot_be_understood_are_refused(
     write_table(tmp_path / "old.csv", named([("ann", 3, "2024-02-01")]))
     with pytest.raises(UserError, match=problem):
         list(read_lines(data, "test" if "files" in settings else "train"))
-
-
-EOS, UNK = 0, 1
-ITEMS: dict[str, Any] = {"format": "csv", "sequences": "independent", "user_field": "user"}
-ITEMS |= {"time_field": None}
 
 
 @pytest.mark.parametrize("predict_eos", [False, True])
