@@ -193,9 +193,7 @@ def problem_of(case: Case) -> tuple[list[Tensor], Tensor]:
     return inputs, torch.randn(positions, device=device).to(case.wide())
 
 
-def by_definition(
-    case: Case, inputs: list[Tensor], upstream: Tensor, dtype: torch.dtype
-) -> Results:
+def by_definition(case: Case, inputs: list[Tensor], upstream: Tensor, dtype: Any) -> Results:
     """What `Way.solve` should return, computed in a dtype."""
     *tensors, target = inputs
     leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]

@@ -183,17 +183,13 @@ def test_invalid_arguments_are_named(change: dict[str, object], message: str) ->
         hierarchical_cross_entropy(**(arguments | change))  # type: ignore[arg-type]
 
 
-def with_long_rows(inputs: list[Tensor]) -> list[Tensor]:
-    """The problem with arbitrary numbers after the H of each row of the weight."""
-    hidden, weight, *others = inputs
-    weight = torch.cat([weight, torch.randn(len(weight), 5, dtype=weight.dtype)], 1)
-    return [hidden, weight.detach().requires_grad_(), *others]
-
-
 def test_decoding_of_long_rows_is_that_of_their_first_numbers() -> None:
+    """Arbitrary numbers follow the H of each row."""
     inputs = problem(TREE, 9)
+    long = torch.cat([inputs[1], torch.randn(TREE.num_rows, 5, dtype=torch.float64)], 1)
+    others = [inputs[0], long.detach().requires_grad_(), *inputs[2:]]
     results: list[list[Tensor]] = []
-    for hidden, weight, bias, target in (inputs, with_long_rows(inputs)):
+    for hidden, weight, bias, target in (inputs, others):
         layer = (hidden, weight, TREE, bias)
         log_prob, word = distribution.topk(*layer, k=4)
         draws = [Sampling(), Sampling(top_p=0.7), Sampling(temperature=0.7, top_k=5)]

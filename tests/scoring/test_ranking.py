@@ -85,11 +85,9 @@ def by_hand(scores: Callable[..., Any], sequences: Sequences, exclude: str) -> d
     }
 
 
-def predicted(
-    model: LanguageModel, sequences: Sequences, exclude: Any, way: Any = None
-) -> Predictions:
+def predicted(model: LanguageModel, lines: Sequences, exclude: Any, way: Any = None) -> Predictions:
     ways = [way or ranking.rank_by_model(model, [EOS, UNK])]
-    (found,) = ranking.predict(model, sequences, ways, eos_id=EOS, ks=KS, exclude=exclude)
+    (found,) = ranking.predict(model, lines, ways, eos_id=EOS, ks=KS, exclude=exclude)
     return found
 
 

@@ -119,10 +119,9 @@ def test_times_may_be_dates(kind: type[Any], unit: Any, tmp_path: Path) -> None:
 
 def test_by_default_80_and_90_percent_of_the_events_are_before_the_limits(tmp_path: Path) -> None:
     data = write(tmp_path, "csv", [(user, time, time) for time in range(10) for user in "ab"])
-    found = lines(data, split="time")
-    assert found["train"] == ["0 1 2 3 4 5 6 7"] * 2
-    assert found["valid"] == ["0 1 2 3 4 5 6 7\t8"] * 2
-    assert found["test"] == ["0 1 2 3 4 5 6 7 8\t9"] * 2
+    early = "0 1 2 3 4 5 6 7"
+    expected = {"train": [early] * 2, "valid": [f"{early}\t8"] * 2, "test": [f"{early} 8\t9"] * 2}
+    assert lines(data, split="time") == expected
     for given in ("8", None):
         with pytest.raises(UserError, match=r"data\.valid_from 8 and data\.test_from 4 leave a"):
             lines(data, split="time", valid_from=given, test_from="4")
