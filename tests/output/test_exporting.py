@@ -59,16 +59,11 @@ WAYS = (exported, exported_for_any_size, traced)
 KINDS: list[tuple[str, BackendName]] = [
     ("full", "reference"), ("huffman", "compiled"), ("full", "compiled"), ("huffman", "reference"),
 ]  # fmt: skip
+CASES = [(*KINDS[(i + j) % 4], EXPORTED[j], WAYS[i]) for i in range(3) for j in range(5)]
+ONNX = [("shortlist", False), ("huffman", False), ("full", False), ("shortlist", True)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "backend", "name", "way"),
-    [
-        (*KINDS[(i + j) % 4], name, way)
-        for i, way in enumerate(WAYS)
-        for j, name in enumerate(EXPORTED)
-    ],
-)
+@pytest.mark.parametrize(("shape", "backend", "name", "way"), CASES)
 def test_losses_and_distributions_are_exported_with_their_gradients(
     shape: str, backend: BackendName, name: str, way: Callable[[Called], Any]
 ) -> None:
@@ -118,10 +113,7 @@ def test_gradients_that_were_not_exported_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in EXPORTED if name != "forward"])
-@pytest.mark.parametrize(
-    ("shape", "dynamo"),
-    [("shortlist", False), ("huffman", False), ("full", False), ("shortlist", True)],
-)
+@pytest.mark.parametrize(("shape", "dynamo"), ONNX)
 def test_onnx_has_the_layers_functions(shape: str, name: str, dynamo: bool, tmp_path: Path) -> None:
     for package in ("onnx", "onnxscript") if dynamo else ("onnx",):
         pytest.importorskip(package)

@@ -40,33 +40,11 @@ J=2 S=1 E=3 a=-1 l=-1
 J=3 S=2 E=3 a=-1 l=-1.5
 J=4 S=3 E=4 a=-0.25
 """
-SLF_OF_LINKS = """\
-# words belong to links
-base=10 lmscale=2
-wdpenalty=-0.5
-start=a end=d
-I=a
-I=b
-I=c
-I=d
-J=0 S=a E=b W=the a=-1 l=-2
-J=1 S=a E=b W=a a=-2 l=-1
-J=2 S=b E=c W=cat a=-1 l=-1
-J=3 S=c E=d W=!NULL a=-0.25
-"""
-KALDI = """\
-first
-0 1 the 2,1,3_4
-0 2 a 1,2,
-1 3 cat 1,1
-2 3 cat 1.5,1
-3 0,0.25,5
-
-second
-0 1 3 <eps> 0.5,0.5
-1 2 7 dog 1,2
-2
-"""
+SLF_OF_LINKS = "# words belong to links\nbase=10 lmscale=2\nwdpenalty=-0.5\nstart=a end=d\n"
+SLF_OF_LINKS += "I=a\nI=b\nI=c\nI=d\nJ=0 S=a E=b W=the a=-1 l=-2\nJ=1 S=a E=b W=a a=-2 l=-1\n"
+SLF_OF_LINKS += "J=2 S=b E=c W=cat a=-1 l=-1\nJ=3 S=c E=d W=!NULL a=-0.25\n"
+KALDI = "first\n0 1 the 2,1,3_4\n0 2 a 1,2,\n1 3 cat 1,1\n2 3 cat 1.5,1\n3 0,0.25,5\n\n"
+KALDI += "second\n0 1 3 <eps> 0.5,0.5\n1 2 7 dog 1,2\n2\n"
 DISTANCES = {"compiled": _distance, "python": vars(_distance)["py_func"]}
 
 

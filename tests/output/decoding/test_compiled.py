@@ -80,6 +80,7 @@ def test_wrong_code_is_replaced_with_one_warning(
     assert torch.equal(layer.sample(hidden, seeds=seeds), layer.sample(hidden, seeds=seeds))
 
 
+SCALES = [("full", 1), ("shortlist", 0), ("shortlist", 8), ("paths", 1), ("one word per class", 8)]
 DRAWS: list[Options] = [
     *OPTIONS, {"excluded": (0, 3, 11, 3)}, {"excluded": range(9), "temperature": 1.7},
     {"excluded": (0, 3), "top_p": 0.5}, {"top_p": 0.3, "temperature": 1.5}, {"top_p": 0.999},
@@ -109,10 +110,7 @@ def results(*layer: Any) -> Iterator[object]:
         yield str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("shape", "scale"),
-    [("full", 1), ("shortlist", 0), ("shortlist", 8), ("paths", 1), ("one word per class", 8)],
-)
+@pytest.mark.parametrize(("shape", "scale"), SCALES)
 @pytest.mark.parametrize("node_cost", [1, 1 << 40])
 def test_loops_have_the_results_of_python(
     shape: str, scale: float, node_cost: int, monkeypatch: pytest.MonkeyPatch

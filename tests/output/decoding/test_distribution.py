@@ -15,6 +15,7 @@ from ..definition import TWO_LEVEL, N, layer_of, problem
 from .truth import OPTIONS, H, P, converted, draw_many, random_layer, sample, ways, word_log_prob
 
 FP32 = torch.float32
+DTYPES = [(FP32, FP32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float64)]
 TWICE = torch.tensor([[3, 3, 4, -1]]).expand(P, -1)
 
 
@@ -46,10 +47,7 @@ def test_half_precision_log_prob_is_of_rounded_weights(monkeypatch: pytest.Monke
 
 
 @ways
-@pytest.mark.parametrize(
-    ("dtype", "of_bias"),
-    [(FP32, FP32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float64)],
-)
+@pytest.mark.parametrize(("dtype", "of_bias"), DTYPES)
 @pytest.mark.parametrize("shape", ["shortlist", "paths"])
 def test_rows_are_summed_in_fp32_or_the_precision_of_the_bias(
     shape: str, dtype: torch.dtype, of_bias: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -117,11 +117,9 @@ def test_words_to_draw_are_as_defined(shape: str, options: Any, others: Any, mod
         penalty = Penalty(1.4, row[list(others["previous"])].expand(P, -1))
         positions = Positions(*layer, excluded=row[list(others["excluded"])], penalty=penalty)
     power = 1 / options["temperature"]
-    sets = (
-        finder(positions).nuclei(positions, power, options["top_p"])
-        if "top_p" in options
-        else finder(positions).within_ratio(positions, power, options["min_p"])
-    )
+    kind = "top_p" if "top_p" in options else "min_p"
+    find = {"top_p": finder(positions).nuclei, "min_p": finder(positions).within_ratio}[kind]
+    sets = find(positions, power, options[kind])
     found = {}
     for position, (log_probs, every) in sets:
         for p, log_prob, words in zip(position.tolist(), log_probs, every, strict=True):
