@@ -23,13 +23,10 @@ FILES = VOCABULARY | {"train.npy", "valid.npy", "counts.npy", "classes.npy"}
 
 
 class Corpus:
-    """A small corpus and the settings to prepare it."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.prepared = folder, folder / "prepared"
-        self.data = DataConfig(
-            dir=str(folder), files=SplitFiles(train="train.txt", valid="valid.txt")
-        )
+        files = SplitFiles(train="train.txt", valid="valid.txt")
+        self.data = DataConfig(dir=str(folder), files=files)
         self.tokenizer = TokenizerConfig()
         self.classes: ClassesConfig | None = ClassesConfig(method="frequency")
         self.write("train.txt", "the cat sat\nthe dog ran <unk>\n")
@@ -39,14 +36,12 @@ class Corpus:
         (self.folder / name).write_text(text)
 
     def text(self) -> str:
-        """The training split as it is prepared."""
         prepared = self.prepare()
         return prepared.tokenizer().decode(prepared.tokens("train"))
 
     def prepare(self, *, keep: bool = False) -> Prepared:
-        return prepare(
-            self.data, self.tokenizer, self.classes, self.prepared, keep=keep, progress=False
-        )
+        settings = self.data, self.tokenizer, self.classes
+        return prepare(*settings, self.prepared, keep=keep, progress=False)
 
     def prepare_without(self, module: Any, stage: str) -> None:
         """Prepare until a stage, which fails."""
@@ -72,10 +67,8 @@ def corpus(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Corpus:
     return Corpus(tmp_path)
 
 
-def trained_pieces(
-    lines: Iterable[str], vocab_size: int, **settings: Any
-) -> SentencePieceTokenizer:
-    config = TokenizerConfig(kind="sentencepiece", vocab_size=vocab_size, **settings)
+def trained_pieces(lines: Iterable[str], size: int, **settings: Any) -> SentencePieceTokenizer:
+    config = TokenizerConfig(kind="sentencepiece", vocab_size=size, **settings)
     return SentencePieceTokenizer(train_sentencepiece(lines, config))
 
 

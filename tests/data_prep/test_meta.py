@@ -7,15 +7,8 @@ from typing import Any
 
 import pytest
 
+from data_prep import meta
 from data_prep.errors import UserError
-from data_prep.meta import (
-    Meta,
-    find_changes,
-    read_meta,
-    requested_meta,
-    requested_settings,
-    setting_changes,
-)
 from data_prep.settings import ClassesConfig, DataConfig, Files, SplitFiles, TokenizerConfig
 from tests.data_prep.conftest import FILES, Corpus
 
@@ -27,7 +20,7 @@ def files(train: Files, valid: Files) -> dict[str, SplitFiles]:
 
 
 @pytest.mark.parametrize(
-    ("what", "change", "message", "redone"),
+    "case",
     [
         ("tokenizer", {"lowercase": True}, "tokenizer.lowercase: False → True", FILES),
         ("data", {"keep_empty_lines": False}, "data.keep_empty_lines: True → False", FILES),
@@ -43,13 +36,9 @@ def files(train: Files, valid: Files) -> dict[str, SplitFiles]:
     ],
 )
 def test_a_change_is_named_and_redoes_what_depends_on_it_unless_a_run_continues(
-    corpus: Corpus,
-    caplog: pytest.LogCaptureFixture,
-    what: str,
-    change: str | dict[str, Any],
-    message: str,
-    redone: set[str],
+    corpus: Corpus, caplog: pytest.LogCaptureFixture, case: Any
 ) -> None:
+    what, change, message, redone = case
     corpus.write("more.txt", "more\n")
     corpus.prepare()
     if isinstance(change, str):
@@ -74,8 +63,8 @@ def test_a_change_is_named_and_redoes_what_depends_on_it_unless_a_run_continues(
     assert ("valid.npy" in corpus.written()) == ("valid" in prepared.splits)
 
 
-def requested(corpus: Corpus) -> Meta:
-    return requested_meta(corpus.data, corpus.tokenizer, corpus.classes, corpus.prepared, None)
+def requested(corpus: Corpus) -> meta.Meta:
+    return meta.requested_meta(corpus.data, corpus.tokenizer, corpus.classes, corpus.prepared, None)
 
 
 def test_files_of_one_name_are_distinguished(corpus: Corpus) -> None:
@@ -86,16 +75,13 @@ def test_files_of_one_name_are_distinguished(corpus: Corpus) -> None:
     first = requested(corpus)
     corpus.write("n1/t.txt", "the cat sat\n")
     second = requested(corpus)
-    assert find_changes(first, second) == {"train": ["train: t.txt changed"]}
+    assert meta.find_changes(first, second) == {"train": ["train: t.txt changed"]}
     corpus.data = replace(corpus.data, files=SplitFiles(train=["n2/t.txt", "n1/t.txt"]))
-    assert find_changes(second, requested(corpus)) == {
-        "train": ["train: order of the files changed"]
-    }
+    changes = meta.find_changes(second, requested(corpus))
+    assert changes == {"train": ["train: order of the files changed"]}
 
 
-def test_a_file_of_the_training_split_and_another_is_reported(
-    corpus: Corpus, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_of_two_splits_is_reported(corpus: Corpus, caplog: pytest.LogCaptureFixture) -> None:
     corpus.data = replace(corpus.data, files=SplitFiles(train="train.txt", test="train.txt"))
     requested(corpus)
     assert "test: train.txt is in the training split as well" in caplog.messages
@@ -109,23 +95,22 @@ def test_the_record_contains_no_local_path(corpus: Corpus) -> None:
 
 
 def test_a_deleted_setting_differs_unless_it_has_its_former_default() -> None:
-    now = {"classes": {"method": "exchange"}}
     for cost, changes in ((0.0, {}), (0.1, {"classes": ["classes.column_cost: 0.1 → None"]})):
         before = {"classes": {"method": "exchange", "column_cost": cost}}
-        assert setting_changes(before, now) == changes
+        assert meta.setting_changes(before, {"classes": {"method": "exchange"}}) == changes
 
 
 def test_every_changed_figure_of_the_record_is_detected(corpus: Corpus) -> None:
     folder = corpus.prepare().folder
     path, content = folder / "meta.json", (folder / "meta.json").read_text()
-    assert read_meta(folder) is not None
+    assert meta.read_meta(folder) is not None
     for digit in re.finditer(r"\d", content):
         other = (int(digit[0]) + 1) % 10
         path.write_text(f"{content[: digit.start()]}{other}{content[digit.end() :]}")
         with pytest.raises(UserError, match=r"meta\.json(: unknown| is damaged| has format)"):
-            read_meta(folder)
+            meta.read_meta(folder)
     path.write_text(re.sub(r'"checksum": "\w+"', '"checksum": ""', content))
-    assert read_meta(folder) is not None  # of an earlier version
+    assert meta.read_meta(folder) is not None  # of an earlier version
 
 
 @pytest.mark.parametrize(
@@ -140,8 +125,7 @@ def test_every_changed_figure_of_the_record_is_detected(corpus: Corpus) -> None:
 def test_every_setting_of_a_tokenizer_is_recorded(kind: Any, options: dict[str, Any]) -> None:
     base = TokenizerConfig(kind=kind, vocab_size=15)
     data, classes = DataConfig(), ClassesConfig()
-    before, after = (
-        requested_settings(data, settings, classes) for settings in (base, replace(base, **options))
-    )
+    both = (base, replace(base, **options))
+    before, after = (meta.requested_settings(data, settings, classes) for settings in both)
     expected = [f"tokenizer.{key}: {getattr(base, key)} → {options[key]}" for key in options]
-    assert setting_changes(before, after) == {"tokenizer": expected}
+    assert meta.setting_changes(before, after) == {"tokenizer": expected}

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,23 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep import storage
 from data_prep.errors import UserError
-from data_prep.storage import (
-    ArrayInfo,
-    locked,
-    make_folder,
-    map_array,
-    new_folder,
-    write_array,
-    write_atomically,
-    write_json_atomically,
-)
+from data_prep.storage import locked, map_array, new_folder, write_atomically
+
+UNSUPPORTED = [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL]
 
 
 @pytest.fixture
-def array(tmp_path: Path) -> tuple[Path, ArrayInfo]:
+def array(tmp_path: Path) -> tuple[Path, storage.ArrayInfo]:
     path = tmp_path / "x.npy"
-    return path, write_array(path, [np.arange(5), np.arange(0), np.arange(5, 300)], "uint16")
+    chunks = [np.arange(5), np.arange(0), np.arange(5, 300)]
+    return path, storage.write_array(path, chunks, "uint16")
 
 
 @settings(max_examples=30)
@@ -39,7 +34,7 @@ def test_chunks_come_back_as_one_array_that_numpy_reads(
     tmp_path_factory: pytest.TempPathFactory, chunks: list[list[int]]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "chunks.npy"
-    info = write_array(path, [np.array(chunk, np.int64) for chunk in chunks], "uint32")
+    info = storage.write_array(path, [np.array(chunk, np.int64) for chunk in chunks], "uint32")
     flat = [value for chunk in chunks for value in chunk]
     assert np.load(path).tolist() == map_array(path, info).tolist() == flat
     assert info.sha256 == hashlib.sha256(np.array(flat, "<u4").tobytes()).hexdigest()
@@ -47,9 +42,7 @@ def test_chunks_come_back_as_one_array_that_numpy_reads(
     assert not mapped.size or not mapped.flags.writeable
 
 
-def test_a_file_of_another_size_or_header_and_every_flipped_byte_are_refused(
-    array: tuple[Path, ArrayInfo],
-) -> None:
+def test_a_file_of_another_size_or_header_and_every_flipped_byte_are_refused(array: Any) -> None:
     path, info = array
     content = path.read_bytes()
     for damaged in (content[:-1], content[:-500], content + b"\0"):
@@ -66,7 +59,7 @@ def test_a_file_of_another_size_or_header_and_every_flipped_byte_are_refused(
             map_array(path, info, verify=True)
 
 
-def test_values_out_of_range_are_refused(array: tuple[Path, ArrayInfo]) -> None:
+def test_values_out_of_range_are_refused(array: tuple[Path, storage.ArrayInfo]) -> None:
     path, info = array
     map_array(path, info, verify=True, below=300)
     with pytest.raises(UserError, match=r"x\.npy holds the value 299: expected 0 to 298$"):
@@ -110,13 +103,12 @@ def test_a_new_folder_is_complete_or_absent(tmp_path: Path) -> None:
         pass
     message = "a/b/c cannot be written: .*text/a is a file, not a folder"
     with pytest.raises(UserError, match=message):
-        make_folder(path / "a" / "b" / "c")
+        storage.make_folder(path / "a" / "b" / "c")
 
 
 def test_a_new_folder_that_another_process_writes_is_an_error(tmp_path: Path) -> None:
-    message = "text is written by another process at the same time$"
     with (
-        pytest.raises(UserError, match=message),
+        pytest.raises(UserError, match=r"text is written by another process at the same time$"),
         new_folder(tmp_path / "text"),
         new_folder(tmp_path / "text") as unfinished,
     ):
@@ -124,9 +116,7 @@ def test_a_new_folder_that_another_process_writes_is_an_error(tmp_path: Path) ->
     assert [each.name for each in (tmp_path / "text").iterdir()] == ["a"]
 
 
-def test_a_file_that_cannot_be_written_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"nowhere/file cannot be written: No such file or direc"):
         write_atomically(tmp_path / "nowhere" / "file", Mock())
     refused = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
@@ -148,45 +138,35 @@ def test_a_full_disk_leaves_no_new_folder(
 
 
 def test_json_is_exact_and_finite(tmp_path: Path) -> None:
-    write_json_atomically(tmp_path / "x.json", {"é": [1, 0.1]})
+    storage.write_json_atomically(tmp_path / "x.json", {"é": [1, 0.1]})
     assert (tmp_path / "x.json").read_text() == '{\n  "é": [\n    1,\n    0.1\n  ]\n}\n'
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json_atomically(tmp_path / "x.json", float("nan"))
+        storage.write_json_atomically(tmp_path / "x.json", float("nan"))
 
 
-def test_a_lock_is_held_by_one_and_its_file_stays(tmp_path: Path) -> None:
-    path = tmp_path / ".lock"
-    with (
-        locked(path, busy="it is taken"),
-        pytest.raises(UserError, match="it is taken"),
-        locked(path, busy="it is taken"),
-    ):
-        raise AssertionError("locked twice")
-    with locked(path, busy="it is taken"):
-        assert path.exists()
-    with pytest.raises(UserError, match=r"nothing cannot be written: No such file"):
-        locked(tmp_path / "nothing" / ".lock").__enter__()
-
-
-def test_a_lock_file_of_another_user_can_be_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_of_another_user", [False, True])
+def test_a_lock_is_held_by_one_and_its_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_of_another_user: bool
 ) -> None:
-    (tmp_path / ".lock").touch()
-    real = os.open
+    path, real = tmp_path / ".lock", os.open
 
     def refuse(path: Path, flags: int, *mode: int) -> int:
         if flags & os.O_RDWR:
             raise PermissionError(errno.EACCES, "Permission denied")
         return real(path, flags, *mode)
 
-    monkeypatch.setattr(os, "open", refuse)
-    with locked(tmp_path / ".lock"), pytest.raises(UserError, match="taken"):
-        locked(tmp_path / ".lock", busy="taken").__enter__()
+    with pytest.raises(UserError, match=r"nothing cannot be written: No such file"):
+        locked(tmp_path / "nothing" / ".lock").__enter__()
+    if is_of_another_user:
+        path.touch()
+        monkeypatch.setattr(os, "open", refuse)
+    with locked(path), pytest.raises(UserError, match="it is taken"):
+        locked(path, busy="it is taken").__enter__()
+    with locked(path, busy="it is taken"):
+        assert path.exists()
 
 
-def test_two_processes_write_one_file_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, fsync = tmp_path / "x.json", os.fsync
     code = "import sys; from data_prep.storage import *; write_json_atomically(sys.argv[1], [1])"
 
@@ -196,7 +176,7 @@ def test_two_processes_write_one_file_at_once(
         assert path.read_text() == "[\n  1\n]\n"
 
     monkeypatch.setattr(os, "fsync", another_process_writes)
-    write_json_atomically(path, [2])
+    storage.write_json_atomically(path, [2])
     assert path.read_text() == "[\n  2\n]\n"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -210,9 +190,6 @@ def refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return message
 
 
-UNSUPPORTED = [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL]
-
-
 @pytest.mark.parametrize("refused", UNSUPPORTED, indirect=True)
 def test_file_systems_without_locks_and_folders_to_sync_are_written_to(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, refused: str
@@ -220,8 +197,7 @@ def test_file_systems_without_locks_and_folders_to_sync_are_written_to(
     with locked(tmp_path / ".lock", busy="taken"):
         write_atomically(tmp_path / "x", lambda file: file.write(b"abc"))
     assert (tmp_path / "x").read_bytes() == b"abc"
-    reason = f"{tmp_path}/.lock: {refused}: two processes must not write here"
-    assert caplog.messages == [reason]
+    assert caplog.messages == [f"{tmp_path}/.lock: {refused}: two processes must not write here"]
     with new_folder(tmp_path / "new") as unfinished:
         (unfinished / "a").touch()
     assert (tmp_path / "new" / "a").exists()
@@ -245,9 +221,7 @@ def test_the_longest_names_of_files_can_be_written(tmp_path: Path, name: str, sh
     assert (tmp_path / "folder" / name).is_dir()
 
 
-def test_what_a_killed_process_left_of_a_shared_file_is_deleted_after_an_hour(
-    tmp_path: Path,
-) -> None:
+def test_what_a_killed_process_left_of_a_file_is_deleted_after_an_hour(tmp_path: Path) -> None:
     old, new, other = (tmp_path / name for name in (".a.1.tmp", ".a.2.tmp", ".b.1.tmp"))
     for path in (old, new, other):
         path.touch()

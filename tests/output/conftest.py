@@ -10,6 +10,7 @@ import pytest
 from lm.output import ClassTree
 from lm.output.backends import BACKENDS, nodes
 from lm.output.backends.triton.launch import instrumented
+from lm.output.decoding import compiled
 
 from .definition import SMALL_TILES, TREES
 
@@ -66,5 +67,12 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(params=TREES)
 def tree(request: pytest.FixtureRequest) -> ClassTree:
-    """Trees of all shapes over 23 words."""
     return TREES[request.param]
+
+
+@pytest.fixture(params=["compiled", "reference"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Decoding by compiled loops, and by operations of PyTorch alone."""
+    if request.param == "reference":
+        monkeypatch.setattr(compiled, "has_numba", lambda: False)
+    return str(request.param)

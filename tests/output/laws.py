@@ -21,14 +21,7 @@ from lm.output.backends.triton.launch import instrumented
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 from lm.output.rowwise import RowGradient
 
-from .definition import (
-    SMALL_TILES,
-    H,
-    assert_errors_are_small,
-    definition,
-    two_level,
-    zipf_targets,
-)  # fmt: skip
+from .definition import SMALL_TILES, H, assert_errors_are_small, definition, two_level, zipf_targets
 
 Results = list[Tensor]
 """nll of every position, and the gradients of hidden, weight and perhaps bias."""
@@ -37,6 +30,7 @@ UNEQUAL_TILES = Tiles(
     Tile(32, 16, 32, 4, 1), Tile(16, 16, 0, 4, 1), Tile(64, 32, 32, 4, 1, 16),
     Tile(16, 32, 64, 4, 1), chunk=20,
 )  # fmt: skip
+Loss = Callable[..., Tensor]
 
 
 class Case(NamedTuple):
@@ -58,7 +52,6 @@ class Case(NamedTuple):
         return ", ".join([sizes, f"H {self.size}", str(self.dtype), *further]).replace("torch.", "")
 
     def wide(self) -> torch.dtype:
-        """The dtype of the nll."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -74,17 +67,12 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Called(nn.Module):
-    """A module whose forward is a function."""
-
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.function(*inputs)
-
-
-Loss = Callable[..., Tensor]
 
 
 def _recorded(loss: Loss, *inputs: Tensor) -> Any:
@@ -153,8 +141,6 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 class Way(NamedTuple):
-    """A way to compute the loss."""
-
     backend: Any = "auto"
     form: str = "dense"
     setting: str = ""
@@ -207,9 +193,7 @@ def problem_of(case: Case) -> tuple[list[Tensor], Tensor]:
     return inputs, torch.randn(positions, device=device).to(case.wide())
 
 
-def by_definition(
-    case: Case, inputs: list[Tensor], upstream: Tensor, dtype: torch.dtype
-) -> Results:
+def by_definition(case: Case, inputs: list[Tensor], upstream: Tensor, dtype: Any) -> Results:
     """What `Way.solve` should return, computed in a dtype."""
     *tensors, target = inputs
     leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
@@ -222,9 +206,8 @@ def equals_the_definition(way: Way, case: Case, inputs: list[Tensor], upstream: 
     """Errors are within twice those of plain PyTorch in the same dtype."""
     found = way.solve(case, inputs, upstream)
     truth = by_definition(case, inputs, upstream, torch.float64)
-    base = (
-        truth if case.dtype == torch.float64 else by_definition(case, inputs, upstream, case.dtype)
-    )
+    exact = case.dtype == torch.float64
+    base = truth if exact else by_definition(case, inputs, upstream, case.dtype)
     assert found[0].dtype == case.wide()
     assert not found[2][:, case.size :].any()
     slack = (8 if case.dtype in HALF else 64) * torch.finfo(case.dtype).eps
@@ -236,11 +219,9 @@ Law = Callable[[Way, Case], None]
 
 def impossible_children_have_no_part(way: Way, case: Case) -> None:
     """A bias of -inf bans all words and classes that no target's path has, of whole blocks."""
-    tree = two_level(240, 80).to(case.device)
-    inputs, upstream = problem_of(case := case._replace(tree=tree))
+    inputs, upstream = problem_of(case := case._replace(tree=two_level(240, 80).to(case.device)))
     rows = torch.arange(case.tree.num_rows, device=case.device)
-    used = case.tree.rows_on_path(inputs[-1].clamp(min=0))
-    inputs[2][~torch.isin(rows, used)] = -torch.inf
+    inputs[2][~torch.isin(rows, case.tree.rows_on_path(inputs[-1].clamp(min=0)))] = -torch.inf
     equals_the_definition(way, case, inputs, upstream)
 
 
@@ -254,8 +235,7 @@ def depth_one_is_cross_entropy(way: Way, case: Case) -> None:
         tensors = [each.requires_grad_() for each in (hidden[: len(words)].detach(), weight, bias)]
         options: dict[str, Any] = {"reduction": reduction, "ignore_index": -7}
         truth = F.cross_entropy(F.linear(tensors[0], weight, bias), words, **options)
-        gradients = torch.autograd.grad(truth, tensors, torch.ones_like(truth))
-        expected = [truth.detach(), *gradients]
+        expected = [truth.detach(), *torch.autograd.grad(truth, tensors, torch.ones_like(truth))]
         if reduction == "mean" and not (words >= 0).any():
             expected = [torch.zeros_like(each) for each in expected]  # 0 instead of 0 / 0
         found = way.solve(case, [*tensors, words], torch.ones_like(truth), **options)
@@ -263,13 +243,10 @@ def depth_one_is_cross_entropy(way: Way, case: Case) -> None:
 
 
 def nothing_to_predict_costs_nothing(way: Way, case: Case) -> None:
-    inputs, _ = problem_of(case)
-    for hidden, target in (
-        (inputs[0], inputs[-1].clamp(max=-100)),
-        (inputs[0][:0], inputs[-1][:0]),
-    ):
+    (hidden, *tables, target), _ = problem_of(case)
+    for each, words in ((hidden, target.clamp(max=-100)), (hidden[:0], target[:0])):
         upstream = torch.ones((), dtype=case.wide(), device=case.device)
-        found = way.solve(case, [hidden, *inputs[1:-1], target], upstream, reduction="mean")
+        found = way.solve(case, [each, *tables, words], upstream, reduction="mean")
         assert not any(each.any() for each in found)
 
 
@@ -338,9 +315,8 @@ def gradients_of_a_small_loss_survive_half_precision(way: Way, case: Case) -> No
     """d nll = 1e-8 times an error is 0 in fp16, unless it is divided by its maximum."""
     inputs, upstream = problem_of(case)
     expected, found = (way.solve(case, inputs, upstream * scale)[2] for scale in (1, 1e-8))
-    torch.testing.assert_close(
-        found * 1e8, expected, rtol=0.01, atol=1e-3 * float(expected.abs().max())
-    )
+    near = 1e-3 * float(expected.abs().max())
+    torch.testing.assert_close(found * 1e8, expected, rtol=0.01, atol=near)
 
 
 LAWS: dict[Law, tuple[torch.dtype, torch.dtype | None]] = {

@@ -1,10 +1,11 @@
-"""`torch.export` and `torch.jit.trace` of the layer: what they take computes the same numbers."""
+"""`torch.export`, `torch.jit.trace` and ONNX of the layer: what they take has the same numbers."""
 
 import builtins
 import io
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,6 @@ EXPORTED = ("loss", "nll", "forward", "log_prob", "candidate_log_prob")
 
 
 class Called(nn.Module):
-    """A module whose forward is a method of a layer."""
-
     def __init__(self, layer: HierarchicalSoftmax, method: Method) -> None:
         super().__init__()
         self.layer, self.method = layer, method
@@ -60,16 +59,11 @@ WAYS = (exported, exported_for_any_size, traced)
 KINDS: list[tuple[str, BackendName]] = [
     ("full", "reference"), ("huffman", "compiled"), ("full", "compiled"), ("huffman", "reference"),
 ]  # fmt: skip
+CASES = [(*KINDS[(i + j) % 4], EXPORTED[j], WAYS[i]) for i in range(3) for j in range(5)]
+ONNX = [("shortlist", False), ("huffman", False), ("full", False), ("shortlist", True)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "backend", "name", "way"),
-    [
-        (*KINDS[(i + j) % 4], name, way)
-        for i, way in enumerate(WAYS)
-        for j, name in enumerate(EXPORTED)
-    ],
-)
+@pytest.mark.parametrize(("shape", "backend", "name", "way"), CASES)
 def test_losses_and_distributions_are_exported_with_their_gradients(
     shape: str, backend: BackendName, name: str, way: Callable[[Called], Any]
 ) -> None:
@@ -98,9 +92,7 @@ def test_what_depends_on_values_is_refused(name: str, way: Callable[[Called], An
         way(module)
 
 
-def test_loops_are_compiled_with_functions_that_are_pythons_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_loops_are_compiled_with_pythons_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.export` replaces some by others, which numba does not know."""
     found = []
 
@@ -118,3 +110,27 @@ def test_gradients_that_were_not_exported_are_refused() -> None:
     loss = exported_for_any_size(module)(*inputs(4))
     with pytest.raises(RuntimeError, match="exported without gradients"):
         loss.backward()
+
+
+@pytest.mark.parametrize("name", [name for name in EXPORTED if name != "forward"])
+@pytest.mark.parametrize(("shape", "dynamo"), ONNX)
+def test_onnx_has_the_layers_functions(shape: str, name: str, dynamo: bool, tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript") if dynamo else ("onnx",):
+        pytest.importorskip(package)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    layer, path = HierarchicalSoftmax(H, TREES[shape]).eval(), tmp_path / "module.onnx"
+    module = Called(layer, METHODS[name])
+    options: dict[str, Any] = {"dynamo": dynamo, "opset_version": 18, "verbose": False}
+    batch = torch.export.Dim("batch")
+    axes: dict[str, Any] = {"dynamic_shapes": ({0: batch}, {0: batch})}
+    if not dynamo:
+        axes = {"dynamic_axes": {"hidden": {0: "batch"}, "target": {0: "batch"}}}
+    with warnings.catch_warnings(action="ignore"):
+        names = ["hidden", "target"]
+        torch.onnx.export(module, inputs(4), str(path), input_names=names, **options, **axes)
+    hidden, target = inputs(9)
+    target[3] = -100 if name in ("loss", "nll") else 0
+    session = onnxruntime.InferenceSession(path)
+    given = {"hidden": hidden.numpy(), "target": target.numpy()}
+    (found,) = session.run(None, {each.name: given[each.name] for each in session.get_inputs()})
+    torch.testing.assert_close(torch.from_numpy(found), module(hidden, target).detach())

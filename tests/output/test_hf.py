@@ -31,8 +31,7 @@ def test_a_saved_model_is_loaded_by_its_own_class_alone(tied: bool, tmp_path: Pa
     torch.testing.assert_close(log_prob.exp().sum(-1), torch.ones(3, 9))
     nll = -log_prob[:, :-1].gather(2, words[:, 1:, None])
     torch.testing.assert_close(model(words, labels=words).loss, nll.mean())
-    total = model(words, labels=words, num_items_in_batch=5).loss
-    torch.testing.assert_close(total, nll.sum() / 5)
+    torch.testing.assert_close(model(words, labels=words, num_items_in_batch=5).loss, nll.sum() / 5)
     model.save_pretrained(tmp_path)
     from transformers import AutoModelForCausalLM
 

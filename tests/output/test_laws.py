@@ -1,5 +1,6 @@
 """Every way to compute the output layer on a CPU obeys the laws; the kernels in the interpreter."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -49,20 +50,15 @@ KERNELS: list[tuple[str, str, Case]] = [
     ("row-wise", "parts of the batch", Case(two_level(60, 6), 60, 20)),
     ("dense", "", Case(two_level(60, 8), 40, 32, FP16, rows=FP32)),
 ]
+PAIRS += [(Way("triton", form, setting), case) for form, setting, case in KERNELS]
 WAYS = [
-    Way("reference", "dense", "blocks"),
-    Way("reference", "row-wise"),
-    Way("compiled"),
-    Way("compiled", "row-wise"),
-    Way("triton", "dense", SMALL),
-]
+    Way("reference", "dense", "blocks"), Way("reference", "row-wise"), Way("compiled"),
+    Way("compiled", "row-wise"), Way("triton", "dense", SMALL),
+]  # fmt: skip
+LEVELS = [*product((WAYS[0], WAYS[2]), TREES), *product([WAYS[4]], ["shortlist", "paths"])]
 
 
-@pytest.mark.parametrize(
-    ("way", "case"),
-    [*PAIRS, *((Way("triton", form, setting), case) for form, setting, case in KERNELS)],
-    ids=str,
-)
+@pytest.mark.parametrize(("way", "case"), PAIRS, ids=str)
 def test_loss_and_gradients_are_those_of_the_definition(way: Way, case: Case) -> None:
     equals_the_definition(way, case, *problem_of(case))
 
@@ -81,18 +77,12 @@ def test_gradients_pass_gradcheck(way: Way) -> None:
     """Through the kernels along random directions."""
     (*tensors, target), _ = problem_of(case := Case(TREES["shortlist"], 3))
     with SETTINGS[way.setting]():
-        assert torch.autograd.gradcheck(
-            lambda *inputs: way.nll(case.tree, *inputs, target),
-            [each.requires_grad_() for each in tensors],
-            fast_mode=way.backend == "triton",
-        )
+        leaves, fast = [each.requires_grad_() for each in tensors], way.backend == "triton"
+        nll = partial(way.nll, case.tree)
+        assert torch.autograd.gradcheck(lambda *of: nll(*of, target), leaves, fast_mode=fast)
 
 
-@pytest.mark.parametrize(
-    ("way", "tree"),
-    [*product((WAYS[0], WAYS[2]), TREES), (WAYS[4], "shortlist"), (WAYS[4], "paths")],
-    ids=str,
-)
+@pytest.mark.parametrize(("way", "tree"), LEVELS, ids=str)
 def test_terms_of_levels_are_those_of_the_definition(way: Way, tree: str) -> None:
     (hidden, weight, bias, target), _ = problem_of(Case(TREES[tree], 36))
     layer = layer_of(weight, TREES[tree], bias, backend=way.backend)

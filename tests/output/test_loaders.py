@@ -24,6 +24,7 @@ from .sharded.processes import in_processes
 
 OTHER = ClassTree.two_level((torch.arange(N) * 7 % 5).roll(1))
 """A tree of the sizes of `TWO_LEVEL`."""
+SAVED = dict(OTHER.named_buffers())
 
 
 def layer_of(tree: ClassTree, backend: BackendName = "auto") -> HierarchicalSoftmax:
@@ -33,15 +34,10 @@ def layer_of(tree: ClassTree, backend: BackendName = "auto") -> HierarchicalSoft
 
 def figures(layer: HierarchicalSoftmax) -> list[Tensor]:
     """The nll of all words by definition of the tree, by the layer, and what it decodes."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, target = torch.randn(N, H, generator=generator), torch.arange(N)
+    hidden, target = torch.randn(N, H, generator=torch.Generator().manual_seed(0)), torch.arange(N)
     with torch.no_grad():
         word, nll = layer.topk(hidden, 4).word, layer.loss(hidden, target, "none")
         return [nll, layer.log_prob(hidden), word, layer.nll_by_level(hidden, target)]
-
-
-def assert_same(layer: HierarchicalSoftmax, expected: list[Tensor]) -> None:
-    assert all(map(torch.equal, figures(layer), expected))
 
 
 def from_pretrained(
@@ -72,12 +68,12 @@ def test_loaders_that_replace_every_buffer_leave_the_tree_as_it_is(
     shape: str, backend: BackendName, saved: str, fill: Callable[[Tensor], Tensor]
 ) -> None:
     layer = layer_of(TREES[shape], backend)
-    state: dict[str, Tensor] = (
-        layer.state_dict() if saved == "all" else {**dict(layer.named_parameters())}
-    )
+    state: dict[str, Tensor] = layer.state_dict()
+    if saved == "parameters":
+        state = dict(layer.named_parameters())
     loaded = from_pretrained(layer, state, fill)
     assert loaded.tree.path(N - 1) == layer.tree.path(N - 1)
-    assert_same(loaded, figures(layer))
+    assert all(map(torch.equal, figures(loaded), figures(layer)))
     torch.testing.assert_close(loaded.state_dict(), layer.state_dict(), rtol=0, atol=0)
 
 
@@ -108,16 +104,14 @@ def test_the_arrays_of_another_tree_are_refused_however_they_are_loaded(
     layer = layer_of(TWO_LEVEL)
     CALLS[method](layer, HIDDEN, WORD)
     torch.compiler.reset()
-    for name, value in OTHER.named_buffers():
+    for name, value in SAVED.items():
         load(layer, name, value)
     for _ in range(2):
         with pytest.raises(REFUSED, match="the weights belong to another tree: row_of_word"):
             CALLS[method](layer, HIDDEN, WORD)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in TreeArrays._fields if name not in dict(OTHER.named_buffers())]
-)
+@pytest.mark.parametrize("name", [name for name in TreeArrays._fields if name not in SAVED])
 def test_writing_to_other_arrays_is_an_error(name: str) -> None:
     layer = layer_of(ClassTree.from_paths([[0, 0], [0, 1], [1]]))
     layer.loss(HIDDEN, WORD)
@@ -152,12 +146,10 @@ def on_meta(tree: ClassTree) -> HierarchicalSoftmax:
         lambda layer: torch.inference_mode()(copy.deepcopy)(layer),
     ],
 )
-def test_copies_have_the_same_tree(
-    copied: Callable[[HierarchicalSoftmax], HierarchicalSoftmax],
-) -> None:
+def test_copies_have_the_same_tree(copied: Callable[..., HierarchicalSoftmax]) -> None:
     layer = layer_of(TREES["huffman"])
     expected = figures(layer)
-    assert_same(copied(layer), expected)
+    assert all(map(torch.equal, figures(copied(layer)), expected))
 
 
 @pytest.mark.parametrize("shape", TREES)
@@ -175,8 +167,7 @@ def test_saved_layers_hold_every_number_once(shape: str, tmp_path: Path) -> None
     assert num_bytes <= (tmp_path / "layers.safetensors").stat().st_size < num_bytes + 1500
     for name, each in layers.state_dict().items():
         assert each.untyped_storage().nbytes() == each.nbytes, name
-    trees = one.tree, other.tree, tree
-    assert len({each.arrays.row_of_word.data_ptr() for each in trees}) == 1
+    assert len({each.arrays.row_of_word.data_ptr() for each in (one.tree, other.tree, tree)}) == 1
 
 
 class Tied(nn.Module):
@@ -191,9 +182,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("row_wise", [False, True])
-def test_averages_of_buffers_leave_input_vectors_and_what_is_saved_as_they_are(
-    row_wise: bool,
-) -> None:
+def test_averages_of_buffers_leave_input_vectors_and_what_is_saved_alone(row_wise: bool) -> None:
     model, words = Tied(row_wise), torch.arange(N)
     vectors = model.output.weight[model.output.tree.row_of_word[words], :H]
     assert torch.equal(model.output.embed(words[None]), vectors[None])
@@ -232,12 +221,9 @@ def _check_wrapped(rank: int, world_size: int) -> None:
         local = cast(DTensor, parameter.detach()).to_local()
         first = rank * -(-TWO_LEVEL.num_rows // world_size)
         local.copy_(whole.state_dict()[name][first:][: len(local)])
-    with pytest.raises(ValueError, match="register_fsdp_forward_method"):
-        layer.loss(hidden, target)
-    with pytest.raises(ValueError, match="register_fsdp_forward_method"):
-        layer.topk(hidden, 1)
-    with pytest.raises(ValueError, match="register_fsdp_forward_method"):
-        layer.embed(target)
+    for call in (METHODS["loss"], METHODS["topk"], lambda *_: layer.embed(target)):
+        with pytest.raises(ValueError, match="register_fsdp_forward_method"):
+            call(layer, hidden, target)
     torch.testing.assert_close(layer(hidden, target).loss, expected)
     fsdp.register_fsdp_forward_method(layer, "loss")
     torch.testing.assert_close(layer.loss(hidden, target), expected)

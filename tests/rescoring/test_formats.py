@@ -48,17 +48,12 @@ def read(folder: Path, text: str, references: str = "", non_words: str | None = 
         ("u-10 w3\nu-1 w1\nu-2 w2\n", ["w1", "w2", "w3"]),  # as `sort` may leave them
     ],
 )
-def test_words_are_those_that_the_format_says(
-    text: str, expected: list[str], tmp_path: Path
-) -> None:
+def test_words_are_those_of_the_format(text: str, expected: list[str], tmp_path: Path) -> None:
     assert read(tmp_path, text).nbest.texts == expected
 
 
-def test_an_utterance_with_numbers_alone_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = read(tmp_path, "u\n0 1 w1 1,2\n1\n\nv\n0 1 101 1,2\n1\n")
-    assert found.nbest.texts == ["w1", "101"]
+def test_numbers_alone_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read(tmp_path, "u\n0 1 w1 1,2\n1\n\nv\n0 1 101 1,2\n1\n").nbest.texts == ["w1", "101"]
     assert "the words of utterance v are numbers alone" in caplog.text
 
 
@@ -131,9 +126,7 @@ def test_references_are_read_in_the_layouts_of_kaldi_and_sctk(
         ("u1\t-12.5\t3\tw1 w2\nu2\t-9\t2\tw3\n", "a list with scores"),
     ],
 )
-def test_other_files_than_references_are_refused_with_a_command_that_converts_them(
-    text: str, what: str, tmp_path: Path
-) -> None:
+def test_other_files_are_refused_with_a_conversion(text: str, what: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"said is {what}, not lines id words: awk") as raised:
         read(tmp_path, "u1\tw1 w2\n", text)
     command = str(raised.value).partition("words: ")[2]
@@ -142,9 +135,7 @@ def test_other_files_than_references_are_refused_with_a_command_that_converts_th
     assert read_references(str(tmp_path / "new")) == {"u1": ["w1", "w2"], "u2": ["w3"]}
 
 
-def test_references_without_hypotheses_are_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unused_references_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = read(tmp_path, "u1\tw1 w2\n", "u1 w1 w2\nu2 w3\n")
     assert "1 of 2 references have no hypotheses" in caplog.text
     assert found.errors is not None
@@ -188,9 +179,7 @@ def test_error_rates_of_references_without_spaces_are_of_characters(
 
 @pytest.mark.parametrize(("penalty", "best"), [(0, 0), (0.75, 0), (1.5, 1), (50, 2)])
 @pytest.mark.parametrize("space", ["", " "])
-def test_the_insertion_penalty_is_for_characters_of_hypotheses_without_spaces(
-    space: str, penalty: float, best: int
-) -> None:
+def test_penalties_are_for_characters_without_spaces(space: str, penalty: float, best: int) -> None:
     rows = zip([-1, -2, -6], ["天地人水火", "天地人水", "天地"], strict=True)
     nbest = read_nbest("x", lines=[f"u\t{score}\t{space.join(text)}" for score, text in rows])
     scored = ScoredList(nbest, [[np.zeros(len(text.split()) + 1) for text in nbest.texts]])

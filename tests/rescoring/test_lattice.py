@@ -1,11 +1,13 @@
-"""Lattices: both formats, mistakes, and a search that finds the best of all paths."""
+"""Lattices: both formats, mistakes, the best of all paths; weights, totals and word errors."""
 
 import gzip
 import math
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,9 @@ from data_prep.errors import UserError
 from lm.rescoring.lattice import Lattice, read_lattices
 from lm.rescoring.lattice_search import WordModel, Words, search, to_nbest
 from lm.rescoring.models import ArpaScores
-from lm.rescoring.weights import ScoredList, Weights
+from lm.rescoring.nbest import Floats, NBest
+from lm.rescoring.weights import ScoredList, Weights, tune
+from lm.rescoring.word_errors import WordErrors, _distance, word_errors
 from lm.scoring.arpa_model import ArpaModel
 from tests.conftest import ADVERBS, NOUNS, VERBS
 from tests.scoring.arpa_files import THE_CAT, write
@@ -36,33 +40,12 @@ J=2 S=1 E=3 a=-1 l=-1
 J=3 S=2 E=3 a=-1 l=-1.5
 J=4 S=3 E=4 a=-0.25
 """
-SLF_OF_LINKS = """\
-# words belong to links
-base=10 lmscale=2
-wdpenalty=-0.5
-start=a end=d
-I=a
-I=b
-I=c
-I=d
-J=0 S=a E=b W=the a=-1 l=-2
-J=1 S=a E=b W=a a=-2 l=-1
-J=2 S=b E=c W=cat a=-1 l=-1
-J=3 S=c E=d W=!NULL a=-0.25
-"""
-KALDI = """\
-first
-0 1 the 2,1,3_4
-0 2 a 1,2,
-1 3 cat 1,1
-2 3 cat 1.5,1
-3 0,0.25,5
-
-second
-0 1 3 <eps> 0.5,0.5
-1 2 7 dog 1,2
-2
-"""
+SLF_OF_LINKS = "# words belong to links\nbase=10 lmscale=2\nwdpenalty=-0.5\nstart=a end=d\n"
+SLF_OF_LINKS += "I=a\nI=b\nI=c\nI=d\nJ=0 S=a E=b W=the a=-1 l=-2\nJ=1 S=a E=b W=a a=-2 l=-1\n"
+SLF_OF_LINKS += "J=2 S=b E=c W=cat a=-1 l=-1\nJ=3 S=c E=d W=!NULL a=-0.25\n"
+KALDI = "first\n0 1 the 2,1,3_4\n0 2 a 1,2,\n1 3 cat 1,1\n2 3 cat 1.5,1\n3 0,0.25,5\n\n"
+KALDI += "second\n0 1 3 <eps> 0.5,0.5\n1 2 7 dog 1,2\n2\n"
+DISTANCES = {"compiled": _distance, "python": vars(_distance)["py_func"]}
 
 
 def paths(lattice: Lattice, node: int = 0) -> Iterator[tuple[Words, float, float]]:
@@ -77,17 +60,14 @@ def paths(lattice: Lattice, node: int = 0) -> Iterator[tuple[Words, float, float
 
 def test_both_formats_have_the_same_paths() -> None:
     nats = math.log(10)
-    expected = [
-        (("the", "cat"), -2.25 * nats, -3 * nats),
-        (("a", "cat"), -3.25 * nats, -2.5 * nats),
-    ]
+    the_cat = (("the", "cat"), -2.25 * nats, -3 * nats)
     (slf,) = read_lattices("folder/u1.slf", SLF.splitlines())
     (links,) = read_lattices("folder/u2.slf.gz", SLF_OF_LINKS.splitlines())
     assert (slf.id, links.id, slf.lm_scale) == ("u1", "u2", 2)
     assert slf.word_penalty == pytest.approx(0.5 * nats)
     for lattice, first_pass in ((slf, -2.5), (links, -2)):
         found = sorted(paths(lattice), reverse=True)
-        values = [expected[0], (expected[1][0], expected[1][1], first_pass * nats)]
+        values = [the_cat, (("a", "cat"), -3.25 * nats, first_pass * nats)]
         for (words, *scores), (given, *others) in zip(found, values, strict=True):
             assert words == given
             assert scores == pytest.approx(others)
@@ -132,9 +112,7 @@ def best_of_all(
 
 
 @pytest.mark.parametrize("name", ["lstm_run", "transformer_run", "both"])
-def test_a_large_beam_finds_the_best_of_all_paths(
-    name: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_a_large_beam_is_exact(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     arpa = ArpaScores(ArpaModel(write(tmp_path / "model.arpa", THE_CAT, 2)), 1000)
     has_two = name == "both"
     run: Path = request.getfixturevalue("lstm_run" if has_two else name)
@@ -143,9 +121,8 @@ def test_a_large_beam_finds_the_best_of_all_paths(
     share = 0.3 if has_two else 1.0
 
     def lm_scores(texts: list[str]) -> list[np.ndarray]:
-        ours = [score.log_prob for score in model.score(texts)]
         with np.errstate(divide="ignore"):
-            pairs = zip(ours, arpa(texts), strict=True)
+            pairs = zip([score.log_prob for score in model.score(texts)], arpa(texts), strict=True)
             shares = np.log([share, 1 - share])
             return [np.logaddexp(shares[0] + x, shares[1] + y) for x, y in pairs]
 
@@ -156,8 +133,7 @@ def test_a_large_beam_finds_the_best_of_all_paths(
     found = search(lattice, weights, len(list(paths(lattice))), models)
     assert [words for words, _ in found][:20] == sorted(totals, key=lambda w: -totals[w])[:20]
     assert len(found) == len(totals)
-    narrow = search(lattice, weights, 2, models)
-    assert totals[narrow[0][0]] <= totals[found[0][0]]
+    assert totals[search(lattice, weights, 2, models)[0][0]] <= totals[found[0][0]]
 
 
 def test_a_folder_of_slf_files_is_a_list_of_lattices(tmp_path: Path) -> None:
@@ -212,10 +188,8 @@ def test_scores_in_base_0_are_probabilities() -> None:
 @pytest.mark.parametrize(
     ("header", "id"),
     [
-        ("", "file"),
-        ("UTTERANCE=an4.01", "an4.01"),
-        ("U=data/one.mfc", "one"),
-        ('UTTERANCE="two.lat"', "two"),
+        *(("", "file"), ("UTTERANCE=an4.01", "an4.01")),
+        *(("U=data/one.mfc", "one"), ('UTTERANCE="two.lat"', "two")),
     ],
 )
 def test_the_header_of_an_slf_file_names_the_utterance(header: str, id: str) -> None:
@@ -233,3 +207,119 @@ def test_the_first_pass_is_that_of_the_lattice_alone() -> None:
         best = sorted(totals, key=lambda text: -totals[text])[:100]
         assert nbest.texts == best
         assert nbest.scores @ [1, lattice.lm_scale] == pytest.approx([totals[t] for t in best])
+
+
+def nbest_of(texts: list[str], scores: Floats) -> NBest:
+    """A list with two hypotheses per utterance."""
+    ids, first = [f"u{k}" for k in range(len(texts) // 2)], np.arange(0, len(texts), 2)
+    return NBest(name="made", separator="\t", ids=ids, first=first, texts=texts, scores=scores)
+
+
+def scored_list(scores: Floats, texts: list[str], models: Sequence[Sequence[Any]]) -> ScoredList:
+    """Such a list, and given log-probabilities of words."""
+    return ScoredList(nbest_of(texts, scores), [list(map(np.array, each)) for each in models])
+
+
+def test_a_tuned_mixture_has_no_more_errors_than_either_model_alone() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(12):
+        texts, acoustic = ["a", "b"] * 15, rng.normal(size=(30, 1))
+        models = [[[value, 0.0] for value in rng.normal(size=30) - 3] for _ in range(2)]
+        errors = WordErrors(counts=rng.integers(0, 3, (30, 1)), references=["a"] * 15)
+
+        def fewest(chosen: list[list[list[float]]]) -> int:
+            scored = scored_list(acoustic, texts, chosen)  # noqa: B023
+            weights = tune(scored, errors)  # noqa: B023
+            return int(errors.errors[scored.choose(scored.totals(weights))].sum())  # noqa: B023
+
+        assert fewest(models) <= min(fewest(models[:1]), fewest(models[1:]))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        Weights(lm_weight=2.0, insertion_penalty=0.25, mixture=0.3),
+        Weights(lm_weight=0.5, first_pass_share=0.25, mixture=0.0),
+        Weights(lm_weight=0.0, insertion_penalty=-1.0, first_pass_share=1.0),
+    ],
+)
+@pytest.mark.parametrize("num_scores", [0, 1, 2])
+def test_totals_are_those_of_the_definition(weights: Weights, num_scores: int) -> None:
+    rng, texts = np.random.default_rng(num_scores), ["a", "a b", "", "b a b"]
+    scores, share = rng.normal(size=(4, num_scores)), weights.mixture
+    models = [[-rng.random(len(text.split()) + 1) for text in texts] for _ in range(2)]
+    found = scored_list(scores, texts, models).totals(weights)
+    for k, text in enumerate(texts):
+        first, second = models[0][k], models[1][k]
+        language = np.log(share * np.exp(first) + (1 - share) * np.exp(second)).sum()
+        if num_scores > 1:
+            r = weights.first_pass_share
+            language = (1 - r) * language + r * scores[k, 1]
+        expected = weights.lm_weight * language
+        expected += scores[k, :1].sum() - weights.insertion_penalty * len(text.split())
+        assert found[k] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weights", "unused"),
+    [
+        (Weights(lm_weight=1.0, mixture=0.5, first_pass_share=0.5), []),
+        (Weights(lm_weight=1.0, mixture=0.0, first_pass_share=0.5), ["run"]),
+        (Weights(lm_weight=1.0, mixture=1.0, first_pass_share=0.0), ["arpa", "the first pass"]),
+        (Weights(lm_weight=1.0, mixture=0.5, first_pass_share=1.0), ["run", "arpa"]),
+        (Weights(lm_weight=0.0), ["run", "arpa", "the first pass"]),
+    ],
+)
+def test_models_without_a_weight_are_unused(weights: Weights, unused: list[str]) -> None:
+    assert weights.unused(run="run", second="arpa", has_first_pass=True) == unused
+    alone = weights.unused(run="run", second=None, has_first_pass=False)
+    assert alone == [name for name in unused if name == "run"]
+
+
+def definition(reference: Sequence[str], hypothesis: Sequence[str]) -> tuple[int, ...]:
+    """Errors, minus equal words, substitutions, insertions, deletions: the least, recursively."""
+
+    @cache
+    def least(i: int, j: int) -> tuple[int, ...]:
+        if i == j == 0:
+            return 0, 0, 0, 0, 0
+        steps = []
+        if i and j:
+            equal = reference[i - 1] == hypothesis[j - 1]
+            steps.append((least(i - 1, j - 1), (0, -1, 0, 0, 0) if equal else (1, 0, 1, 0, 0)))
+        if j:
+            steps.append((least(i, j - 1), (1, 0, 0, 1, 0)))
+        if i:
+            steps.append((least(i - 1, j), (1, 0, 0, 0, 1)))
+        return min(tuple(a + b for a, b in zip(x, y, strict=True)) for x, y in steps)
+
+    return least(len(reference), len(hypothesis))
+
+
+@pytest.mark.parametrize("distance", DISTANCES.values(), ids=DISTANCES)
+def test_word_errors_keep_the_most_words(distance: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm.rescoring.word_errors._distance", distance)
+    rng = random.Random(1)
+    for _ in range(300):
+        first, second = (rng.choices("abcd", k=rng.randrange(8)) for _ in range(2))
+        total, _, *kinds = definition(first, second)
+        found = word_errors(first, second)
+        assert list(found) == kinds
+        assert sum(found) == total
+    assert word_errors(["a", "b"], ["b", "c"]) == (0, 1, 1)
+
+
+def test_intervals_of_error_rates_are_those_of_samples_of_utterances() -> None:
+    rng, size = np.random.default_rng(3), 400
+    nbest = nbest_of(["a b c d"] * (2 * size), np.zeros((2 * size, 0)))
+    counts = rng.integers(0, 3, (2 * size, 3)) // 2
+    errors = WordErrors(counts=counts, references=["a b c d"] * size)
+    report = errors.report(nbest, nbest.first + 1)
+    assert report == errors.report(nbest, nbest.first + 1)
+    kinds = [report[name] for name in ("substitutions", "insertions", "deletions")]
+    assert kinds == counts[1::2].sum(0).tolist()
+    after, change = counts[1::2].sum(1), (counts[1::2] - counts[::2]).sum(1)
+    for name, each in (("after", after), ("change", change)):
+        mean, error = 25 * each.mean(), 25 * each.std() / size**0.5  # four words each
+        assert report[f"wer_{name}_low"] == pytest.approx(mean - 1.96 * error, abs=error / 4)
+        assert report[f"wer_{name}_high"] == pytest.approx(mean + 1.96 * error, abs=error / 4)

@@ -22,35 +22,30 @@ from tests.models import new_model, small_model
 THETA, WINDOW = 0.3, 4
 
 
-def cached(hidden: Tensor, words: Tensor, t: int, word: int) -> float:
-    """The sum of equation (1), by its definition."""
-    past = range(max(0, t - WINDOW), t)
-    weights = {i: math.exp(THETA * float(hidden[i] @ hidden[t])) for i in past}
-    return sum(w for i, w in weights.items() if words[i] == word) / sum(weights.values())
-
-
 @pytest.mark.parametrize("sizes", [[13], [1, 5, 7], [1] * 13])
-def test_a_cache_has_the_probabilities_of_the_definition(
-    sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_equals_the_definition(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptation, "SCORES_AT_ONCE", 40)
     hidden, words = torch.randn(13, 6), torch.randint(3, (13,))
     cache = Cache(WINDOW, [1.0, THETA])
     parts = zip(torch.split(hidden, sizes), torch.split(words, sizes), strict=True)
     found = torch.cat([cache.log_prob(*part)[1] for part in parts])
     assert found[0].isnan()
-    expected = [cached(hidden, words, t, int(words[t])) for t in range(1, 13)]
+    expected = []  # the sums of equation (1), by its definition
+    for t in range(1, 13):
+        past = range(max(0, t - WINDOW), t)
+        weights = {i: math.exp(THETA * float(hidden[i] @ hidden[t])) for i in past}
+        same = sum(weight for i, weight in weights.items() if words[i] == words[t])
+        expected.append(same / sum(weights.values()))
     np.testing.assert_allclose(found[1:].exp().numpy(), expected, rtol=1e-5)
 
 
 def test_the_probabilities_of_all_words_add_up_to_1() -> None:
     hidden, words = torch.randn(9, 6), torch.randint(3, (9,))
     log_prob = torch.log_softmax(torch.randn(9, 3, dtype=torch.float64), 1)
-    settings = Adaptation(weights_sha256="", theta=THETA, weight=0.7)
     for t in range(9):
         total = 0.0
         for word in range(3):
-            mix = settings.mixer()
+            mix = Adaptation(weights_sha256="", theta=THETA, weight=0.7).mixer()
             text = torch.cat([words[:t], torch.tensor([word])])
             total += float(mix(hidden[: t + 1], text, log_prob[range(t + 1), text])[-1].exp())
         assert total == pytest.approx(1)
@@ -64,9 +59,7 @@ def dynamic(model: LanguageModel, parts: list[Any], lr: float, context: int = 6)
 
 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])
-def test_a_model_learns_from_each_segment_after_it_is_predicted(
-    backbone: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_are_learned_afterwards(backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradient descent of the whole model, segment by segment, and no token sees later ones."""
     monkeypatch.setattr(adaptation, "SEGMENT", 3)
     tree = ClassTree.two_level(torch.arange(20) % 5)
@@ -137,13 +130,11 @@ def test_commands_adapt_with_what_the_validation_split_has_chosen(
         assert score["perplexity"] == pytest.approx(found[f"perplexity_{kind}"], rel=1e-5)
         changes = settings["weight"] < 0.99 if kind == "cache" else settings["lr"]
         assert (score["perplexity"] < both["perplexity"] - 0.01) or not changes
-    both = json.loads(
-        printed("evaluate", run, "--dynamic", "--json", f"--text={corpus / 'test.txt'}")
-    )
+    text = f"--text={corpus / 'test.txt'}"
+    both = json.loads(printed("evaluate", run, "--dynamic", "--json", text))
     assert both["adaptation"]["perplexity_cache"] is None
     (run / "adaptation.json").write_text(json.dumps(settings | {"weights_sha256": "other"}))
     monkeypatch.undo()
-    assert json.loads(printed("evaluate", run, "--cache", "--json"))["adaptation"][
-        "adaptation"
-    ] == (settings | {"lr": None})
+    both = json.loads(printed("evaluate", run, "--cache", "--json"))
+    assert both["adaptation"]["adaptation"] == settings | {"lr": None}
     assert TrainedRun(run, "cpu").description.weights_sha256 == settings["weights_sha256"]

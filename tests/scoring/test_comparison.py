@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,7 @@ from tests.conftest import OTHER_LETTERS, PIECES_WITH_BYTES
 Printed = Callable[..., str]
 
 
-def test_differences_are_those_of_both_evaluations(
-    lstm_run: Path, transformer_run: Path, printed: Printed
-) -> None:
+def test_differences_of_both_runs(lstm_run: Path, transformer_run: Path, printed: Printed) -> None:
     values = []
     for run, *others in ((lstm_run, transformer_run, lstm_run), (transformer_run,)):
         options = ["--compare", *others] if others else []
@@ -50,10 +49,8 @@ def test_words_and_pieces_are_compared_in_bits_per_byte(
     (other / "data").rename(other / "away")  # ranks are those of the first run
     ours = json.loads(printed(*command, bytes_run, other, "--by-frequency", "--json"))
     (pieces, words), bins = ours["compared"], ours["by_frequency"]["target"]
-    theirs = [
-        evaluate_text(TrainedRun(folder), lines, progress=False, open_vocabulary=True)
-        for folder in (bytes_run, other)
-    ]
+    options: Any = {"progress": False, "open_vocabulary": True}
+    theirs = [evaluate_text(TrainedRun(each), lines, **options) for each in (bytes_run, other)]
     for each, evaluation in zip((pieces, words), theirs, strict=True):
         assert each["unit"] == "bits/byte"
         assert each["bits_per_byte"] == pytest.approx(evaluation.bits_per_byte, rel=1e-6)
@@ -76,10 +73,8 @@ def test_words_and_pieces_are_compared_in_bits_per_byte(
     assert (spaced["unit"], spaced["bits_per_byte"]) == ("nats/token", None)
     assert "run does not spell case or spaces" in complaint(*command, bytes_run)
     closed = [each for each in command if each != "--open-vocabulary"]
-    refusal = (
-        f"{bytes_run} has another tokenizer than {run}, so other tokens: add --open-vocabulary"
-    )
-    assert complaint(*closed, bytes_run) == refusal
+    refusal = f"{bytes_run} has another tokenizer than {run}"
+    assert complaint(*closed, bytes_run) == f"{refusal}, so other tokens: add --open-vocabulary"
 
 
 def test_comparisons_need_the_same_lines(
@@ -97,9 +92,7 @@ def test_comparisons_need_the_same_lines(
     assert main(["evaluate", str(run), f"--text={tmp_path / 'text'}", *options, str(dropping)]) == 0
 
 
-def test_a_text_of_few_lines_has_no_interval(
-    lstm_run: Path, tmp_path: Path, printed: Printed
-) -> None:
+def test_few_lines_have_no_interval(lstm_run: Path, tmp_path: Path, printed: Printed) -> None:
     text = tmp_path / "text"
     for num_lines, interval in ((19, "not known: fewer than 20 lines"), (20, "+0.0000 … +0.0000")):
         text.write_text("it was\n" * num_lines)
@@ -122,8 +115,7 @@ def test_the_interval_over_texts_has_the_width_of_its_blocks() -> None:
     interval = bootstrap_interval(ours, other, tokens)
     assert interval is not None
     low, high = interval
-    true = float((ours - other).sum() / tokens.sum())
-    assert low < true < high
+    assert low < float((ours - other).sum() / tokens.sum()) < high
     assert (high - low) / 2 == pytest.approx(1.96 / math.sqrt(80), rel=0.25)
 
 

@@ -21,6 +21,7 @@ from lm.scoring.mixture import mixed, tuned_weight
 from lm.scoring.run_ngram import RunNGram
 from tests.scoring.arpa_files import NGrams, definition, write
 
+Printed = Callable[..., str]
 PREFIXES = ["", "the", "the old cat", "the zebra sees", "a dog sees the cat\nthe old"]
 
 
@@ -73,12 +74,7 @@ def mixed_model(folder: Path, **settings: Any) -> MixedModel:
 @pytest.mark.parametrize("kind", ["arpa", "ngram"])
 @pytest.mark.parametrize("name", ["lstm", "transformer"])
 def test_perplexities_are_those_of_the_definition(
-    name: str,
-    kind: str,
-    counted: dict[str, Path],
-    printed: Callable[..., str],
-    corpus: Path,
-    tmp_path: Path,
+    name: str, kind: str, counted: dict[str, Path], printed: Printed, corpus: Path, tmp_path: Path
 ) -> None:
     folder, run = counted[name], TrainedRun(counted[name], "cpu")
     words, ngram, how = words_of(run), RunNGram.open(run), "--ngram"
@@ -98,11 +94,10 @@ def test_perplexities_are_those_of_the_definition(
         share = weights[length]
         return math.exp(-np.log(share * p + (1 - share) * np.exp(log_q)).mean())
 
-    def figures(*options: str) -> dict[str, Any]:
+    def figures(*options: str) -> Any:
         values = json.loads(printed("evaluate", folder, "--json", how, *options))
         assert values["perplexity"] == pytest.approx(values["mixture"]["perplexity_model"])
-        mixture: dict[str, Any] = values["mixture"]
-        return mixture
+        return values["mixture"]
 
     found = figures("--mixture=0.3")
     assert (found["weight"], found["valid_perplexity"]) == (0.3, None)
@@ -128,8 +123,7 @@ def test_perplexities_are_those_of_the_definition(
 
 
 def test_the_tuned_weight_is_the_best_one_also_at_the_ends() -> None:
-    rng = np.random.default_rng(2)
-    p, q = np.log(rng.uniform(size=(2, 300)))
+    p, q = np.log(np.random.default_rng(2).uniform(size=(2, 300)))
     weight = tuned_weight(p, q)
     totals = [mixed(p, q, each).sum() for each in (weight - 1e-3, weight, weight + 1e-3)]
     assert totals[1] == max(totals)
@@ -152,9 +146,8 @@ def test_probabilities_add_up_to_1_and_agree_in_all_methods(
         every[model.unk_id] *= model.unknown.num_unseen
         assert float(every.sum()) == pytest.approx(1, abs=1e-5)
         ids = [*range(model.vocab_size)]
-        assert model.candidate_log_prob(prefix, ids).tolist() == pytest.approx(
-            log_prob.tolist(), abs=1e-5
-        )
+        of_ids = model.candidate_log_prob(prefix, ids).tolist()
+        assert of_ids == pytest.approx(log_prob.tolist(), abs=1e-5)
         state = model.start(prefix)
         steps = model.step_many([state] * len(ids), ids)
         assert [step.log_prob for step in steps] == pytest.approx(log_prob.tolist(), abs=1e-5)
@@ -178,13 +171,10 @@ def test_probabilities_add_up_to_1_and_agree_in_all_methods(
             before, state = model.step(state, word)
             total += before
         assert score.log_prob.sum() == pytest.approx(total, abs=1e-4)
-        text = line + "\n"
-        assert state.ngram == model.start(text).ngram == model._ngram.tree.start
+        assert state.ngram == model.start(line + "\n").ngram == model._ngram.tree.start
 
 
-def test_the_mixture_is_that_of_the_commands(
-    counted: dict[str, Path], printed: Callable[..., str], tmp_path: Path
-) -> None:
+def test_commands_mix_the_same(counted: dict[str, Path], printed: Printed, tmp_path: Path) -> None:
     text, nbest = tmp_path / "text", tmp_path / "nbest"
     lines = ["the old cat sees a dog", "the the zebra"]
     text.write_text("\n".join(lines) + "\n")
@@ -219,10 +209,7 @@ def test_what_a_mixture_has_not_is_refused(counted: dict[str, Path]) -> None:
 
 
 def test_files_are_refused_unless_they_belong_to_the_run(
-    counted: dict[str, Path],
-    tmp_path: Path,
-    complaint: Callable[..., str],
-    flip_bit: Callable[[Path], None],
+    counted: dict[str, Path], tmp_path: Path, complaint: Printed, flip_bit: Callable[[Path], None]
 ) -> None:
     good, number = (counted["lstm"] / "ngram.json").read_text(), 0
     content = json.loads(good)
@@ -243,11 +230,7 @@ def test_files_are_refused_unless_they_belong_to_the_run(
 
 
 def test_items_are_refused_and_pieces_are_not(
-    items_run: Path,
-    pieces_run: Path,
-    tmp_path: Path,
-    complaint: Callable[..., str],
-    printed: Callable[..., str],
+    items_run: Path, pieces_run: Path, tmp_path: Path, complaint: Printed, printed: Printed
 ) -> None:
     for command in (["ngram"], ["evaluate", "--ngram"]):
         assert "requires a text" in complaint(command[0], items_run, *command[1:])
@@ -257,16 +240,15 @@ def test_items_are_refused_and_pieces_are_not(
     assert (values["weights"], values["valid_perplexity"]) == ([0.25, 0.25], None)
     model = mixed_model(folder)
     assert float(model.log_prob("the ca").double().exp().sum()) == pytest.approx(1, abs=1e-5)
-    by_file = ["--mixture=0.25", f"--arpa={tmp_path / 'arpa'}"]
     each = [
         json.loads(printed("evaluate", folder, "--json", *how))["mixture"]["perplexity"]
-        for how in (by_file, ["--ngram"])
+        for how in (["--mixture=0.25", f"--arpa={tmp_path / 'arpa'}"], ["--ngram"])
     ]
     assert each[0] == pytest.approx(each[1], rel=1e-5)
 
 
 def test_mistakes_are_single_lines(
-    lstm_run: Path, corpus: Path, tmp_path: Path, complaint: Callable[..., str]
+    lstm_run: Path, corpus: Path, tmp_path: Path, complaint: Printed
 ) -> None:
     path, text = tmp_path / "model.arpa", corpus / "test.txt"
     command = ["evaluate", lstm_run, "--text", text, "--mixture=0.5", "--arpa", path]

@@ -29,9 +29,9 @@ from tests.conftest import OTHER_LETTERS
 from tests.data_prep.conftest import write_table
 from tests.models import log_probs, small_model
 
+Printed = Callable[..., str]
 N, EOS, UNK = 23, 0, 1
 KS = (1, 3, 10)
-BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 
 
 def make(backbone: str) -> LanguageModel:
@@ -85,19 +85,15 @@ def by_hand(scores: Callable[..., Any], sequences: Sequences, exclude: str) -> d
     }
 
 
-def predicted(
-    model: LanguageModel, sequences: Sequences, exclude: Any, way: ranking.Ranker | None = None
-) -> Predictions:
+def predicted(model: LanguageModel, lines: Sequences, exclude: Any, way: Any = None) -> Predictions:
     ways = [way or ranking.rank_by_model(model, [EOS, UNK])]
-    (found,) = ranking.predict(model, sequences, ways, eos_id=EOS, ks=KS, exclude=exclude)
+    (found,) = ranking.predict(model, lines, ways, eos_id=EOS, ks=KS, exclude=exclude)
     return found
 
 
 @pytest.mark.parametrize("way", ["lstm", "transformer", "popularity", "last item"])
 @pytest.mark.parametrize("exclude", ["nothing", "seen"])
-def test_figures_equal_those_by_the_definitions(
-    way: str, exclude: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_as_defined(way: str, exclude: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sequences = make(way if way == "transformer" else "lstm"), some_sequences()
     scores, ranker = partial(distributions, model), None
     if way in ("popularity", "last item"):
@@ -113,23 +109,19 @@ def test_figures_equal_those_by_the_definitions(
         monkeypatch.setattr(ranking, "BLOCK_ELEMENTS", block)
         monkeypatch.setattr(reader, "BATCH_TOKENS", at_once)
         every = predicted(model, sequences, exclude, ranker)
-        by_user = every.sequence.argsort(kind="stable")
-        assert every.rank[by_user].tolist() == truth["rank"]
+        assert every.rank[every.sequence.argsort(kind="stable")].tolist() == truth["rank"]
         found = ranking_figures(every, sequences, KS, np.r_[-1, -1, np.zeros(N - 2)])
         assert found.mrr == pytest.approx(truth["mrr"])
         for name in truth.keys() - {"rank", "mrr"}:
-            values = [getattr(each, name) for each in found.at]
-            assert values == pytest.approx(truth[name]), name
+            assert [getattr(each, name) for each in found.at] == pytest.approx(truth[name]), name
     assert sequences.num_left_out.sum() > 0
 
 
-@BACKBONES
+@pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 def test_perplexity_is_that_of_the_items_to_predict(backbone: str) -> None:
     model, sequences = make(backbone), some_sequences()
-    counts = TextCounts(words=1, lines=1, utf8_bytes=1)
-    found = evaluate(
-        model, sequences.tokens, counts, eos_id=EOS, unk_id=UNK, context=6, sequences=sequences
-    )
+    options: Any = {"eos_id": EOS, "unk_id": UNK, "context": 6, "sequences": sequences}
+    found = evaluate(model, sequences.tokens, TextCounts(words=1, lines=1, utf8_bytes=1), **options)
     nll = [
         -math.log(distributions(model, line.tolist())[place, line[place]])
         for line, known in zip(sequences.lines(), sequences.num_known, strict=True)
@@ -141,12 +133,9 @@ def test_perplexity_is_that_of_the_items_to_predict(backbone: str) -> None:
     assert found.unit == "item"
 
 
-def test_sequences_without_an_item_of_the_catalogue_are_not_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sequences_without_a_known_item_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "BATCH_TOKENS", 4)
-    tokens = np.array([*[UNK, EOS] * 9, 5, EOS])
-    sequences = find_sequences(tokens, eos_id=EOS, unk_id=UNK)
+    sequences = find_sequences(np.array([*[UNK, EOS] * 9, 5, EOS]), eos_id=EOS, unk_id=UNK)
     found = predicted(make("lstm"), sequences, "nothing")
     assert (found.sequence.tolist(), found.target.tolist()) == ([9], [5])
 
@@ -156,7 +145,7 @@ def test_groups_of_popularity_have_equal_shares_of_the_events() -> None:
     assert popularity_groups(counts, [0, 1]).tolist() == [-1, -1, 0, 1, 1, 1, 2, 2, 2, 2]
 
 
-def test_report_of_a_run(items_run: Path, printed: Callable[..., str]) -> None:
+def test_report_of_a_run(items_run: Path, printed: Printed) -> None:
     command = ["evaluate", items_run, "--ranking", "--k", "5", "1", "--exclude=seen"]
     values, table = json.loads(printed(*command, "--json")), printed(*command)
     assert json.loads((items_run / "evaluate-test-ranking-seen.json").read_text()) == values
@@ -185,7 +174,7 @@ def test_report_of_a_run(items_run: Path, printed: Callable[..., str]) -> None:
 
 @pytest.mark.parametrize("exclude", ["nothing", "seen"])
 def test_recommended_items_are_the_most_probable_ones(
-    exclude: Any, items_run: Path, tmp_path: Path, printed: Callable[..., str]
+    exclude: Any, items_run: Path, tmp_path: Path, printed: Printed
 ) -> None:
     users = [["item 3", "item 4", "unheard of"], [], ["item 19"] * 3, ["item 7"]]
     path = tmp_path / "users.txt"
@@ -212,9 +201,8 @@ def test_recommended_items_are_the_most_probable_ones(
         assert values["unknown"] == [item for item in items if item == "unheard of"]
         same = model.topk(known, 4, exclude=exclude)
         assert [item for item, _ in same] == names
-        assert [log_prob for _, log_prob in same] == pytest.approx(
-            best.values[:4].log().tolist(), rel=1e-4
-        )
+        values = best.values[:4].log().tolist()
+        assert [log_prob for _, log_prob in same] == pytest.approx(values, rel=1e-4)
     with pytest.warns(UserWarning, match=r"left out: \['unheard of'\]") as warned:
         without = model.topk(model.start(), 3, exclude=[names[0], "unheard of"])
     assert {Path(each.filename) for each in warned} == {Path(__file__)}
@@ -222,8 +210,7 @@ def test_recommended_items_are_the_most_probable_ones(
     assert names[0] not in dict(without)
     path.with_name("retired.txt").write_text(f"{names[0]}\nunheard of\n")
     rows = printed(*command, f"--retired={path.with_name('retired.txt')}", "--json").splitlines()
-    last = json.loads(rows[-2])["items"]
-    assert last[:3] == names[1:]
+    assert json.loads(rows[-2])["items"][:3] == names[1:]
     with pytest.raises(ValueError, match="a state does not have the tokens"):
         model.topk(model.start(), exclude="seen")
     with pytest.raises(ValueError, match="expected a list of items, got 'item 19'"):
@@ -232,9 +219,7 @@ def test_recommended_items_are_the_most_probable_ones(
         model.start(b"a")
 
 
-def test_classes_show_items_as_their_table_has_them(
-    items_run: Path, printed: Callable[..., str]
-) -> None:
+def test_classes_show_items_as_in_their_table(items_run: Path, printed: Printed) -> None:
     shown = printed("classes", items_run, "--words=9")
     assert '"item 3"' in shown
     assert "%20" not in shown
@@ -243,19 +228,17 @@ def test_classes_show_items_as_their_table_has_them(
 
 
 def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
-    items_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, complaint: Callable[..., str]
+    items_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, complaint: Printed
 ) -> None:
     history, retired = tmp_path / "users.txt", tmp_path / "retired.txt"
     history.write_text('["item 3"]\nitem 3\n["item 4", "Nope"]\n')
     retired.write_text("item 3\n\nitme 4\n")
     files = [f"--history={history}", f"--retired={retired}"]
     assert main(["recommend", str(items_run), *files]) == 0
-    lost = "are not in the catalogue"
+    lost, nothing = "are not in the catalogue", "nothing is left of 1 users"
+    left = f"{lost} and are left out, the first is"
     assert f"{retired}: 1 items {lost}, the first is 'itme 4'" in caplog.text
-    assert (
-        f"{history}: 3 items {lost} and are left out, the first is 'item' in line 2; nothing is"
-        " left of 1 users" in caplog.text
-    )
+    assert f"{history}: 3 items {left} 'item' in line 2; {nothing}" in caplog.text
     retired.write_text('["item 3"]\n')
     assert main(["recommend", str(items_run), *files]) == 2
     catalogue = [f"item {number}" for number in range(20)]
@@ -266,9 +249,8 @@ def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
         retired.write_text("\n".join(items))
         assert complaint("recommend", items_run, *files) == problem
     table = tmp_path / "events.csv"
-    assert complaint("recommend", items_run, f"--events={table}") == (
-        f"--events: there is no file {table}"
-    )
+    problem = f"--events: there is no file {table}"
+    assert complaint("recommend", items_run, f"--events={table}") == problem
     rows = [{"user": "u7", "item": item, "time": 1} for item in ("item 3", "Nope")]
     for name in ("a.parquet", "a.json"):
         write_table(tmp_path / name, rows)
@@ -276,15 +258,10 @@ def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
         assert caplog.messages[-1].endswith("left out, the first is 'Nope' of user 'u7'")
     table.write_text("user,item,time\nu7,item 3,1\nu8,Nope,2\n")
     assert main(["recommend", str(items_run), f"--events={table}"]) == 0
-    assert caplog.messages[-1] == (
-        f"{table}: 1 items {lost} and are left out, the first is 'Nope' of user 'u8'; nothing is"
-        " left of 1 users"
-    )
+    assert caplog.messages[-1] == f"{table}: 1 items {left} 'Nope' of user 'u8'; {nothing}"
 
 
-def test_ends_of_sequences_are_predicted_and_are_no_items(
-    letters: Callable[..., Path], printed: Callable[..., str]
-) -> None:
+def test_ends_are_predicted_and_no_items(letters: Callable[..., Path], printed: Printed) -> None:
     run = letters("ends", "--data.sequences=independent", "--data.predict_eos=true")
     values = json.loads(printed("evaluate", run, "--ranking", "--json", "--k=1"))
     items = [line.split() for line in OTHER_LETTERS]
@@ -299,21 +276,18 @@ def test_ends_of_sequences_are_predicted_and_are_no_items(
 
 
 def test_unknown_items_of_a_prompt_are_left_out(
-    items_run: Path, printed: Callable[..., str], caplog: pytest.LogCaptureFixture
+    items_run: Path, printed: Printed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    texts = [
-        printed("generate", items_run, f"--prompt={prompt}", "--tokens=5")
-        for prompt in ('["item 3", "item 4"]', '["item 3", "Nope 1", "item 4", "Nope 1"]')
-    ]
+    prompts = ('["item 3", "item 4"]', '["item 3", "Nope 1", "item 4", "Nope 1"]')
+    texts = [printed("generate", items_run, f"--prompt={each}", "--tokens=5") for each in prompts]
     assert texts[0] == texts[1]
     assert texts[0].startswith('["item 3", "item 4", "item ')
-    assert caplog.messages == [
-        "items of the prompt that are not in the catalogue, left out: Nope 1"
-    ]
+    problem = "items of the prompt that are not in the catalogue, left out: Nope 1"
+    assert caplog.messages == [problem]
 
 
 def test_unknown_items_are_left_out_of_texts_that_are_scored_or_continued(
-    letters: Callable[..., Path], printed: Callable[..., str], tmp_path: Path
+    letters: Callable[..., Path], printed: Printed, tmp_path: Path
 ) -> None:
     run = letters("ends", "--data.sequences=independent", "--data.predict_eos=true")
     loaded, text, known = lm.load(run), "ab zz b <unk> ba", "ab b ba"
@@ -341,9 +315,7 @@ def test_unknown_items_are_left_out_of_texts_that_are_scored_or_continued(
     assert counts == [f"OOVs:\t{summary['oov']}", f"Tokens:\t{values['tokens']}"]
 
 
-def test_an_end_of_a_sequence_that_was_not_learned_is_not_drawn(
-    items_run: Path, tmp_path: Path, printed: Callable[..., str]
-) -> None:
+def test_unlearned_ends_are_not_drawn(items_run: Path, tmp_path: Path, printed: Printed) -> None:
     model = lm.load(items_run, device="cpu")
     (text,) = model.generate(num_tokens=200, temperature=9)
     assert "\n" not in text
@@ -352,10 +324,8 @@ def test_an_end_of_a_sequence_that_was_not_learned_is_not_drawn(
     config = (plain / "config.yaml").read_text().replace("leave_one_out", "files")
     (plain / "config.yaml").write_text(config.replace("user_field: user", "user_field: null"))
     assert printed("generate", plain, "--tokens=200", "--temperature=9").count("\n") == 1
-    texts = [
-        printed("generate", plain, f"--prompt={prompt}", "--tokens=5")
-        for prompt in ("item%203 item%204", "item%203 nope item%204")
-    ]
+    prompts = ("item%203 item%204", "item%203 nope item%204")
+    texts = [printed("generate", plain, f"--prompt={each}", "--tokens=5") for each in prompts]
     assert texts[0] == texts[1]
     assert texts[0].startswith("item%203 item%204 item%20")
 
@@ -373,9 +343,7 @@ def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path) -> No
         lm.load(items_run, open_vocabulary=True)
 
 
-def test_users_who_have_had_nearly_all_items_are_given_the_others(
-    items_run: Path, tmp_path: Path, printed: Callable[..., str]
-) -> None:
+def test_users_of_most_items_get_others(items_run: Path, tmp_path: Path, printed: Printed) -> None:
     names = [f"item {k}" for k in range(20)]
     lines = map(json.dumps, (names[:3], names[1:], [*names, *names]))
     (tmp_path / "users.txt").write_text("\n".join(lines))

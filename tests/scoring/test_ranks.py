@@ -22,16 +22,16 @@ from lm.run import TrainedRun
 from lm.scoring import ranking
 from tests.scoring.test_ranking import EOS, UNK, N, make
 
+Printed = Callable[..., str]
 
-def evaluated(run: Path, printed: Callable[..., str], *options: str) -> dict[str, Any]:
-    command = ("evaluate", run, "--ranking", "--json", "--k=3", *options)
-    found: dict[str, Any] = json.loads(printed(*command))
-    return found
+
+def evaluated(run: Path, printed: Printed, *options: str) -> Any:
+    return json.loads(printed("evaluate", run, "--ranking", "--json", "--k=3", *options))
 
 
 @pytest.mark.parametrize("exclude", ["nothing", "seen"])
 def test_figures_follow_from_ranks_and_from_all_log_probabilities(
-    exclude: str, items_run: Path, printed: Callable[..., str], tmp_path: Path
+    exclude: str, items_run: Path, printed: Printed, tmp_path: Path
 ) -> None:
     path = tmp_path / "ranks.parquet"
     values = evaluated(items_run, printed, f"--exclude={exclude}", f"--ranks={path}")
@@ -59,7 +59,7 @@ def test_figures_follow_from_ranks_and_from_all_log_probabilities(
 
 
 def test_only_a_table_of_ranks_is_replaced(
-    items_run: Path, printed: Callable[..., str], complaint: Callable[..., str], tmp_path: Path
+    items_run: Path, printed: Printed, complaint: Printed, tmp_path: Path
 ) -> None:
     path, command = tmp_path / "ranks.parquet", ("evaluate", items_run, "--ranking", "--users=2")
     for _ in range(2):
@@ -76,7 +76,7 @@ def test_only_a_table_of_ranks_is_replaced(
 
 
 def test_targets_outside_the_catalogue_alone_are_missed(
-    items_run: Path, printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    items_run: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def lost(found: Sequences, num_users: int) -> Sequences:
         assert num_users == 1
@@ -96,7 +96,7 @@ def test_targets_outside_the_catalogue_alone_are_missed(
 
 def test_users_are_drawn_and_the_time_is_announced(
     items_run: Path,
-    printed: Callable[..., str],
+    printed: Printed,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -106,9 +106,8 @@ def test_users_are_drawn_and_the_time_is_announced(
     assert draws[0] == draws[1]
     counts = ("users", "predictions", "excluded", "step", "num_steps", "checkpoint")
     assert [draws[0][name] for name in counts] == [9, 9, "seen", 30, 30, None]
-    assert draws[0] == json.loads(
-        (items_run / "evaluate-test-ranking-seen-9-users.json").read_text()
-    )
+    path = items_run / "evaluate-test-ranking-seen-9-users.json"
+    assert draws[0] == json.loads(path.read_text())
     table = printed("evaluate", items_run, "--ranking", "--users=9")
     total = draws[0]["all_users"]
     assert table.startswith(
@@ -120,8 +119,7 @@ def test_users_are_drawn_and_the_time_is_announced(
     method += " intervals: 1,000 bootstrap draws of users, 2.5 % to 97.5 %"
     assert (table.splitlines()[-1], draws[0]["method"]) == (method, method)
     assert caplog.text.count("ranking test: about 0:00:0") == 3
-    everyone = evaluated(items_run, printed, "--users=999")
-    assert everyone["users"] == total
+    assert evaluated(items_run, printed, "--users=999")["users"] == total
     limits = evaluated(items_run, printed, "--users=1")["model"]["at"][0]["hit_rate_interval"]
     assert limits == [None, None]  # no interval of one user
     assert "… " not in printed("evaluate", items_run, "--ranking", "--users=1").splitlines()[4]
@@ -129,7 +127,7 @@ def test_users_are_drawn_and_the_time_is_announced(
 
 def test_repeats_in_training_decide_what_is_left_out(
     items_run: Path,
-    printed: Callable[..., str],
+    printed: Printed,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -151,9 +149,7 @@ def test_a_long_history_leaves_out_its_distinct_items() -> None:
             assert sorted(excluded) == sorted({*line[:place].tolist()})
 
 
-def test_scores_that_are_not_finite_are_refused(
-    items_run: Path, tmp_path: Path, complaint: Callable[..., str]
-) -> None:
+def test_nan_scores_are_refused(items_run: Path, tmp_path: Path, complaint: Printed) -> None:
     run = shutil.copytree(items_run, tmp_path / "run")
     weights = load_file(run / "model.safetensors")
     weights["output.weight"][3] = np.nan
@@ -164,7 +160,7 @@ def test_scores_that_are_not_finite_are_refused(
             "evaluate",
             run,
             "--ranking",
-        ): r"run: [\d,]+ of [\d,]+ log-probabilities are not finite: weights",
+        ): r"run: [\d,]+ of [\d,]+ log-probabilities are not finite: we",
         ("evaluate", run): "run: the log-probability of the text is nan: weights",
         ("recommend", run, f"--history={tmp_path / 'users.txt'}"): "run: log-probabilities of pos",
     }.items():
@@ -177,15 +173,11 @@ def test_scores_that_are_not_finite_are_refused(
     assert complaint(*recommend).startswith(f"{file} is damaged")
 
 
-def test_a_checkpoint_is_evaluated_in_place_of_the_model(
-    items_run: Path, printed: Callable[..., str], tmp_path: Path
-) -> None:
+def test_checkpoints_replace_the_model(items_run: Path, printed: Printed, tmp_path: Path) -> None:
     run = shutil.copytree(items_run, tmp_path / "run")
     kept = evaluated(run, printed)
     weights = load_file(run / "model.safetensors")
-    changed = {
-        name: 0 * each if name == "output.weight" else each for name, each in weights.items()
-    }
+    changed = weights | {"output.weight": 0 * weights["output.weight"]}
     save_model(run, changed, read_description(run))
     last = run / "checkpoints" / "last.ckpt"
     for name in ("last", str(last)):

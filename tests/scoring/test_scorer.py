@@ -1,21 +1,22 @@
-"""Scores: the definition in fp64, sums over levels, independence of batches."""
+"""Scores: the definition in fp64, sums over levels, independence of batches; unknown words."""
 
 import math
 import re
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, WordTokenizer
+from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, WordTokenizer
 from lm.model import reader
 from lm.output import ClassTree
 from lm.scoring import LineScore, Scorer
 from lm.scoring import scorer as scorer_module
 from lm.scoring.layouts import Layout
+from lm.scoring.unknown import UnknownWords, noted_words
 from tests.conftest import toy_sentences
 from tests.data_prep.conftest import trained_pieces
 from tests.models import log_probs, small_model
@@ -23,14 +24,11 @@ from tests.models import log_probs, small_model
 WORDS = ["<eos>", "<unk>", "a", "b", "c", "d", "e"]
 TEXT = ["a b c", "", "e zebra a a b", "d", "b c d e a b c d e a b c", "zebra zebra"]
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
+KNOWN = WordTokenizer(["<eos>", "<unk>", "the", "cat", "sees", "do", "n't", "well", "-", "known"])
 
 
 def make(
-    backbone: str,
-    tokenizer: Tokenizer | None = None,
-    context: int = 6,
-    layers: int = 1,
-    **options: Any,
+    backbone: str, tokenizer: Any = None, context: int = 6, layers: int = 1, **options: Any
 ) -> Scorer:
     tokenizer = tokenizer or WordTokenizer(WORDS)
     tree = ClassTree.two_level(torch.arange(tokenizer.vocab_size) % 3)
@@ -75,9 +73,8 @@ def test_tokens_have_the_log_prob_rank_and_entropy_of_the_definition_and_words_h
 
 def all_figures(scores: list[LineScore]) -> np.ndarray[Any, Any]:
     tokens = [score.tokens for score in scores]
-    return np.concatenate(
-        [np.stack(cast(Any, [each.log_prob, each.rank, each.entropy]), 1) for each in tokens]
-    )
+    columns: Any = [(each.log_prob, each.rank, each.entropy) for each in tokens]
+    return np.concatenate([np.stack(each, 1) for each in columns])
 
 
 @BACKBONES
@@ -94,8 +91,7 @@ def test_scores_depend_on_batches_by_rounding_only(
         for order in (range(6), [5, 2, 0, 1, 4, 3]):
             lines = [TEXT[k] for k in order]
             scores = dict(zip(order, scorer.sentences(lines, details=True), strict=True))
-            found = all_figures([scores[k] for k in range(6)])
-            assert found == pytest.approx(expected, rel=digits)
+            assert all_figures([scores[k] for k in range(6)]) == pytest.approx(expected, rel=digits)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -103,12 +99,10 @@ def test_the_stated_context_of_a_sentence_is_what_its_figures_depend_on(layers: 
     scorer, words = make("transformer", context=3, layers=layers), list("abcdeedcbaabcde")
     (score,) = scorer.sentences([" ".join(words)])
     for changed in range(len(words)):
-        other = [*words[:changed], "zebra", *words[changed + 1 :]]
-        (after,) = scorer.sentences([" ".join(other)])
+        (after,) = scorer.sentences([" ".join([*words[:changed], "zebra", *words[changed + 1 :]])])
         for unit in range(changed + 1, len(words) + 1):
             is_seen = changed >= unit - score.context[unit]
-            difference = abs(after.log_prob[unit] - score.log_prob[unit])
-            assert (difference > 1e-13) == is_seen
+            assert (abs(after.log_prob[unit] - score.log_prob[unit]) > 1e-13) == is_seen
 
 
 @pytest.mark.parametrize(
@@ -161,17 +155,14 @@ def test_unseen_words_share_the_mass_of_unk() -> None:
         assert whole.exp().sum(1).numpy() == pytest.approx(1, rel=1e-12)
         entropy = -(whole.exp() * whole).sum(1).numpy()
         assert after.tokens.entropy == pytest.approx(entropy, rel=1e-12)
-        target = torch.from_numpy(after.log_prob)[:, None]
-        rank = 1 + (whole > target + 1e-12).sum(1)
+        rank = 1 + (whole > torch.from_numpy(after.log_prob)[:, None] + 1e-12).sum(1)
         assert after.tokens.rank is not None
         assert after.tokens.rank.tolist() == rank.tolist()
 
 
 def test_a_word_without_a_token_of_its_own_has_no_id(pieces: SentencePieceTokenizer) -> None:
-    layout = Layout(
-        scorer=make("lstm", pieces), level="word", name="kenlm", unit="nats", has_ids=False
-    )
-    row = next(layout.rows(["\u2603\t\u2603 the"]))
+    settings: Any = {"level": "word", "name": "kenlm", "unit": "nats", "has_ids": False}
+    row = next(Layout(scorer=make("lstm", pieces), **settings).rows(["\u2603\t\u2603 the"]))
     assert [unit.split()[0] for unit in row.split("\t")[:2]] == ["\u2603=0", "\u2603=0"]
 
 
@@ -196,3 +187,29 @@ def test_words_with_punctuation_have_several_ids() -> None:
     tokenizer = WordTokenizer(words, lowercase=True, split_punctuation=True)
     words, ids, word_of_id = tokenizer.align("No, it.")
     assert (words, [*ids], [*word_of_id]) == (["No,", "it."], [2, 3, 4, 6], [0, 0, 1, 1])
+
+
+def test_more_than_a_fifth_of_unknown_words_are_named() -> None:
+    warning = UnknownWords(KNOWN, ["THE CAT sees", "THE a\u200bb"]).warning("references")
+    assert warning is not None
+    expected = "80 % of the words of the references are unknown, most often 'THE', 'CAT', "
+    assert warning.startswith(expected + r"'a\u200bb': write them as in the training text (case,")
+    for texts in (["the cat", "sees the ZEBRA"], ["", " "]):  # a fifth, and none
+        assert UnknownWords(KNOWN, texts).warning("hypotheses") is None
+
+
+def test_many_unknown_words_of_first_lines_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    lines = ["THE cat"] * 300
+    assert list(noted_words(KNOWN, lines, "a.txt")) == lines
+    (message,) = caplog.messages
+    assert message.startswith("a.txt, first lines: 50 % of the words of the text are unknown, ")
+    assert list(noted_words(KNOWN, ["the cat"] * 300, "a.txt")) == ["the cat"] * 300
+    assert len(caplog.messages) == 1
+
+
+def test_a_word_with_an_unknown_part_is_unknown() -> None:
+    pieces = trained_pieces(toy_sentences(0, 200), 36)
+    assert UnknownWords(pieces, ["the c\u2603t", "the cat \u2603"]).num_unknown == 2
+    separated = WordTokenizer(["<eos>", "<unk>", "cat", "."], split_punctuation=True)
+    assert UnknownWords(separated, ["cat. dog. cat"]).num_unknown == 1
+    assert separated.unknown_occurrences(["dog. dog, cat"]) == ["dog", "dog", ","]

@@ -26,22 +26,18 @@ def of_pieces(letters: Callable[..., Path]) -> LoadedModel:
 
 
 @pytest.mark.parametrize("options", [{}, {"vocabulary_size": 50}, {"open_vocabulary": True}])
-def test_rows_have_scores_and_counts_of_words_and_of_those_before(
-    lstm_run: Path, corpus: Path, options: dict[str, Any]
-) -> None:
+def test_rows_have_scores_and_counts_of_words(lstm_run: Path, corpus: Path, options: Any) -> None:
     model = lm.load(lstm_run, **options)
     scores = model.score(LINES)
     bits = np.concatenate([score.log_prob for score in scores]) / -math.log(2)
     is_nan = np.concatenate([score.is_oov for score in scores]) & (not options)
     whole = model.surprisal(LINES, eos=True)
-    assert whole["surprisal"].to_numpy() == pytest.approx(
-        np.where(is_nan, NAN, bits), rel=1e-9, nan_ok=True
-    )
+    expected: Any = pytest.approx(np.where(is_nan, NAN, bits), rel=1e-9, nan_ok=True)
+    assert whole["surprisal"].to_numpy() == expected
     assert whole["word"].tolist() == [w for line in LINES for w in [*line.split(), "<eos>"]]
     table = model.surprisal(LINES)
-    pandas.testing.assert_frame_equal(
-        table, whole[whole["word"] != "<eos>"].reset_index(drop=True), check_dtype=False
-    )
+    words = whole[whole["word"] != "<eos>"].reset_index(drop=True)
+    pandas.testing.assert_frame_equal(table, words, check_dtype=False)
     counts = Counter((corpus / "train.txt").read_text().split())
     total, types = counts.total(), len(counts) + 1  # with <unk>
     assert table["sentence"].tolist() == [1] * 6 + [3] * 3 + [4] * 2
@@ -60,9 +56,7 @@ def test_rows_have_scores_and_counts_of_words_and_of_those_before(
         before = row
 
 
-def test_a_word_with_punctuation_has_the_frequency_of_the_word(
-    train: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_frequencies_are_without_punctuation(train: Callable[..., Path], tmp_path: Path) -> None:
     options = corpus_of(tmp_path, "the cat (the dog) sees.\n" * 40)
     options += ["--tokenizer.split_punctuation=true", f"--data.prepared_dir={tmp_path / 'data'}"]
     run = train(tmp_path / "run", *options, "--train.max_steps=1", "--train.batch_size=1")
@@ -79,9 +73,8 @@ def test_words_of_pieces_end_where_the_next_begins(of_pieces: LoadedModel) -> No
     begins = [piece[0] == "▁" or piece in ("</s>", "<eos>", "<unk>") for piece in pieces]
     assert 3 < sum(begins) < 100
     expected, log_boundary = np.zeros(len(words) + 1), list[float]()
-    for place, (id, unit) in enumerate(
-        zip([*ids, of_pieces.eos_id], [*word_of_id, 4], strict=True)
-    ):
+    units = zip([*ids, of_pieces.eos_id], [*word_of_id, 4], strict=True)
+    for place, (id, unit) in enumerate(units):
         log_prob = of_pieces.log_prob(ids[:place].tolist())
         expected[unit] += float(log_prob[id])
         if len(log_boundary) == unit:
@@ -95,9 +88,7 @@ def test_words_of_pieces_end_where_the_next_begins(of_pieces: LoadedModel) -> No
 
 
 @pytest.mark.parametrize("context", ["", "ab b"])
-def test_probabilities_of_words_of_pieces_add_up_to_at_most_one(
-    of_pieces: LoadedModel, context: str
-) -> None:
+def test_words_of_pieces_add_up_to_at_most_one(of_pieces: LoadedModel, context: str) -> None:
     model = lm.load(of_pieces._run.folder)
     pieces = [model.word(id) for id in range(model.vocab_size)]
     is_rare = [len(piece.strip("▁ab")) > 0 and piece != "</s>" for piece in pieces]
@@ -132,9 +123,8 @@ def test_a_table_is_written_and_read_again(lstm_run: Path, tmp_path: Path) -> No
     table = lm.load(lstm_run).surprisal(LINES)
     table.to_csv(tmp_path / "surprisal.csv", index=False)
     numbers = [name for name in table if name != "word"]
-    found = pandas.read_csv(
-        tmp_path / "surprisal.csv", keep_default_na=False, na_values=dict.fromkeys(numbers, "")
-    )
+    options: Any = {"keep_default_na": False, "na_values": dict.fromkeys(numbers, "")}
+    found = pandas.read_csv(tmp_path / "surprisal.csv", **options)
     assert "NA" in set(found["word"])
     pandas.testing.assert_frame_equal(found, table)
     assert lm.load(lstm_run).surprisal([]).columns.tolist() == table.columns.tolist()

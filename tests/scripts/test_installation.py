@@ -1,21 +1,28 @@
-"""What others would install: the check and the README's pins."""
+"""What others would install, how scripts end, and the environment that they make."""
 
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from importlib.metadata import distributions, packages_distributions, requires
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lm
+import scripts
+from data_prep.errors import UserError
+from lm.training.signals import Interrupted
 from scripts.installation import __main__ as installation
+from scripts.reproduction.runs import TOP
 
 NO_INDEX = "error: Request failed\n  cause: error sending request for url"
 
 
 @pytest.mark.parametrize(
-    ("why", "ci", "code", "printed"),
+    "case",
     [
         ("error: No solution found", False, 1, "Python 3.12, lower bounds:\nerror: No solution"),
         (NO_INDEX, False, None, "installation: not checked, as no package index can be reached"),
@@ -23,15 +30,10 @@ NO_INDEX = "error: Request failed\n  cause: error sending request for url"
     ],
 )
 def test_the_check_fails_where_nothing_fits_and_in_ci_where_it_cannot_look(
-    why: str,
-    ci: bool,
-    code: int | str | None,
-    printed: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    case: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case = ("3.12", "lower bounds")
-    monkeypatch.setattr(installation, "resolve", lambda given: why if given == case else None)
+    (why, ci, code, printed), wrong = case, ("3.12", "lower bounds")
+    monkeypatch.setattr(installation, "resolve", lambda given: why if given == wrong else None)
     monkeypatch.delenv("CI", raising=False)
     if ci:
         monkeypatch.setenv("CI", "true")
@@ -45,9 +47,8 @@ def test_the_check_fails_where_nothing_fits_and_in_ci_where_it_cannot_look(
 
 
 def test_the_readme_installs_the_torch_of_the_constraints() -> None:
-    (named,) = re.findall(
-        r"pip install .*(torch==\S+)", (installation.TOP / "README.md").read_text()
-    )
+    page = (installation.TOP / "README.md").read_text()
+    (named,) = re.findall(r"pip install .*(torch==\S+)", page)
     assert named in (installation.TOP / "constraints.txt").read_text().splitlines()
 
 
@@ -62,9 +63,7 @@ def test_hashed_requirements_are_ordinary_wheels_of_the_constraints() -> None:
     assert pins.keys() >= {"torch", "triton", "lightning", "numpy", "numba", "wandb"}
 
 
-def test_trained_models_are_used_in_a_small_installation(
-    lstm_run: Path, pieces_run: Path, items_run: Path
-) -> None:
+def test_small_installations_use_models(lstm_run: Path, pieces_run: Path, items_run: Path) -> None:
     """Without a package that the page on exports does not name, nor those require."""
     page = (installation.TOP / "lm" / "export" / "README.md").read_text()
     ((named, optional),) = re.findall(r"constraints.txt (torch .*)  # (\w+) for", page)
@@ -74,11 +73,8 @@ def test_trained_models_are_used_in_a_small_installation(
         lines = [line for name in new for line in requires(name) or [] if "extra ==" not in line]
         new = {_normalized(line) for line in lines} - needed
         new = {name for name in new if any(distributions(name=name))}
-    absent = [
-        module
-        for module, names in packages_distributions().items()
-        if not {*map(_normalized, names)} & {*needed, "sqrtlm"}
-    ]
+    packages, known = packages_distributions().items(), {*needed, "sqrtlm"}
+    absent = [module for module, names in packages if not {*map(_normalized, names)} & known]
     assert {"lightning", "pyarrow", "pandas", "scipy"} < {*absent}
     code = f"import sys; sys.modules |= dict.fromkeys({absent})\nimport lm\n" + (
         "for run, text in zip(sys.argv[1::2], sys.argv[2::2]):\n"
@@ -86,15 +82,10 @@ def test_trained_models_are_used_in_a_small_installation(
         "from lm.cli import main\nsys.exit(main(['evaluate', run, '--ranking']))"
     )
     runs = {lstm_run: "the old cat", pieces_run: "the old cat", items_run: "item%203 item%204"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *(str(part) for pair in runs.items() for part in pair)],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (
-        2,
-        "lm: this requires the package pyarrow",
-    )
+    arguments = [str(part) for pair in runs.items() for part in pair]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, last) == (2, "lm: this requires the package pyarrow")
     for (run, text), line in zip(runs.items(), done.stdout.splitlines(), strict=True):
         assert float(line) == pytest.approx(lm.load(run).score([text])[0].total)
 
@@ -103,3 +94,44 @@ def _normalized(requirement: str) -> str:
     """The name of a distribution at the beginning of a text."""
     (name,) = re.findall(r"^[\w.-]+", requirement)
     return re.sub(r"[._-]+", "-", str(name)).lower()
+
+
+@pytest.mark.parametrize(
+    ("stop", "code", "message"),
+    [
+        (UserError("no such file"), "table: no such file", ""),
+        (KeyboardInterrupt(), 130, "table: interrupted; the same command continues\n"),
+        (Interrupted(signal.SIGTERM), 143, "table: interrupted; the same command continues\n"),
+        (SystemExit(2), 2, ""),
+    ],
+)
+def test_a_script_ends_with_one_line(
+    stop: BaseException, code: int | str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> None:
+        raise stop
+
+    with pytest.raises(SystemExit) as end:
+        scripts.run(main, "table")
+    assert end.value.code == code
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_an_environment_of_the_user_is_not_deleted(tmp_path: Path, is_link: bool) -> None:
+    folder = tmp_path / "scripts" / "installation"
+    folder.mkdir(parents=True)
+    shutil.copy(TOP / "scripts" / "installation" / "environment", folder)
+    mine = tmp_path / ("other" if is_link else ".venv") / "pyvenv.cfg"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    if is_link:  # to the environment that scripts have made for another folder
+        (mine.parent / "place").write_text("other")
+        (tmp_path / ".venv").symlink_to(mine.parent)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    command = ["bash", "-c", "set -eu; extras=''; . scripts/installation/environment"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert "rename or remove it" in found.stderr
+    assert mine.read_text() == "mine"

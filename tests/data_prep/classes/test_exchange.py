@@ -1,7 +1,7 @@
 """Exchange never lowers the objective, and at the end no single move raises it."""
 
-from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,17 +39,6 @@ def objective(bigrams: sparse.csr_array, counts: IntArray, word_class: IntArray)
     return float(x_log_x(follows).sum() - 2 * x_log_x(mass).sum())
 
 
-def single_moves(
-    word_class: IntArray, sizes: IntArray, capacity: int, words: IntArray
-) -> Iterator[IntArray]:
-    """Every possible move of one of the words to another class."""
-    for word, other in product(words, range(len(sizes))):
-        moved = word_class.copy()
-        moved[word] = other
-        if sizes[other] < capacity and sizes[word_class[word]] > 1:
-            yield moved
-
-
 def without_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the loops as plain Python from now on."""
     for name in ("_f", "_sum_by_class", "_shift", "_set_gains", "_move_words"):
@@ -58,19 +47,12 @@ def without_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("table_size", [1 << 16, 1])
-@pytest.mark.parametrize(
-    ("vocab_size", "num_word_classes", "capacity", "num_separate"),
-    [(14, 3, 14, 0), (23, 5, 7, 0), (23, 4, 9, 5)],
-)
+@pytest.mark.parametrize("sizes", [(14, 3, 14, 0), (23, 5, 7, 0), (23, 4, 9, 5)])
 def test_no_single_move_raises_the_objective_further(
-    vocab_size: int,
-    num_word_classes: int,
-    capacity: int,
-    num_separate: int,
-    table_size: int,
-    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[int, int, int, int], table_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Separate words stay and count as one class each."""
+    vocab_size, num_word_classes, capacity, num_separate = sizes
     monkeypatch.setattr(exchange_module, "TABLE_SIZE", table_size)
     tokens, counts = text(vocab_size, 900, seed=vocab_size)
     bigrams, start = count_bigrams(tokens, vocab_size), np.arange(vocab_size) % num_word_classes
@@ -81,19 +63,21 @@ def test_no_single_move_raises_the_objective_further(
         word_class[separate] = num_word_classes + np.arange(num_separate)
         return word_class
 
-    found = exchange(
-        bigrams, counts, start, num_word_classes, capacity, separate=separate, passes=50
-    )
+    limits: Any = {"separate": separate, "passes": 50}
+    found = exchange(bigrams, counts, start, num_word_classes, capacity, **limits)
     assert np.array_equal(found[separate], start[separate])
     word_class = as_classes(found)
     end = objective(bigrams, counts, word_class)
     assert end > objective(bigrams, counts, as_classes(start))
-    sizes = np.bincount(word_class)[:num_word_classes]
-    assert num_separate or sizes.min() >= 1
-    assert sizes.max() <= capacity
+    members = np.bincount(word_class)[:num_word_classes]
+    assert num_separate or members.min() >= 1
+    assert members.max() <= capacity
     words = np.setdiff1d(np.flatnonzero(counts > 0), separate)
-    for moved in single_moves(word_class, sizes, capacity, words):
-        assert objective(bigrams, counts, moved) <= end + 1e-6
+    for word, other in product(words, range(num_word_classes)):
+        if members[other] < capacity and members[word_class[word]] > 1:
+            moved = word_class.copy()
+            moved[word] = other
+            assert objective(bigrams, counts, moved) <= end + 1e-6
 
 
 def test_a_class_of_separate_words_can_be_filled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +92,7 @@ def test_a_class_of_separate_words_can_be_filled(monkeypatch: pytest.MonkeyPatch
         without_compilation(monkeypatch)
 
 
-def test_words_that_never_occur_stay_and_the_same_start_gives_the_same_end(
+def test_unseen_words_stay_and_equal_starts_end_equal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also without compilation."""

@@ -1,6 +1,8 @@
-"""Word classes: partitions of any size by every method; clustering recovers known classes."""
+"""Word classes: partitions of any size by every method, and of class files of other tools."""
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,15 @@ from data_prep.classes import bigrams as bigrams_module
 from data_prep.classes import embedding as embedding_module
 from data_prep.classes.assignment import assign, smallest_classes
 from data_prep.classes.bigrams import count_bigrams
+from data_prep.classes.class_file import read_vectors
 from data_prep.classes.embedding import truncated_svd
 from data_prep.classes.exchange import exchange
 from data_prep.classes.word_classes import WordClass, build_class_levels, frequency_classes
 from data_prep.settings import ClassesConfig
 
 METHODS: list[Any] = ["exchange", "embedding", "frequency", "uniform", "random"]
+WORDS = ["<unk>", "a", "b", "c", "<eos>"]
+LOWER = [[-1, 1, 0, -1, -1], [-1, 0, -1, -1, -1]]
 
 
 def zipf_tokens(vocab_size: int, num_tokens: int, seed: int = 0) -> NDArray[np.uint16]:
@@ -37,15 +42,9 @@ def counts_of(tokens: NDArray[np.uint16], vocab_size: int) -> NDArray[np.int64]:
 
 
 def built(tokens: NDArray[np.uint16], vocab_size: int, **settings: Any) -> WordClass:
-    """Classes of a text as preparation makes them."""
-    (word_class,) = build_class_levels(
-        counts_of(tokens, vocab_size),
-        ClassesConfig(**settings),
-        tokens=tokens,
-        words=list,
-        folder=Path(),
-        progress=False,
-    )
+    text: dict[str, Any] = {"tokens": tokens, "words": list, "folder": Path(), "progress": False}
+    counts = counts_of(tokens, vocab_size)
+    (word_class,) = build_class_levels(counts, ClassesConfig(**settings), **text)
     return np.asarray(word_class, np.int32)
 
 
@@ -60,8 +59,7 @@ def planted_text(
     current = 0
     for position in range(num_tokens):
         steps = np.array([1, 3, generator.integers(num_word_classes)])
-        step = generator.choice(steps, p=[0.5, 0.3, 0.2])
-        current = (current + step) % num_word_classes
+        current = (current + generator.choice(steps, p=[0.5, 0.3, 0.2])) % num_word_classes
         tokens[position] = generator.choice(members[current])
     return tokens, truth
 
@@ -105,8 +103,7 @@ def test_frequency_classes_have_equal_sums_of_sqrt_count_to_within_one_word() ->
     mass = np.sqrt(counts)
     for num in (2, 7, 20):
         word_class = frequency_classes(counts, num)
-        sums = np.bincount(word_class, weights=mass)
-        assert np.abs(sums - mass.sum() / num).max() <= mass.max()
+        assert np.abs(np.bincount(word_class, weights=mass) - mass.sum() / num).max() <= mass.max()
         groups = [counts[word_class == c] for c in range(num)]
         assert all(more.min() >= fewer.max() for more, fewer in pairwise(groups))
     dominant = frequency_classes(np.array([1, 1, 1_000_000, 1, 1, 0]), 3)
@@ -117,17 +114,14 @@ def test_frequency_classes_have_equal_sums_of_sqrt_count_to_within_one_word() ->
 def test_the_same_seed_gives_the_same_classes_and_another_seed_others() -> None:
     tokens = zipf_tokens(60, 2_000)
     for method in ("random", "embedding"):
-        first, again, other = (
-            built(tokens, 60, method=method, num_word_classes=8, seed=seed) for seed in (1, 1, 2)
-        )
+        options: dict[str, Any] = {"method": method, "num_word_classes": 8}
+        first, again, other = (built(tokens, 60, seed=seed, **options) for seed in (1, 1, 2))
         assert np.array_equal(first, again)
         assert not np.array_equal(first, other)
 
 
 @pytest.mark.parametrize("passes", [0, embedding_module.REFINEMENT_PASSES])
-def test_embedding_recovers_the_classes_that_made_the_text(
-    monkeypatch: pytest.MonkeyPatch, passes: int
-) -> None:
+def test_embedding_recovers_planted_classes(monkeypatch: pytest.MonkeyPatch, passes: int) -> None:
     monkeypatch.setattr(embedding_module, "REFINEMENT_PASSES", passes)
     tokens, truth = planted_text(6, 15, 12_000)
     word_class = built(tokens, 90, method="embedding", num_word_classes=6, dimensions=10)
@@ -182,8 +176,7 @@ def test_clustered_words_and_the_others_by_count_are_a_partition(
 
 def test_clustered_words_are_clustered_as_if_they_were_the_whole_text() -> None:
     tokens, _ = planted_text(6, 15, 12_000)
-    rare = np.tile(np.arange(90, 130, dtype=np.uint16), 9)
-    text = np.concatenate([tokens, rare])
+    text = np.concatenate([tokens, np.tile(np.arange(90, 130, dtype=np.uint16), 9)])
     counts = counts_of(text, 130)
     settings = {"method": "embedding", "dimensions": 10}
     word_class = built(text, 130, num_word_classes=8, clustered_words=90, **settings)
@@ -231,9 +224,7 @@ def test_a_line_makes_the_classes_of_a_configuration(method: Any) -> None:
 
 @pytest.mark.parametrize(("num_word_classes", "sizes"), [(27, [3, 9, 27]), (None, [3, 9, 29])])
 @pytest.mark.parametrize("method", METHODS)
-def test_each_level_has_classes_of_the_classes_below(
-    method: Any, num_word_classes: int | None, sizes: list[int]
-) -> None:
+def test_levels_have_classes_of_those_below(method: Any, num_word_classes: Any, sizes: Any) -> None:
     """They are made by the method from the text in which words are replaced by their classes."""
     tokens, _ = planted_text(6, 15, 3_000)
     levels = data_prep.class_levels(tokens, 90, num_word_classes, depth=4, method=method)
@@ -279,3 +270,56 @@ def test_further_words_fill_the_smallest_classes() -> None:
     assert sorted((sizes + np.bincount(places, minlength=4)).tolist()) == [3, 3, 4, 5]
     assert len(smallest_classes(sizes, 5, 0)) == 0
     assert (sizes + np.bincount(smallest_classes(sizes, 5, 11), minlength=4)).tolist() == [5] * 4
+
+
+def build(settings: ClassesConfig, folder: Path, words: Sequence[str] = WORDS) -> WordClass:
+    """The classes on each level of words that occur once."""
+    counts, tokens = np.ones(len(words), np.int64), np.arange(len(words), dtype=np.uint16)
+    text: dict[str, Any] = {"tokens": tokens, "words": lambda: words, "folder": folder}
+    return build_class_levels(counts, settings, progress=False, **text)
+
+
+@pytest.mark.parametrize(
+    ("file_format", "text", "lower"),
+    [
+        ("mkcls", "b\t7\nz\t9\nc\t3\na\t7\n", []),
+        ("mkcls", "b\t7\r\n\r\nc\t3\r\na\t7\r\nb\t7", []),
+        ("mkcls", "\ufeffb\t7\nc\t3\na\t7\n", []),
+        ("mkcls", "b\tX\nc\tY\na\tX\n<unk>\tZ\n<eos>\tZ\n", []),
+        ("srilm", "X 0.5 b\nY 1 c\nX 0.5 a\n", []),
+        ("srilm", "X b\nY c\nX a\n", []),
+        ("brown", "0110\tb\t12\n00\tc\t4\n0110\ta\t1\n", []),
+        ("brown", "10\tb\t12\n0\tc\t4\n110\ta\t1\n", LOWER),
+        ("taxonomy", "b\tanimal/pet\nc\tfood\na\tanimal/farm/cow\nz\tx/y\n", LOWER),
+    ],
+)
+def test_class_files_are_read_and_special_words_get_a_separate_class_if_they_lack_one(
+    tmp_path: Path, file_format: Any, text: str, lower: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On each level of a file of paths, up to the depth."""
+    (tmp_path / "map").write_bytes(text.encode())
+    settings = ClassesConfig(method="file", file="map", file_format=file_format)
+    levels = [[2, 0, 0, 1, 2], *lower]
+    found = build(replace(settings, depth=9 if lower else None), tmp_path)
+    assert (found.tolist(), str(found.dtype), caplog.text) == (levels, "int32", "")
+    if lower:
+        assert build(replace(settings, depth=3), tmp_path).tolist() == levels[:2]
+        assert "2 of 3 levels of classes are used (classes.depth)" in caplog.text
+
+
+def test_vectors_are_clustered_by_angle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = ["<unk>", "a b", "c", "d", "e", "<eos>"]
+    lines = ["4 2", "a b\t3 0.1", "d\t-1e3 9", "c\t0.5 0", "z\t1 1", ""]
+    (tmp_path / "vectors").write_text("\n".join(lines))
+    vectors = read_vectors(tmp_path / "vectors", words)
+    expected = [[0, 0], [3, 0.1], [0.5, 0], [-1000, 9], [0, 0], [0, 0]]
+    assert vectors.tolist() == np.array(expected, np.float32).tolist()
+    assert "1 of 6 words have no vector, the first is 'e'" in caplog.text
+    settings = ClassesConfig(method="embedding", vectors="vectors", num_word_classes=3)
+    (found,) = build(settings, tmp_path, words)
+    assert found[1] == found[2] != found[3]
+    assert np.bincount(found).tolist() == [2, 2, 2]
+    (tmp_path / "vectors").write_text("c 0.5 0\nd -1000 9\n")  # spaces
+    assert read_vectors(tmp_path / "vectors", words)[2:4].tolist() == vectors[2:4].tolist()
+    (tmp_path / "vectors").write_text("".join(f"{word}\t1 0\n" for word in words))
+    assert np.bincount(build(settings, tmp_path, words)[0]).tolist() == [2, 2, 2]

@@ -5,9 +5,7 @@ from collections.abc import Iterable
 from itertools import product
 
 OTHER, END = "\0", "\n"
-NUM_SCALARS = sum(
-    not chr(point).isspace() for point in range(0x110000) if not 0xD800 <= point < 0xE000
-)
+NUM_SCALARS = sum(not chr(i).isspace() for i in range(0x110000) if not 0xD800 <= i < 0xE000)
 
 
 class Definition:
@@ -17,11 +15,9 @@ class Definition:
         self.order, types = order, list(types)
         num_types = Counter(letter for word in types for letter in set(word))
         self.alphabet = {letter for letter, number in num_types.items() if number > 1}
-        full = Counter(
-            tuple(symbols[end - order : end])
-            for symbols in map(self.symbols, types)
-            for end in range(order, len(symbols) + 1)
-        )
+        full = Counter[tuple[str, ...]]()
+        for symbols in map(self.symbols, types):
+            full.update(tuple(symbols[i : i + order]) for i in range(len(symbols) - order + 1))
         self.counts = [full]
         for _ in range(order - 1):
             self.counts.append(Counter(ngram[1:] for ngram in self.counts[-1]))
@@ -65,5 +61,4 @@ class Definition:
     def words(self, longest: int) -> list[str]:
         """All words of 1 to `longest` characters, with ~ for those outside the alphabet."""
         letters = [*sorted(self.alphabet), "~"]
-        lengths = range(1, longest + 1)
-        return ["".join(word) for n in lengths for word in product(letters, repeat=n)]
+        return ["".join(word) for n in range(1, longest + 1) for word in product(letters, repeat=n)]

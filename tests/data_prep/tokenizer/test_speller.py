@@ -33,9 +33,8 @@ def truth(definition: Definition, known: list[str], word: str) -> float:
 
 def test_probabilities_are_those_of_the_definition() -> None:
     words = ["a", "ba", "aab", "bbbb", "bc", "日本", "abababababab", "abé"]
-    found = np.exp(trained().log_prob(words))
     expected = [truth(Definition(TYPES, ORDER), KNOWN, word) for word in words]
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert np.exp(trained().log_prob(words)) == pytest.approx(expected, rel=1e-12)
     assert trained().log_prob(["<unk>"]) == pytest.approx(np.log(SHARE), rel=1e-12)
     assert NUM_SCALARS == TRUE_NUM_SCALARS
     other = ["<unk>", "b", "abb"]

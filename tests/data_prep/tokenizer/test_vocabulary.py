@@ -1,4 +1,4 @@
-"""The words and pieces of a vocabulary built from a corpus, and their ids."""
+"""The words and pieces of a vocabulary built from a corpus, their ids, and pieces of the words."""
 
 import runpy
 import subprocess
@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numba
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,12 +21,17 @@ from data_prep.compiled import compiled
 from data_prep.errors import UserError
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer import tokenizer
+from data_prep.tokenizer.pieces import MAX_PIECES, find_pieces
 from data_prep.tokenizer.tokenizer import SentencePieceTokenizer, line_batches
 from data_prep.tokenizer.vocabulary import count_words, reservoir_sample, train_sentencepiece
 from data_prep.tokenizer.word_index import WordIndex
 from tests.data_prep.conftest import trained_pieces
 
 TEXT = tuple(f"the cat {word} on the mat number {word}" for word in ("sat", "lay", "ran", "is"))
+SIZES = [("unigram", 23), ("bpe", 30), ("char", 9), ("word", 9)]
+STEMS = ("walk", "talk", "jump", "look", "call", "play", "turn", "open", "learn", "stay")
+WORDS = ["<eos>", *(stem + end for stem in STEMS for end in ("", "s", "ed", "ing", "er")), "<unk>"]
+ONES = np.ones(len(WORDS), np.int64)
 
 
 def counted(lines: list[str], settings: TokenizerConfig) -> list[tuple[str, int]]:
@@ -66,9 +72,7 @@ def test_counts_add_up_to_the_tokens_and_agree_with_a_plain_count(
     assert counts.tolist() == sorted(counts.tolist(), reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "vocab_size"), [("unigram", 23), ("bpe", 30), ("char", 9), ("word", 9)]
-)
+@pytest.mark.parametrize(("model_type", "vocab_size"), SIZES)
 def test_equal_arguments_give_equal_model_bytes(model_type: str, vocab_size: int) -> None:
     settings = pieces(vocab_size, max_sentences=101, model_type=model_type)
     model = train_sentencepiece(TEXT * 60, settings, seed=5)
@@ -87,12 +91,8 @@ def test_a_sample_of_the_lines_depends_on_the_seed_alone() -> None:
         "model = train_sentencepiece(lines, options, seed=int(sys.argv[1]))\n"
         "print(hashlib.sha256(model).hexdigest())\n"
     )
-    first, again, other = (
-        subprocess.run(
-            [sys.executable, "-c", program, seed], check=True, capture_output=True, text=True
-        ).stdout
-        for seed in ("5", "5", "6")
-    )
+    command = [sys.executable, "-c", program]
+    first, again, other = (subprocess.check_output([*command, seed]) for seed in "556")
     assert first == again != other
 
 
@@ -144,16 +144,13 @@ def test_the_space_before_a_long_line_has_a_piece(model_type: str, byte_fallback
         (["", ""], pieces(20), "has no text that a sentencepiece model could be built"),
     ],
 )
-def test_impossible_numbers_of_pieces_and_empty_texts_are_refused(
-    lines: list[str], settings: TokenizerConfig, message: str
-) -> None:
+def test_impossible_models_of_pieces_are_refused(lines: Any, settings: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         train_sentencepiece(lines, settings)
 
 
 def test_the_number_of_characters_is_a_maximum() -> None:
-    tokenizer = trained_pieces(TEXT, 9999, model_type="char")
-    assert tokenizer.vocab_size == len(set("".join(TEXT))) + 2
+    assert trained_pieces(TEXT, 9999, model_type="char").vocab_size == len(set("".join(TEXT))) + 2
 
 
 def test_a_mistake_in_the_corpus_reaches_the_user_through_sentencepiece() -> None:
@@ -206,3 +203,43 @@ def test_damaged_files_of_the_cache_are_compiled_again(
             loops: Any = compiled(add)
             assert loops(2) == 3
             assert (content, sum(loops.stats.cache_hits.values())) == (content, kept)
+
+
+def rows(pieces: np.ndarray) -> list[tuple[int, ...]]:
+    return [tuple(row[row >= 0].tolist()) for row in pieces]
+
+
+def test_words_share_the_pieces_of_their_stems_and_endings() -> None:
+    found = dict(zip(WORDS, rows(find_pieces(WORDS, ONES, 40, (0, 51))), strict=True))
+    shares_stem = [len({found[stem + each][0] for each in ("", "s", "ing")}) == 1 for stem in STEMS]
+    assert sum(shares_stem) >= 8
+    assert len({found[stem + "ing"][-1] for stem in STEMS}) == 1
+    assert found["<eos>"] == found["<unk>"] == ()
+    known = [row for row in found.values() if row]
+    assert len(set(known)) == len(WORDS) - 2  # different words, different pieces
+
+
+@pytest.mark.parametrize("num_pieces", [8, 20, 100_000])
+@pytest.mark.parametrize(
+    "words",
+    [["a"], ["ab", "b"], [chr(0x4E00 + number) for number in range(3000)], ["x" * 6000, "\u2581y"]],
+    ids=["a word", "two words", "more characters than pieces", "a long word"],
+)
+def test_every_vocabulary_has_pieces(words: list[str], num_pieces: int) -> None:
+    pieces = find_pieces(words, np.arange(len(words)), num_pieces)
+    assert pieces.dtype == np.int32
+    assert len(pieces) == len(words)
+    assert pieces.shape[1] <= MAX_PIECES
+    assert pieces.max() < num_pieces
+    assert all(rows(pieces))
+
+
+def test_rare_characters_share_a_piece() -> None:
+    words = ["aa", "ab", "ba", "bb", "ñ", "ø"]
+    found = rows(find_pieces(words, np.array([9, 9, 9, 9, 1, 1]), 8))
+    assert found[-1] == found[-2]
+    assert len(set(found)) == len(words) - 1
+
+
+def test_without_words_there_are_no_pieces() -> None:
+    assert find_pieces(["<eos>", "<unk>"], np.array([5, 5]), 8, [0, 1]).tolist() == [[-1], [-1]]

@@ -1,17 +1,23 @@
-"""Compiled loops find and draw what operations of PyTorch do, also in larger trees."""
+"""Compiled loops find and draw what operations of PyTorch do, and what they do as Python."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.backends import verify
 from lm.output.decoding import compiled, draws, fused
+from lm.output.decoding import loops as package
+from lm.output.decoding.distribution import topk
 from lm.output.decoding.search import TopK
 
-from .truth import Layer, Options, sample
+from ..as_python import as_python
+from .truth import OPTIONS, N, Options, P, random_layer, sample
 
 WAYS: list[Options] = [
     {}, {"top_k": 30}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9},
@@ -25,23 +31,17 @@ TREES = {
 }
 
 
-def random_layer(shape: str) -> Layer:
-    """Hidden vectors from flat to peaked."""
-    tree = TREES[shape]
-    hidden, weight = (torch.randn(num, 8, dtype=torch.float64) for num in (12, tree.num_rows))
-    scale = torch.logspace(-1, 1, 12, dtype=torch.float64)[:, None]
-    return scale * hidden, weight, tree, torch.zeros(tree.num_rows, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("node_cost", [1, 1 << 40])
 def test_draws_are_those_of_the_reference(
     shape: str, options: Options, node_cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes are opened by probability or in the order of their rows."""
+    """Nodes are opened by probability or in the order of their rows; from flat to peaked."""
     monkeypatch.setattr(compiled, "NODE_COST", node_cost)
-    layer = random_layer(shape)
+    tree, scale = TREES[shape], torch.logspace(-1, 1, 12, dtype=torch.float64)[:, None]
+    hidden, weight = (torch.randn(num, 8, dtype=torch.float64) for num in (12, tree.num_rows))
+    layer = scale * hidden, weight, tree, torch.zeros(tree.num_rows, dtype=torch.float64)
     words = sample(*layer, seeds=torch.arange(12), **options)
     monkeypatch.setattr(compiled, "is_usable", lambda _: False)
     assert torch.equal(words, sample(*layer, seeds=torch.arange(12), **options))
@@ -78,3 +78,53 @@ def test_wrong_code_is_replaced_with_one_warning(
         words = layer.topk(hidden, 9).word
     assert torch.equal(words, layer.topk(hidden, 9).word)
     assert torch.equal(layer.sample(hidden, seeds=seeds), layer.sample(hidden, seeds=seeds))
+
+
+SCALES = [("full", 1), ("shortlist", 0), ("shortlist", 8), ("paths", 1), ("one word per class", 8)]
+DRAWS: list[Options] = [
+    *OPTIONS, {"excluded": (0, 3, 11, 3)}, {"excluded": range(9), "temperature": 1.7},
+    {"excluded": (0, 3), "top_p": 0.5}, {"top_p": 0.3, "temperature": 1.5}, {"top_p": 0.999},
+    {"top_p": 0.8, "repetition_penalty": 1.4, "previous": [3, 0, 3]},
+    {"top_p": 0.5, "own_excluded": torch.tensor([[3, 3, -1], [0, 1, 2]]).repeat(P // 2, 1)},
+]  # fmt: skip
+
+
+def results(*layer: Any) -> Iterator[object]:
+    """Words of each position, in several ways, and errors where a class is not finite."""
+    excluded = torch.tensor([[3, 3, -1], [0, 1, 2]]).repeat(P // 2, 1)
+    for k in (1, N - 3):
+        for each in (*topk(*layer, k=k), *topk(*layer, k=k, excluded=excluded)):
+            yield each.tolist()
+    for options in DRAWS:
+        yield sample(*layer, seeds=torch.arange(P), **options).tolist()
+    hidden, weight, tree, _ = layer
+    bias = torch.zeros(tree.num_rows, dtype=torch.float64)
+    bias[tree.row_of_word[3]] = torch.nan
+    many = hidden.repeat(50, 1), weight, tree, bias
+    calls: list[Callable[[], object]] = [partial(topk, *many, k=N)]
+    for seeds in torch.arange(5 * 50 * P).view(5, -1):
+        calls.append(partial(sample, *many, seeds=seeds, top_p=0.999))
+    for call in calls:
+        with pytest.raises(ValueError, match="not finite") as raised:
+            call()
+        yield str(raised.value)
+
+
+@pytest.mark.parametrize(("shape", "scale"), SCALES)
+@pytest.mark.parametrize("node_cost", [1, 1 << 40])
+def test_loops_have_the_results_of_python(
+    shape: str, scale: float, node_cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes are opened by probability and with biases, or in the order of rows and without."""
+    monkeypatch.setattr(compiled, "NODE_COST", node_cost)
+    monkeypatch.setattr(compiled, "FEW", node_cost)
+    monkeypatch.setattr(draws, "NUM_DRAWS", 2)
+    hidden, weight, tree, bias = random_layer(shape, scale=scale)
+    weight[1], bias[1] = weight[0], bias[0]  # equal probabilities
+    layer = hidden, weight, tree, bias if node_cost == 1 else None
+    expected = list(results(*layer))
+    loops = as_python("decoding.loops.search_loops", "decoding.loops.draw_loops")
+    for name, module in loops.items():
+        monkeypatch.setattr(package, name, module)
+    with np.errstate(all="ignore"):
+        assert list(results(*layer)) == expected

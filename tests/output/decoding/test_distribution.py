@@ -11,21 +11,12 @@ from lm.output.backends import BACKENDS, nodes
 from lm.output.decoding import compiled, distribution, draws, search
 from lm.output.decoding.distribution import candidate_log_prob, log_prob, topk
 
-from ..definition import TWO_LEVEL, layer_of, problem
-from .truth import (
-    OPTIONS,
-    H,
-    N,
-    P,
-    both_ways,
-    converted,
-    draw_many,
-    random_layer,
-    sample,
-    word_log_prob,
-)
+from ..definition import TWO_LEVEL, N, layer_of, problem
+from .truth import OPTIONS, H, P, converted, draw_many, random_layer, sample, ways, word_log_prob
 
 FP32 = torch.float32
+DTYPES = [(FP32, FP32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float64)]
+TWICE = torch.tensor([[3, 3, 4, -1]]).expand(P, -1)
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +32,7 @@ def test_gradients_of_log_prob_match_finite_differences(shape: str) -> None:
     assert torch.autograd.gradcheck(lambda h, w: log_prob(h, w, tree), inputs[:2])
 
 
-def test_half_precision_log_prob_equals_fp32_with_rounded_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_half_precision_log_prob_is_of_rounded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "CAST_ELEMENTS", 4 * H)  # chunks of four rows
     half = converted(random_layer("two_level"), torch.bfloat16)
     single = converted(half, torch.float32)
@@ -57,11 +46,8 @@ def test_half_precision_log_prob_equals_fp32_with_rounded_weights(
         torch.testing.assert_close(rounded.float(), exact, rtol=2**-8, atol=1e-5)
 
 
-@both_ways
-@pytest.mark.parametrize(
-    ("dtype", "of_bias"),
-    [(FP32, FP32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float64)],
-)
+@ways
+@pytest.mark.parametrize(("dtype", "of_bias"), DTYPES)
 @pytest.mark.parametrize("shape", ["shortlist", "paths"])
 def test_rows_are_summed_in_fp32_or_the_precision_of_the_bias(
     shape: str, dtype: torch.dtype, of_bias: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -78,11 +64,10 @@ def test_rows_are_summed_in_fp32_or_the_precision_of_the_bias(
     values = expected.values.to(of_bias if is_double else FP32)
     for each in found:
         torch.testing.assert_close(each, values, rtol=0, atol=1e-12 if is_double else 1e-5)
-    words = draw_many(layer, 10, top_k=1)
-    assert torch.equal(words, expected.indices[:, :1].expand(-1, 10))
+    assert torch.equal(draw_many(layer, 10, top_k=1), expected.indices[:, :1].expand(-1, 10))
 
 
-@both_ways
+@ways
 def test_autocast_changes_nothing() -> None:
     layer = converted(random_layer("two_level"), torch.float32)
     outside = (log_prob(*layer), *topk(*layer, k=4))
@@ -102,8 +87,7 @@ def test_a_compiled_model_decodes_as_an_eager_one() -> None:
         seeds = torch.arange(len(hidden))
         return *layer.topk(hidden, 3), layer.sample(hidden, top_p=0.9, seeds=seeds)
 
-    compiled = torch.compile(decoded, backend="eager")
-    assert all(map(torch.equal, compiled(hidden), decoded(hidden)))
+    assert all(map(torch.equal, torch.compile(decoded, backend="eager")(hidden), decoded(hidden)))
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match=r"function topk .*compile without fullgraph=True"):
         torch.compile(decoded, fullgraph=True, backend="eager")(hidden)
@@ -115,15 +99,14 @@ def test_a_compiled_model_decodes_as_an_eager_one() -> None:
             candidates(hidden, torch.full_like(word, wrong))
 
 
-@both_ways
+@ways
 def test_any_leading_shape_and_strides_give_the_same_words() -> None:
     hidden, weight, tree, bias = random_layer("balanced", num_positions=12)
     block = hidden.view(3, 4, H).transpose(0, 1)
     weight = weight.T.contiguous().T
     assert not any(each.is_contiguous() for each in (block, weight))
     one_by_one = word_log_prob(hidden, weight, tree, bias).view(3, 4, N).transpose(0, 1)
-    actual = log_prob(block, weight, tree, bias)
-    torch.testing.assert_close(actual, one_by_one, rtol=0, atol=1e-12)
+    torch.testing.assert_close(log_prob(block, weight, tree, bias), one_by_one, rtol=0, atol=1e-12)
     best = topk(block, weight, tree, bias, k=3)
     assert torch.equal(best.word, one_by_one.topk(3).indices)
     assert torch.equal(sample(block, weight, tree, bias, temperature=0), best.word[..., 0])
@@ -133,7 +116,7 @@ def test_any_leading_shape_and_strides_give_the_same_words() -> None:
     assert sample(hidden[5], weight, tree, bias, temperature=0, **penalty) == best.word[1, 1, 1]
 
 
-@both_ways
+@ways
 def test_blocks_of_positions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = random_layer("two_level", num_positions=7)
     whole = topk(*layer, k=4)
@@ -150,7 +133,7 @@ def test_blocks_of_positions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         topk(*layer, k=4)
 
 
-@both_ways
+@ways
 def test_empty_batch_gives_no_words() -> None:
     _, weight, tree, bias = random_layer("two_level")
     hidden = torch.zeros(2, 0, H, dtype=torch.float64)
@@ -161,12 +144,22 @@ def test_empty_batch_gives_no_words() -> None:
         assert draw_many(layer, 0, **options).tolist() == [[], []]
 
 
-def test_k_is_an_integer_and_wrong_k_or_shapes_raise() -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"k": k}, f"k must be within 1 … {N} words, got {k}") for k in (0, N + 1, 2.5, "3")),
+        ({"k": N - 1, "excluded": TWICE}, f"k must be within 1 … {N - 2} words, got {N - 1}"),
+        ({"k": 1, "excluded": TWICE[1:]}, rf"excluded must be \[{P}, L\] int64, got"),
+        ({"k": 1, "excluded": N + 0 * TWICE}, f"excluded must be words 0 … {N - 1}, or -1"),
+    ],
+)
+def test_wrong_numbers_of_words_and_wrong_excluded_words_raise(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        topk(*random_layer("two_level"), **options)
+
+
+def test_k_is_an_integer_and_wrong_shapes_raise() -> None:
     hidden, weight, tree, bias = random_layer("full")
-    wrong: Any = (0, N + 1, 2.5, "3")
-    for k in wrong:
-        with pytest.raises(ValueError, match=f"k must be within 1 … {N} words, got {k}"):
-            topk(hidden, weight, tree, bias, k=k)
     best = topk(hidden, weight, tree, bias, k=2)
     assert torch.equal(topk(hidden, weight, tree, bias, k=torch.tensor(2)).word, best.word)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"R = 23 and W ≥ H = 5, got \[22, 5\]"):
@@ -195,9 +188,7 @@ def test_excluded_words_are_any_collection_of_integers(excluded: Any) -> None:
         layer.sample(hidden[None], excluded=torch.arange(4)[None])
 
 
-def test_candidates_whose_hidden_vectors_would_not_fit_are_evaluated_node_by_node(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_candidates_that_do_not_fit_are_found_node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, bias, _ = problem(TWO_LEVEL, 2)
     layer, words = layer_of(weight, TWO_LEVEL, bias), torch.arange(N).expand(2, N)
     monkeypatch.setattr(distribution, "_LOSS_DEVICES", {"cpu"})
@@ -207,21 +198,15 @@ def test_candidates_whose_hidden_vectors_would_not_fit_are_evaluated_node_by_nod
 
 
 @pytest.mark.parametrize("by_loss", [True, False])
-@pytest.mark.parametrize(
-    ("shape", "num_candidates"), [((), 40), ((3,), 1), ((2, 3), 0), ((2, 3), 40), ((0,), 40)]
-)
+@pytest.mark.parametrize("shape", [(40,), (3, 1), (2, 3, 0), (2, 3, 40), (0, 40)])
 def test_candidates_equal_the_full_distribution(
-    tree: ClassTree,
-    shape: tuple[int, ...],
-    num_candidates: int,
-    by_loss: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    tree: ClassTree, shape: tuple[int, ...], by_loss: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, with a bias, and node by node, without one."""
     monkeypatch.setattr(distribution, "_LOSS_DEVICES", {"cpu"} if by_loss else set())
-    hidden, weight, bias, _ = problem(tree, *shape)
+    hidden, weight, bias, _ = problem(tree, *shape[:-1])
     layer = layer_of(weight, tree, bias if by_loss else None)
-    word = torch.randint(N, (*shape, num_candidates))  # 40 of 23 words: some repeat
+    word = torch.randint(N, shape)  # 40 of 23 words: some repeat
     actual, expected = layer.candidate_log_prob(hidden, word), layer.log_prob(hidden)
     assert actual.shape == word.shape
     torch.testing.assert_close(actual, expected.gather(-1, word))
@@ -245,9 +230,7 @@ def test_candidates_equal_the_full_distribution(
         (torch.zeros(2, 1).int(), ValueError, "^candidates must be int64 on cpu, got torch.int32"),
     ],
 )
-def test_candidates_that_are_no_words_are_named(
-    word: Tensor, error: type[Exception], message: str
-) -> None:
+def test_candidates_that_are_no_words_are_named(word: Tensor, error: Any, message: str) -> None:
     hidden, weight, *_ = problem(TWO_LEVEL, 2)
     with pytest.raises(error, match=message):
         layer_of(weight, TWO_LEVEL).candidate_log_prob(hidden, word)

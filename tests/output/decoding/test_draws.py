@@ -1,4 +1,4 @@
-"""Sampling: draws follow the full distribution, expand few nodes, and depend on their seeds."""
+"""Sampling: draws, also of the kernel, follow the distribution, open few nodes, depend on seeds."""
 
 from fractions import Fraction
 from typing import Any
@@ -8,30 +8,17 @@ import pytest
 import torch
 
 from lm.output import ClassTree, Sampling
-from lm.output.decoding import draws
+from lm.output.backends.triton.tile_shapes import Tile
+from lm.output.decoding import compiled, draws, fused
 from lm.output.decoding.distribution import finder
 from lm.output.decoding.draws import derive_seeds
 from lm.output.decoding.positions import Penalty, Positions
 
-from .truth import (
-    OPTIONS,
-    TREES,
-    H,
-    N,
-    Options,
-    P,
-    all_shapes,
-    assert_distributed,
-    both_ways,
-    draw_many,
-    flat_layer,
-    random_layer,
-    restricted,
-    sample,
-    word_log_prob,
-)  # fmt: skip
+from . import truth
+from .truth import H, Options, P, all_shapes, flat_layer, random_layer, sample, ways, word_log_prob
 
 PENALTY: Options = {"repetition_penalty": 1.5, "previous": [0, 2, 2, -1, 11, 22, *range(4, 9)]}
+REPEATED: Options = {"repetition_penalty": 1.1}
 EXCLUDED: Options = {"excluded": (0, 3, 11, 3)}
 DISTRIBUTIONS: list[Options] = [
     {}, {"temperature": 0.5}, {"temperature": 1.7}, {"temperature": 1e9}, {"top_k": 7},
@@ -58,11 +45,12 @@ CASES = [
     for way, shapes in SHAPES.items()
     for is_own, table in ((False, DISTRIBUTIONS), (True, OWN))
     for options in table
-    for shape in (shapes if options else TREES)
+    for shape in (shapes if options else truth.TREES)
 ]
+by_kernel = pytest.mark.usefixtures("_kernel")
 
 
-@both_ways
+@ways
 @pytest.mark.parametrize(("way", "shape", "is_own", "options"), CASES, indirect=["way"], ids=str)
 def test_frequencies_match_the_full_distribution(
     shape: str, is_own: bool, options: Options, monkeypatch: pytest.MonkeyPatch
@@ -74,29 +62,29 @@ def test_frequencies_match_the_full_distribution(
         excluded = torch.tensor([[3, 3, int(full[0].argmax())], [0, 1, 11], [-1, -1, -1]])
         given["own_excluded"] = excluded[:, None].expand(-1, num, -1)
         left_out = [set(words) - {-1} for words in excluded.tolist()]
-    drawn = draw_many(layer, num, **given)
+    drawn = truth.draw_many(layer, num, **given)
     for words, log_prob, out in zip(drawn, full, left_out, strict=True):
-        assert_distributed(words, restricted(log_prob, **(options | {"excluded": out})))
+        truth.assert_distributed(words, truth.restricted(log_prob, **(options | {"excluded": out})))
 
 
-@both_ways
+@ways
 def test_excluded_words_are_not_drawn_at_any_temperature() -> None:
     layer = random_layer("two_level", num_positions=1)
     num_words = word_log_prob(*layer).shape[1]
     penalty: Options = {"repetition_penalty": 1e300, "previous": range(num_words)}
     restrictions: tuple[Options, ...] = ({}, {"min_p": 0.5}, penalty)
     for options in restrictions:
-        (drawn,) = draw_many(layer, 2000, temperature=1e300, excluded=(0, 1), **options)
+        (drawn,) = truth.draw_many(layer, 2000, temperature=1e300, excluded=(0, 1), **options)
         assert drawn.unique().tolist() == list(range(2, num_words))
 
 
-@both_ways
+@ways
 @pytest.mark.parametrize("num_words", [2, 23, 100])
 @pytest.mark.parametrize("top_p", [1e-9, 0.305])
 def test_the_nucleus_of_equal_words_is_the_first_of_them(num_words: int, top_p: float) -> None:
     layer = flat_layer(ClassTree.two_level(num_words=num_words), P)
     log_prob = word_log_prob(*layer)[0]
-    possible = restricted(log_prob, top_p=top_p, min_p=0.5).nonzero().flatten().tolist()
+    possible = truth.restricted(log_prob, top_p=top_p, min_p=0.5).nonzero().flatten().tolist()
     words = sample(*layer, top_p=top_p, min_p=0.5, seeds=torch.arange(P))
     assert set(words.tolist()) <= set(possible)
 
@@ -111,7 +99,7 @@ def test_options_are_any_real_numbers(temperature: Any) -> None:
         assert torch.equal(sample(*layer, seeds=seeds, **given), expected)
 
 
-@both_ways
+@ways
 @all_shapes
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
 def test_temperatures_near_zero_give_the_most_probable_word(shape: str, options: Options) -> None:
@@ -121,7 +109,7 @@ def test_temperatures_near_zero_give_the_most_probable_word(shape: str, options:
         assert torch.equal(sample(*layer, temperature=temperature, **options), expected)
 
 
-@both_ways
+@ways
 @all_shapes
 def test_temperature_one_opens_only_the_path_of_the_word(shape: str) -> None:
     layer = random_layer(shape)
@@ -130,7 +118,7 @@ def test_temperature_one_opens_only_the_path_of_the_word(shape: str) -> None:
     assert positions.num_opened == sum(len(layer[2].path(word)) for word in words.tolist())
 
 
-@both_ways
+@ways
 def test_penalty_of_all_words_of_a_sure_class_is_exact_and_ends() -> None:
     """All the probability is in words that the penalty makes improbable."""
     layer = flat_layer(ClassTree.two_level(torch.arange(40) // 20), 3000, {0: 30.0})
@@ -139,8 +127,8 @@ def test_penalty_of_all_words_of_a_sure_class_is_exact_and_ends() -> None:
     words = finder(positions).draw_words(positions, torch.arange(3000), 1.0)
     # The root, class 0 at most once without success, class 1.
     assert positions.num_opened <= 3000 * 3
-    full = word_log_prob(*layer)[0]
-    assert_distributed(words, restricted(full, repetition_penalty=50.0, previous=range(20)))
+    penalty: Options = {"repetition_penalty": 50.0, "previous": range(20)}
+    truth.assert_distributed(words, truth.restricted(word_log_prob(*layer)[0], **penalty))
 
 
 def test_penalty_opens_no_node_for_the_previous_words() -> None:
@@ -152,11 +140,9 @@ def test_penalty_opens_no_node_for_the_previous_words() -> None:
     assert positions.num_opened == 50 * 2
 
 
-@both_ways
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_word_of_a_position_depends_on_its_seed_and_not_on_other_positions(
-    options: Options,
-) -> None:
+@ways
+@pytest.mark.parametrize("options", truth.OPTIONS, ids=str)
+def test_word_of_a_position_depends_on_its_seed_and_not_on_others(options: Options) -> None:
     hidden, weight, tree, bias = random_layer("huffman 3", num_positions=40)
     others, seeds, order = hidden.clone(), torch.arange(40), torch.randperm(40)[:25]
     others[::2] = torch.randn(20, H, dtype=torch.float64) * 3
@@ -184,19 +170,13 @@ def test_word_of_a_position_depends_on_its_seed_and_not_on_other_positions(
         ({"top_p": 0.0}, r"top_p must be within \(0, 1\], got 0.0"),
         ({"min_p": -0.1}, r"min_p must be within \[0, 1\], got -0.1"),
         ({"repetition_penalty": 0.9}, "repetition_penalty must be finite and at least 1, got 0.9"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty requires the previous words"),
+        (REPEATED, "repetition_penalty requires the previous words"),
         (
-            {"repetition_penalty": 1.1, "previous": torch.zeros(2, 3, dtype=torch.int64)},
-            r"previous must be \[6, L\] int64, got \[2, 3\] torch.int64",
+            REPEATED | {"previous": torch.zeros(2, 3).long()},
+            r"be \[6, L\] int64, got \[2, 3\] ",
         ),
-        (
-            {"repetition_penalty": 1.1, "previous": torch.full((P, 1), N)},
-            f"previous must be words 0 … {N - 1}, or -1",
-        ),
-        (
-            {"seeds": torch.arange(P), "generator": torch.Generator()},
-            "seeds and generator: expected one of the two",
-        ),
+        (REPEATED | {"previous": torch.full((P, 1), 23)}, "previous must be words 0 … 22, or -1"),
+        ({"seeds": torch.arange(P), "generator": torch.Generator()}, "expected one of the two"),
         ({"generator": 3}, "generator must be a torch.Generator, got 3"),
         ({"seeds": torch.zeros(P)}, r"seeds must be \[6\] int64, got \[6\] torch.float32"),
     ],
@@ -206,12 +186,10 @@ def test_options_out_of_range_raise(options: Options, message: str) -> None:
         sample(*random_layer("full"), **options)
 
 
-@both_ways
+@ways
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("options", [*OPTIONS, {"top_p": 0.9, "min_p": 0.1}], ids=str)
-def test_log_probabilities_that_are_not_finite_raise_with_their_position(
-    value: float, options: Options
-) -> None:
+@pytest.mark.parametrize("options", [*truth.OPTIONS, {"top_p": 0.9, "min_p": 0.1}], ids=str)
+def test_nan_and_inf_raise_with_their_position(value: float, options: Options) -> None:
     hidden, weight, tree, bias = random_layer("two_level")
     weight[:, 0] = 1.0
     hidden[4, 0] = value
@@ -221,12 +199,79 @@ def test_log_probabilities_that_are_not_finite_raise_with_their_position(
 
 def test_seeds_are_the_published_sequence() -> None:
     """The first outputs for seed 1234567, as listed with Vigna's splitmix64.c."""
-    expected = [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    expected += [4593380528125082431, 16408922859458223821]
     seeds = derive_seeds(torch.tensor(1234567), torch.arange(5))
     assert [seed % (1 << 64) for seed in seeds.tolist()] == expected
+
+
+@pytest.fixture
+def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of several blocks of children, hidden vectors of several blocks, in the interpreter."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(compiled, "is_usable", lambda positions: False)
+    monkeypatch.setattr(fused, "DEVICES", {"cpu"})
+    monkeypatch.setattr(fused, "TILE", Tile(1, 4, 2, 1, 1))
+    monkeypatch.setattr(fused, "is_right", lambda *_: True)
+
+
+@by_kernel
+@pytest.mark.parametrize("power", [0.6, 1.0, 2.5])
+@pytest.mark.parametrize(
+    ("shape", "num_trials"),
+    [("full", 16), ("shortlist", 16), ("paths", 16), ("two_level", 1), ("huffman 3", 1)],
+)
+def test_words_are_those_of_the_trials(
+    shape: str, power: float, num_trials: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Excluded is also the only word of a class."""
+    monkeypatch.setattr(fused, "NUM_TRIALS", num_trials)
+    hidden, weight, tree, bias = layer = random_layer(shape, scale=1.5)
+    excluded = tree.row_of_word[[0, 3, truth.N // 2]] if power > 1 else tree.row_of_word[:0]
+    positions = Positions(*layer, excluded=excluded if len(excluded) else None)
+    each = [(hidden[[p]], weight, tree, bias) for p in range(6)]
+    expected = [truth.trials(one, p, power, excluded, num_trials) for p, one in enumerate(each)]
+    assert fused.launch_draws(positions, torch.arange(6), power).tolist() == expected
+
+
+@by_kernel
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_what_is_left_is_distributed(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, tree, bias = layer = random_layer("huffman 3", num_positions=1)
+    num, excluded, rows = 1500, (0, 3), tree.row_of_word[[0, 3]]
+    words = torch.tensor([truth.trials(layer, s, 1 / temperature, rows, 1) for s in range(num)])
+    assert 0.1 < float((words < 0).float().mean()) < 0.9
+    monkeypatch.setattr(fused, "launch_draws", lambda positions, seeds, power: words.clone())
+    options: dict[str, Any] = {"temperature": temperature, "excluded": excluded}
+    many = hidden.expand(num, -1), weight, tree, bias
+    drawn = sample(*many, seeds=torch.arange(num), **options)
+    assert torch.equal(drawn[words >= 0], words[words >= 0])
+    truth.assert_distributed(drawn, truth.restricted(word_log_prob(*layer)[0], **options))
+
+
+@by_kernel
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("of_root", [True, False])
+def test_the_kernel_sees_log_probabilities_that_are_not_finite(value: float, of_root: bool) -> None:
+    hidden, weight, tree, bias = random_layer("two_level")
+    row = tree.row_of_word[0]
+    bias[tree.row_of_node[tree.node_of_row[row]]] = 100  # the class is certain
+    bias[1 if of_root else row] = value
+    with pytest.raises(ValueError, match="log-probabilities of position 0 are not finite"):
+        sample(hidden, weight, tree, bias, seeds=torch.arange(6))
+
+
+@by_kernel
+def test_extreme_temperatures_and_own_words_use_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "launch_draws", lambda *_: pytest.fail("launched"))
+    layer, seeds = random_layer("two_level"), torch.arange(6)
+    rows = torch.zeros(6, 1, dtype=torch.int64)
+    for positions, power in (
+        (Positions(*layer), fused.MOST_POWER * 1.1),
+        (Positions(*layer), fused.LEAST_POWER / 1.1),
+        (Positions(*layer, penalty=Penalty(2.0, rows)), 1.0),
+        (Positions(*layer, excluded=rows), 1.0),
+    ):
+        expected = draws.draw_words(positions, seeds, power)
+        assert torch.equal(fused.draw_words(positions, seeds, power), expected)

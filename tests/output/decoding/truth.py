@@ -12,6 +12,8 @@ from lm.output import ClassTree, Sampling
 from lm.output.decoding import distribution, draws
 from lm.output.decoding.draws import Uniforms
 
+from ..definition import definition
+
 N, H, P = 23, 5, 6
 
 Layer = tuple[Tensor, Tensor, ClassTree, Tensor]
@@ -59,27 +61,21 @@ TREES: dict[str, Callable[[int], ClassTree]] = {
 SIGNIFICANCE = 1e-5
 """Significance of one test of about 500: one of them fails for half a percent of seeds."""
 all_shapes = pytest.mark.parametrize("shape", TREES)
-both_ways = pytest.mark.usefixtures("way")
+ways = pytest.mark.usefixtures("way")
 
 
-def random_layer(
-    shape: str, num_words: int = N, *, num_positions: int = P, scale: float = 1.0
-) -> Layer:
+def random_layer(shape: str, num_words: int = N, num_positions: int = P, scale: float = 1) -> Layer:
     """Standard normal hidden vectors, rows and biases, the last two times `scale`."""
     tree = TREES[shape](num_words)
-    generator = torch.Generator().manual_seed(0)
     sizes = ((num_positions, H), (tree.num_rows, H), (tree.num_rows,))
-    hidden, weight, bias = (
-        torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes
-    )
+    options: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
+    hidden, weight, bias = (torch.randn(size, **options) for size in sizes)
     return hidden, weight * scale, tree, bias * scale
 
 
-def flat_layer(
-    tree: ClassTree, num_positions: int, bias_of: Mapping[int, float] | None = None
-) -> Layer:
+def flat_layer(tree: ClassTree, num: int, bias_of: Mapping[int, float] | None = None) -> Layer:
     """Equally probable children of each node, but for the biases of some rows."""
-    sizes = ((num_positions, H), (tree.num_rows, H), (tree.num_rows,))
+    sizes = ((num, H), (tree.num_rows, H), (tree.num_rows,))
     hidden, weight, bias = (torch.zeros(size, dtype=torch.float64) for size in sizes)
     for row, value in (bias_of or {}).items():
         bias[row] = value
@@ -93,15 +89,8 @@ def converted(layer: Layer, dtype: torch.dtype) -> Layer:
 
 def word_log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor) -> Tensor:
     """Log-probabilities [P, N]: for each word the sum over its path, as defined."""
-    columns = []
-    for word in range(tree.vocab_size):
-        total = hidden.new_zeros(hidden.shape[0])
-        for node, row in tree.path(word):
-            first, width = int(tree.first_row[node]), int(tree.num_children[node])
-            logits = hidden @ weight[first : first + width].T + bias[first : first + width]
-            total = total + logits[:, row - first] - logits.logsumexp(1)
-        columns.append(total)
-    return torch.stack(columns, dim=1)
+    word = torch.arange(tree.vocab_size).expand(len(hidden), -1)
+    return -definition(hidden[:, None].expand(*word.shape, -1), weight, bias, word, tree)
 
 
 def node_log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor) -> Tensor:
@@ -133,8 +122,7 @@ def restricted(
         probs[top_k:] = 0
         probs /= probs.sum()
     if top_p is not None:
-        before = probs.cumsum(0) - probs
-        probs[before >= top_p] = 0
+        probs[probs.cumsum(0) - probs >= top_p] = 0
     if min_p is not None:
         probs[probs < min_p * probs[0]] = 0
     return torch.zeros_like(probs).scatter(0, order, probs / probs.sum())
@@ -158,9 +146,8 @@ def sample(
 def draw_many(layer: Layer, num_draws: int, **options: Any) -> Tensor:
     """Draws [P, num_draws], in one call."""
     hidden, *others = layer
-    generator = torch.Generator().manual_seed(1)
     repeated = hidden[:, None].expand(-1, num_draws, -1)
-    return sample(repeated, *others, generator=generator, **options)
+    return sample(repeated, *others, generator=torch.Generator().manual_seed(1), **options)
 
 
 def assert_distributed(words: Tensor, probs: Tensor) -> None:

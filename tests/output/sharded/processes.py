@@ -17,9 +17,7 @@ from lm.output import ClassTree
 from lm.output.sharded.placement import GATHERED, Plan, visits_of_nodes
 
 
-def _work(
-    rank: int, world_size: int, port: int, job: Callable[..., None], args: tuple[Any, ...]
-) -> None:
+def _work(rank: int, world_size: int, port: int, job: Callable[..., None], args: Any) -> None:
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
     warnings.simplefilter("error")
     torch.set_num_threads(1)

@@ -1,17 +1,23 @@
-"""ClassTree: every shape is a partition of the words, numbered as the module docstring defines."""
+"""ClassTree: every shape is a partition of the words; laws of the layer for random trees."""
 
 import heapq
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output.decoding.distribution import candidate_log_prob, log_prob, topk
 
-from ..decoding.truth import TREES, word_class
+from ..decoding.truth import TREES, draw_many, word_class, word_log_prob
+from ..definition import problem
+from ..laws import Case, Way, equals_the_definition, problem_of
 
 SHAPES: dict[str, Callable[[int], ClassTree]] = TREES | {
     "all in the shortlist": lambda n: ClassTree.two_level(word_class(n), shortlist=n),
@@ -62,18 +68,13 @@ def ancestors(tree: ClassTree, node: int) -> list[int]:
 
 
 def test_paths_of_a_tree_rebuild_it(tree: ClassTree, tmp_path: Path) -> None:
-    paths = [
-        [row - int(tree.first_row[node]) for node, row in tree.path(word)]
-        for word in range(tree.vocab_size)
-    ]
-    words = [f"w{word}" for word in range(tree.vocab_size)]
+    ids = range(tree.vocab_size)
+    paths = [[row - int(tree.first_row[node]) for node, row in tree.path(id)] for id in ids]
+    words = [f"w{id}" for id in ids]
     lines = [" ".join([word, *map(str, path)]) for word, path in zip(words, paths, strict=True)]
     (tmp_path / "paths").write_text("\n".join(reversed(lines)) + "\n\n")
-    for other in (
-        ClassTree.from_paths(paths),
-        ClassTree.from_file(tmp_path / "paths", words),
-        ClassTree.from_state(tree.state_dict()),
-    ):
+    others = ClassTree.from_paths(paths), ClassTree.from_file(tmp_path / "paths", words)
+    for other in (*others, ClassTree.from_state(tree.state_dict())):
         for name, value in tree.named_buffers():
             assert torch.equal(value, other.get_buffer(name)), name
 
@@ -95,11 +96,10 @@ def test_two_level_rows_are_the_shortlist_then_classes_then_words_of_each_class(
 
 def test_classes_of_classes_nested_lists_and_paths_make_the_same_tree() -> None:
     levels = [[1, 0, 1, -1, 0, 1, 0], [0, 1, 2, -1, -1, 0, 1]]
-    clusters = [3, [4, [1, 6]], [[0, 5], [2]]]
     paths = [[2, 0, 0], [1, 1, 0], [2, 1, 0], [0], [1, 0], [2, 0, 1], [1, 1, 1]]
     tree = ClassTree.from_levels(levels)
     assert tree.num_children.tolist() == [3, 2, 2, 2, 2, 1]
-    same = [ClassTree.from_clusters(clusters), ClassTree.from_paths(paths)]
+    same = [ClassTree.from_clusters([3, [4, [1, 6]], [[0, 5], [2]]]), ClassTree.from_paths(paths)]
     # The numbers of a class may start anew in every class of the level above.
     same.append(ClassTree.from_levels([levels[0], [0, 5, 1, -1, -1, 0, 5]]))
     for other in same:
@@ -111,9 +111,7 @@ def test_classes_of_classes_nested_lists_and_paths_make_the_same_tree() -> None:
 
 
 @pytest.mark.parametrize(("num_words", "branching"), [(1, 2), (8, 2), (9, 2), (100, 10), (97, 4)])
-def test_balanced_trees_are_as_shallow_as_the_branching_allows(
-    num_words: int, branching: int
-) -> None:
+def test_balanced_trees_are_as_shallow_as_branching_allows(num_words: int, branching: int) -> None:
     tree = ClassTree.balanced(num_words, branching)
     depth = 1
     while branching**depth < num_words:
@@ -128,7 +126,6 @@ def test_balanced_trees_are_as_shallow_as_the_branching_allows(
 def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
     counts = torch.randint(0, 1000, (97,), generator=torch.Generator().manual_seed(0))
     tree = ClassTree.huffman(counts, arity) if arity > 2 else ClassTree.huffman(counts)
-    cost = sum(int(counts[word]) * len(tree.path(word)) for word in range(97))
     heap = counts.tolist() + [0] * (-(97 - 1) % (arity - 1))  # padding by words that never occur
     heapq.heapify(heap)
     least = 0
@@ -136,7 +133,7 @@ def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
         merged = sum(heapq.heappop(heap) for _ in range(arity))
         least += merged
         heapq.heappush(heap, merged)
-    assert cost == least
+    assert sum(int(counts[word]) * len(tree.path(word)) for word in range(97)) == least
     assert sorted(tree.num_children.tolist())[1:] == [arity] * (tree.num_nodes - 1)
 
 
@@ -176,7 +173,7 @@ def test_invalid_arguments_raise(make: Callable[[], ClassTree], message: str) ->
 
 
 @pytest.mark.parametrize(
-    ("num_children", "row_of_node", "row_of_word"),
+    "arrays",  # num_children, row_of_node, row_of_word
     [
         ([3], [-1], [0, 1, 1]),  # a row with two owners
         ([2, 2], [-1, 2], [0, 1, 3]),  # a node that is its own child
@@ -187,11 +184,9 @@ def test_invalid_arguments_raise(make: Callable[[], ClassTree], message: str) ->
         ([2] * 7, [-1, 0, 1, 2, 4, 3, 5], [6, 7, 10, 11, 8, 9, 12, 13]),  # not breadth first
     ],
 )
-def test_arrays_that_define_no_tree_raise(
-    num_children: list[int], row_of_node: list[int], row_of_word: list[int]
-) -> None:
+def test_arrays_that_define_no_tree_raise(arrays: tuple[list[int], ...]) -> None:
     with pytest.raises(ValueError, match="not a tree"):
-        ClassTree(*map(torch.tensor, (num_children, row_of_node, row_of_word)))
+        ClassTree(*map(torch.tensor, arrays))
 
 
 def test_loading_weights_of_another_tree_raises() -> None:
@@ -218,3 +213,62 @@ def test_trees_are_built_on_the_cpu_under_any_default_device(shape: str) -> None
         tree = SHAPES[shape](12)
         again = ClassTree.from_state(tree.state_dict())
     assert tree.preorder.tolist() == again.preorder.tolist() == expected
+
+
+Law = Callable[[ClassTree], None]
+few_and_many = pytest.mark.parametrize("examples", [4, pytest.param(200, marks=pytest.mark.long)])
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> ClassTree:
+    """Trees of 1 to 12 words and up to 5 levels of classes; words and classes share parents."""
+    num_words = draw(st.integers(1, 12))
+    label = st.lists(st.integers(-1, 2), min_size=num_words, max_size=num_words)
+    levels = draw(st.lists(label, min_size=1, max_size=5))
+    for above, below in pairwise(levels):
+        below[:] = [b if a >= 0 else -1 for a, b in zip(above, below, strict=True)]
+    return ClassTree.from_levels(levels, draw(st.integers(0, min(2, num_words))))
+
+
+def holds(law: Law, examples: int) -> None:
+
+    @settings(max_examples=examples)
+    @given(trees())
+    def check(tree: ClassTree) -> None:
+        torch.manual_seed(0)
+        law(tree)
+
+    check()
+
+
+def distribution_law(tree: ClassTree) -> None:
+    hidden, weight, bias, _ = (tensor.detach() for tensor in problem(tree, 3))
+    layer = hidden, weight, tree, bias
+    expected = word_log_prob(*layer)
+    assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
+    assert_close(expected.exp().sum(1), torch.ones(3, dtype=torch.float64))
+    assert_close(log_prob(hidden, weight, tree, bias), expected)
+    words = torch.arange(tree.vocab_size).flip(0).expand(3, -1)
+    assert_close(candidate_log_prob(hidden, weight, words, tree, bias), expected.flip(1))
+    best = topk(*layer, k=tree.vocab_size)
+    assert torch.equal(best.word, expected.sort(dim=1, descending=True, stable=True).indices)
+    share = torch.stack([row.bincount(minlength=tree.vocab_size) for row in draw_many(layer, 400)])
+    deviation = (share / 400 - expected.exp()) / (expected.exp() / 400).sqrt().clamp(min=1e-3)
+    assert float(deviation.abs().max()) < 6
+
+
+@few_and_many
+@pytest.mark.parametrize("form", ["dense", "row-wise"])
+@pytest.mark.parametrize("backend", ["reference", "compiled"])
+def test_loss_and_gradients_equal_the_definition(backend: str, form: str, examples: int) -> None:
+    def law(tree: ClassTree) -> None:
+        case = Case(tree, 5)
+        equals_the_definition(Way(backend, form), case, *problem_of(case))
+
+    holds(law, examples)
+
+
+@few_and_many
+def test_decoding_is_exact(examples: int) -> None:
+    """All words sum to 1; candidates, top-k; draws are as frequent as they are probable."""
+    holds(distribution_law, examples)

@@ -14,7 +14,6 @@ from scripts.benchmarks.methods import Method, Problem
 from tests.scripts.conftest import Parse, Run
 
 GPU_ONLY = ["cce", "liger"]
-SAME_TREE = {"random": ["grouped"], "tree_full": ["full"]}
 TINY = ["--positions", "32", "--rounds", "1", "--backends", "reference"]
 
 
@@ -31,22 +30,15 @@ def stepped(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> list[Method]:
     return methods
 
 
-def by_name(methods: list[Method]) -> dict[str, Method]:
-    return {method.name: method for method in methods}
-
-
-def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(
-    tmp_path: Path, run_benchmark: Run
-) -> None:
+def test_ratios_of_each_method_are_those_of_its_figures(tmp_path: Path, run_benchmark: Run) -> None:
     trees, peers = ["random", "tree_full"], ["full", "cce", "adaptive"]
     problem = ["--rows", "131:7", "--positions", "32", "--rounds", "4", "--methods", *trees, *peers]
     done = run_benchmark("output_layer", *problem, "--json", str(tmp_path / "rows"))
     assert done.returncode == 0, done.stderr
-    table = done.stdout
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row["method"] for row in rows] == [*trees, *trees, *peers]
     for row in rows:
-        assert f"\n| {row['label']} " in table
+        assert f"\n| {row['label']} " in done.stdout
         if row["method"] in GPU_ONLY:
             assert (row["refused"], row["seconds_median"]) == ("CUDA only", None)
             continue
@@ -54,8 +46,7 @@ def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(
         assert row["ours"] == "random/compiled"
         assert row["ratio_to_ours"] == pytest.approx(seconds / rows[0]["seconds_median"])
         assert 0 < row["seconds_min"] <= seconds
-        slow = row["method"] in ("tree_full", "full")
-        assert row["rounds"] == (2 if slow else 4)
+        assert row["rounds"] == (2 if row["method"] in ("tree_full", "full") else 4)
         if row["method"] == "adaptive":
             assert row["ratio_to_floor"] is None
             continue
@@ -68,25 +59,20 @@ def test_every_method_is_measured_and_its_ratios_are_those_of_its_figures(
 
 
 def test_methods_of_a_tree_have_its_loss_and_its_gradients(stepped: list[Method]) -> None:
-    methods = by_name(stepped)
-    for name, same in SAME_TREE.items():
-        ours = methods[name]
-        for peer in (methods[other] for other in same):
-            truth = float(ours.last_loss)
-            assert float(peer.last_loss) == pytest.approx(truth, rel=1e-6), peer.name
-            torch.testing.assert_close(peer.hidden.grad, ours.hidden.grad)
+    methods = {method.name: method for method in stepped}
+    grouped = methods["grouped"]
+    for ours, peer in ((methods["random"], grouped), (methods["tree_full"], methods["full"])):
+        truth = float(ours.last_loss)
+        assert float(peer.last_loss) == pytest.approx(truth, rel=1e-6), peer.name
+        torch.testing.assert_close(peer.hidden.grad, ours.hidden.grad)
     tree, d_weight = methods["random"].tree, methods["random"].parameters[0].grad
     assert tree is not None
     assert d_weight is not None
-    num_classes = int(tree.num_children[0])
-    for peer in (methods[peer] for peer in SAME_TREE["random"]):
-        torch.testing.assert_close(peer.parameters[0].grad, d_weight[:num_classes])
-    assert len(methods["grouped"].parameters) == 2 + 3 + 1  # the root, 10 classes, their biases
+    torch.testing.assert_close(grouped.parameters[0].grad, d_weight[: int(tree.num_children[0])])
+    assert len(grouped.parameters) == 2 + 3 + 1  # the root, 10 classes, their biases
 
 
-def test_a_peer_with_another_loss_is_refused_and_one_of_ours_stops_the_run(
-    stepped: list[Method],
-) -> None:
+def test_a_peer_with_another_loss_is_refused_and_ours_stops_the_run(stepped: list[Method]) -> None:
     for method in stepped:
         method.seconds.append(0.5)
     rows = [make_row(method, Work(1e9, 1e9)) | {"dtype": "fp32"} for method in stepped]
@@ -98,9 +84,8 @@ def test_a_peer_with_another_loss_is_refused_and_one_of_ours_stops_the_run(
     assert [row["method"] for row in rows if row["refused"]] == ["grouped"]
     assert str(grouped["refused"]).startswith("loss of grouped is ")
     assert grouped["seconds_median"] is grouped["loss"] is None
-    both = [rows[0], rows[0] | {"loss": rows[0]["loss"] + 0.001}]
     with pytest.raises(SystemExit, match=r"loss of random/reference is .*, of random/reference"):
-        output_layer.check_losses(both)
+        output_layer.check_losses([rows[0], rows[0] | {"loss": rows[0]["loss"] + 0.001}])
 
 
 def test_the_floor_of_a_tiny_problem_is_the_count_by_hand() -> None:
@@ -116,18 +101,14 @@ def test_the_floor_of_a_tiny_problem_is_the_count_by_hand() -> None:
     # rows: 3 classes and the 3 words of class 0, while class 2, a single word, is not visited;
     # columns: the 3 classes for 4 positions, the 3 words for 2
     assert least_work(problem, tree) == (3 * (6 + 4) * 5 * 2, 6 * (4 * 3 + 2 * 3) * 5)
-    full = least_work(problem, problem.trees["tree_full"])
-    assert full == (3 * (6 + 4) * 5 * 2, 6 * 4 * 6 * 5)
+    assert least_work(problem, problem.trees["tree_full"]) == (3 * (6 + 4) * 5 * 2, 6 * 4 * 6 * 5)
 
 
-def test_a_method_that_does_not_fit_is_left_out_and_the_others_run(
-    parse: Parse, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_too_large_is_left_out(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = process_bytes("VmData") + 300e6  # less than the logits, 400 MB
     monkeypatch.setattr(output_layer, "available_bytes", lambda device: limit)
-    options = parse(
-        output_layer, *TINY, "--positions", "1000", "--methods", "random", "full", "grouped"
-    )
+    names = ["random", "full", "grouped"]
+    options = parse(output_layer, *TINY, "--positions", "1000", "--methods", *names)
     ours, full, grouped = output_layer.measured((100_000, 4), Work(1e10, 1e11), options)
     assert (full["refused"], full["seconds_median"]) == ("does not fit into memory", None)
     assert ours["rounds"] == grouped["rounds"] == 1
@@ -135,9 +116,7 @@ def test_a_method_that_does_not_fit_is_left_out_and_the_others_run(
 
 
 @pytest.mark.gpu
-def test_a_graph_repeats_the_step_and_the_forward_is_one_launch(
-    tmp_path: Path, run_benchmark: Run
-) -> None:
+def test_a_graph_repeats_a_step_of_one_forward_launch(tmp_path: Path, run_benchmark: Run) -> None:
     problem = ["--device", "cuda", "--rows", "1000:64", "--positions", "64", "--rounds", "2"]
     problem += ["--backends", "triton", "--methods", "random", "graph"]
     done = run_benchmark("output_layer", *problem, "--json", str(tmp_path / "rows"))

