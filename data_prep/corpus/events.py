@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ FAR, RECENT = 30, 1e8
 ROUNDED = 1 << 27
 """Greater times, as seconds since 1970 are, are multiples of 16 or more as floats of 32 bits."""
 Ints = NDArray[np.int64]
+_held: dict[object, "_Events"] = {}
+"""The table of the last split that was read, for the next one."""
 _log = logging.getLogger("data_prep")
 
 
@@ -65,7 +68,7 @@ def count_events(data: DataConfig) -> EventCounts:
 
 def histories(data: DataConfig, path: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the users of a table with the columns of `data`, and their items; as `event_lines`."""
-    given = replace(data, dir=".", files=SplitFiles(train=path))
+    given = replace(data, dir=".", files=SplitFiles(train=path), split="files")
     events = _read(given, "train")
     for name, begin, end in zip(events.names, events.begin, events.end, strict=True):
         yield name, list(map(word_item, events.words[events.item[begin:end]]))
@@ -207,8 +210,21 @@ def _shown(time: Any) -> str:
 
 
 def _read(data: DataConfig, split: str, *, warn: bool = False) -> _Events:
-    """Read and sort the events of the files of a split."""
+    """The events of the files of a split; one table of all splits is read for the first of them."""
     paths = input_files(data, split)
+    stats = [path.stat() for path in paths]
+    key = repr(data), *paths, *((each.st_size, each.st_mtime_ns) for each in stats)
+    events = _held.pop(key, None) or _sorted(data, split, paths)
+    _held.clear()
+    if data.split != "files" and split != SPLITS[-1]:
+        _held[key] = events
+    if warn:
+        _warn(events, data)
+    return events
+
+
+def _sorted(data: DataConfig, split: str, paths: Sequence[Path]) -> _Events:
+    """Read and sort events."""
     tables = [read_table(path, data) for path in paths]
     with reading(f"data.files.{split}"):
         table = pyarrow.concat_tables(tables, promote_options="permissive")
@@ -230,10 +246,7 @@ def _read(data: DataConfig, split: str, *, warn: bool = False) -> _Events:
     words = np.array(list(map(item_word, all_items)), object)
     source = f"{paths[0]}" + f" and {len(paths) - 1} more" * (len(paths) > 1)
     found = items[order], end - num_events, end, users[order], times[order]
-    events = _Events(source, names, words, *found)
-    if warn:
-        _warn(events, data)
-    return events
+    return _Events(source, names, words, *found)
 
 
 def _hashes(texts: Sequence[str]) -> NDArray[np.uint64]:

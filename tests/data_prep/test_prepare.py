@@ -188,7 +188,9 @@ def test_an_intact_tokenizer_of_another_text_is_made_again(corpus: Corpus) -> No
 
 
 @pytest.mark.parametrize("stage", ["save_tokenizer", "encode_split", "build_class_levels"])
-def test_an_interrupted_preparation_continues_before_it_opens(corpus: Corpus, stage: str) -> None:
+def test_an_interrupted_preparation_continues_and_cannot_be_opened_before(
+    corpus: Corpus, stage: str
+) -> None:
     corpus.prepare()
     corpus.write("train.txt", "another text\n")
     module = word_classes if stage == "build_class_levels" else prepare_module

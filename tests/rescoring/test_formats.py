@@ -52,7 +52,9 @@ def test_words_are_those_of_the_format(text: str, expected: list[str], tmp_path:
     assert read(tmp_path, text).nbest.texts == expected
 
 
-def test_numbers_alone_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_utterance_with_numbers_alone_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert read(tmp_path, "u\n0 1 w1 1,2\n1\n\nv\n0 1 101 1,2\n1\n").nbest.texts == ["w1", "101"]
     assert "the words of utterance v are numbers alone" in caplog.text
 
@@ -179,7 +181,9 @@ def test_error_rates_of_references_without_spaces_are_of_characters(
 
 @pytest.mark.parametrize(("penalty", "best"), [(0, 0), (0.75, 0), (1.5, 1), (50, 2)])
 @pytest.mark.parametrize("space", ["", " "])
-def test_penalties_are_for_characters_without_spaces(space: str, penalty: float, best: int) -> None:
+def test_the_insertion_penalty_is_for_characters_of_hypotheses_without_spaces(
+    space: str, penalty: float, best: int
+) -> None:
     rows = zip([-1, -2, -6], ["天地人水火", "天地人水", "天地"], strict=True)
     nbest = read_nbest("x", lines=[f"u\t{score}\t{space.join(text)}" for score, text in rows])
     scored = ScoredList(nbest, [[np.zeros(len(text.split()) + 1) for text in nbest.texts]])

@@ -297,7 +297,9 @@ def definition(reference: Sequence[str], hypothesis: Sequence[str]) -> tuple[int
 
 
 @pytest.mark.parametrize("distance", DISTANCES.values(), ids=DISTANCES)
-def test_word_errors_keep_the_most_words(distance: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_word_errors_are_the_edit_distance_with_the_most_equal_words(
+    distance: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lm.rescoring.word_errors._distance", distance)
     rng = random.Random(1)
     for _ in range(300):

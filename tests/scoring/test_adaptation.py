@@ -59,7 +59,9 @@ def dynamic(model: LanguageModel, parts: list[Any], lr: float, context: int = 6)
 
 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])
-def test_segments_are_learned_afterwards(backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_learns_from_each_segment_after_it_is_predicted(
+    backbone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradient descent of the whole model, segment by segment, and no token sees later ones."""
     monkeypatch.setattr(adaptation, "SEGMENT", 3)
     tree = ClassTree.two_level(torch.arange(20) % 5)

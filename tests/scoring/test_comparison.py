@@ -20,7 +20,9 @@ from tests.conftest import OTHER_LETTERS, PIECES_WITH_BYTES
 Printed = Callable[..., str]
 
 
-def test_differences_of_both_runs(lstm_run: Path, transformer_run: Path, printed: Printed) -> None:
+def test_differences_are_those_of_both_evaluations(
+    lstm_run: Path, transformer_run: Path, printed: Printed
+) -> None:
     values = []
     for run, *others in ((lstm_run, transformer_run, lstm_run), (transformer_run,)):
         options = ["--compare", *others] if others else []

@@ -174,7 +174,9 @@ def test_probabilities_add_up_to_1_and_agree_in_all_methods(
         assert state.ngram == model.start(line + "\n").ngram == model._ngram.tree.start
 
 
-def test_commands_mix_the_same(counted: dict[str, Path], printed: Printed, tmp_path: Path) -> None:
+def test_the_mixture_is_that_of_the_commands(
+    counted: dict[str, Path], printed: Printed, tmp_path: Path
+) -> None:
     text, nbest = tmp_path / "text", tmp_path / "nbest"
     lines = ["the old cat sees a dog", "the the zebra"]
     text.write_text("\n".join(lines) + "\n")

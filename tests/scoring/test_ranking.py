@@ -261,7 +261,9 @@ def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
     assert caplog.messages[-1] == f"{table}: 1 items {left} 'Nope' of user 'u8'; {nothing}"
 
 
-def test_ends_are_predicted_and_no_items(letters: Callable[..., Path], printed: Printed) -> None:
+def test_ends_of_sequences_are_predicted_and_are_no_items(
+    letters: Callable[..., Path], printed: Printed
+) -> None:
     run = letters("ends", "--data.sequences=independent", "--data.predict_eos=true")
     values = json.loads(printed("evaluate", run, "--ranking", "--json", "--k=1"))
     items = [line.split() for line in OTHER_LETTERS]
@@ -343,7 +345,9 @@ def test_a_text_of_sequences_has_the_figures_of_its_split(items_run: Path) -> No
         lm.load(items_run, open_vocabulary=True)
 
 
-def test_users_of_most_items_get_others(items_run: Path, tmp_path: Path, printed: Printed) -> None:
+def test_users_who_have_had_nearly_all_items_are_given_the_others(
+    items_run: Path, tmp_path: Path, printed: Printed
+) -> None:
     names = [f"item {k}" for k in range(20)]
     lines = map(json.dumps, (names[:3], names[1:], [*names, *names]))
     (tmp_path / "users.txt").write_text("\n".join(lines))

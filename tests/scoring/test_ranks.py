@@ -173,7 +173,9 @@ def test_nan_scores_are_refused(items_run: Path, tmp_path: Path, complaint: Prin
     assert complaint(*recommend).startswith(f"{file} is damaged")
 
 
-def test_checkpoints_replace_the_model(items_run: Path, printed: Printed, tmp_path: Path) -> None:
+def test_a_checkpoint_is_evaluated_in_place_of_the_model(
+    items_run: Path, printed: Printed, tmp_path: Path
+) -> None:
     run = shutil.copytree(items_run, tmp_path / "run")
     kept = evaluated(run, printed)
     weights = load_file(run / "model.safetensors")

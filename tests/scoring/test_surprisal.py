@@ -56,7 +56,9 @@ def test_rows_have_scores_and_counts_of_words(lstm_run: Path, corpus: Path, opti
         before = row
 
 
-def test_frequencies_are_without_punctuation(train: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_word_with_punctuation_has_the_frequency_of_the_word(
+    train: Callable[..., Path], tmp_path: Path
+) -> None:
     options = corpus_of(tmp_path, "the cat (the dog) sees.\n" * 40)
     options += ["--tokenizer.split_punctuation=true", f"--data.prepared_dir={tmp_path / 'data'}"]
     run = train(tmp_path / "run", *options, "--train.max_steps=1", "--train.batch_size=1")
@@ -88,7 +90,9 @@ def test_words_of_pieces_end_where_the_next_begins(of_pieces: LoadedModel) -> No
 
 
 @pytest.mark.parametrize("context", ["", "ab b"])
-def test_words_of_pieces_add_up_to_at_most_one(of_pieces: LoadedModel, context: str) -> None:
+def test_probabilities_of_words_of_pieces_add_up_to_at_most_one(
+    of_pieces: LoadedModel, context: str
+) -> None:
     model = lm.load(of_pieces._run.folder)
     pieces = [model.word(id) for id in range(model.vocab_size)]
     is_rare = [len(piece.strip("▁ab")) > 0 and piece != "</s>" for piece in pieces]

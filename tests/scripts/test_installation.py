@@ -63,7 +63,9 @@ def test_hashed_requirements_are_ordinary_wheels_of_the_constraints() -> None:
     assert pins.keys() >= {"torch", "triton", "lightning", "numpy", "numba", "wandb"}
 
 
-def test_small_installations_use_models(lstm_run: Path, pieces_run: Path, items_run: Path) -> None:
+def test_trained_models_are_used_in_a_small_installation(
+    lstm_run: Path, pieces_run: Path, items_run: Path
+) -> None:
     """Without a package that the page on exports does not name, nor those require."""
     page = (installation.TOP / "lm" / "export" / "README.md").read_text()
     ((named, optional),) = re.findall(r"constraints.txt (torch .*)  # (\w+) for", page)

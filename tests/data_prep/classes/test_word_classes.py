@@ -224,7 +224,9 @@ def test_a_line_makes_the_classes_of_a_configuration(method: Any) -> None:
 
 @pytest.mark.parametrize(("num_word_classes", "sizes"), [(27, [3, 9, 27]), (None, [3, 9, 29])])
 @pytest.mark.parametrize("method", METHODS)
-def test_levels_have_classes_of_those_below(method: Any, num_word_classes: Any, sizes: Any) -> None:
+def test_each_level_has_classes_of_the_classes_below(
+    method: Any, num_word_classes: Any, sizes: Any
+) -> None:
     """They are made by the method from the text in which words are replaced by their classes."""
     tokens, _ = planted_text(6, 15, 3_000)
     levels = data_prep.class_levels(tokens, 90, num_word_classes, depth=4, method=method)

@@ -5,13 +5,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from data_prep.corpus import event_table
+from data_prep.corpus import event_table, events
 from data_prep.corpus.events import event_lines
 from data_prep.corpus.lines import log_once
 from data_prep.corpus.reader import read_lines
@@ -207,7 +208,9 @@ def test_random_ties_do_not_depend_on_the_order_of_the_rows(tmp_path: Path) -> N
         ("when", [3, 2, 4, 5, 0, 1, 6], [7], [], f"test: 7{KNOWN.replace('2', '3')}"),
     ],
 )
-def test_old_events_are_known(case: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_events_of_earlier_files_are_known(
+    case: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     time_field, train, valid, test, problem = case
     data, files = write(tmp_path, "csv", EVENTS), {"test": "events.csv"}
     for name, rows in {"train": train, "valid": valid}.items():
@@ -356,3 +359,19 @@ def test_classes_of_items_come_from_files_of_items_as_their_table_has_them(
     assert corpus.rewritten() == {"classes.npy"}
     assert "classes: map changed" in caplog.messages
     assert class_of("Heat%20(1995)") != class_of("d")
+
+
+def test_a_table_of_all_splits_is_read_once_unless_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = mock.Mock(side_effect=event_table.read_table)
+    monkeypatch.setattr(events, "read_table", reads)
+    rows = [("u", item, item) for item in range(5)]
+    data = replace(write(tmp_path, "csv", rows[:4]), split="leave_one_out")
+    for _ in range(2):
+        found = [list(event_lines(data, split)) for split in ("train", "valid", "test")]
+        assert found == [["0 1"], ["0 1\t2"], ["0 1 2\t3"]]
+    assert reads.call_count == 2
+    assert list(event_lines(data, "train")) == ["0 1"]
+    write(tmp_path, "csv", rows)
+    assert list(event_lines(data, "valid")) == ["0 1 2\t3"]

@@ -210,7 +210,9 @@ def test_documents_stay_whole_if_the_splits_have_useful_sizes(tmp_path: Path) ->
         assert split(tmp_path, [*short[:long], page * 100, *short[long:]])[0] == "lines"
 
 
-def test_large_texts_are_sampled_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_texts_are_sampled_from_beginning_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(split_module, "SAMPLE_BYTES", 1600)
     text = [f"line {number:06}" for number in range(10_000)]
     (tmp_path / "text.txt").write_text("\n".join(text) + "\n")

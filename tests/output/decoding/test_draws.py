@@ -236,7 +236,9 @@ def test_words_are_those_of_the_trials(
 
 @by_kernel
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
-def test_what_is_left_is_distributed(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_of_positions_that_are_left_follow_the_distribution(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden, weight, tree, bias = layer = random_layer("huffman 3", num_positions=1)
     num, excluded, rows = 1500, (0, 3), tree.row_of_word[[0, 3]]
     words = torch.tensor([truth.trials(layer, s, 1 / temperature, rows, 1) for s in range(num)])
