@@ -40,6 +40,9 @@ PIECES_WITH_BYTES = [*PIECES, "--tokenizer.byte_fallback=true", "--tokenizer.voc
 NOUNS = ("cat", "dog", "bird", "man", "woman", "child", "horse", "fish")
 VERBS = ("sees", "hears", "likes", "follows", "finds")
 ADVERBS = ("today", "now", "again", "often", "slowly")
+Train = Callable[..., Path]
+Printed = Callable[..., str]
+"""Types of fixtures that run a command: they return the folder of a run, or what is printed."""
 
 
 def main(arguments: list[str]) -> int:
