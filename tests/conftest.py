@@ -4,7 +4,7 @@ import hashlib
 import os
 import random
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -129,12 +129,12 @@ def _same_random_numbers(request: pytest.FixtureRequest) -> Iterator[None]:
     assert torch.autocast_decrement_nesting() == 0, "a test has not left a block of autocast"
 
 
-def toy_sentences(seed: int, count: int) -> list[str]:
+def toy_sentences(seed: int, count: int, nouns: Sequence[str] = NOUNS) -> list[str]:
     """Sentences of a small grammar."""
     rng = random.Random(seed)
 
     def phrase() -> str:
-        return f"{rng.choice(('the', 'a', 'the old'))} {rng.choice(NOUNS)}"
+        return f"{rng.choice(('the', 'a', 'the old'))} {rng.choice(nouns)}"
 
     return [
         f"{phrase()} {rng.choice(VERBS)} {phrase()} {rng.choice(ADVERBS)}" for _ in range(count)
@@ -298,7 +298,7 @@ def flip_bit() -> Callable[[Path], None]:
     return _flip_bit
 
 
-def _contents(folder: Path) -> dict[str, str]:
+def contents(folder: Path) -> dict[str, str]:
     """SHA-256 of every file under a folder, by name; "" for a folder."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -308,16 +308,8 @@ def _contents(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="session")
-def contents() -> Callable[[Path], dict[str, str]]:
-    """`contents(folder)`: SHA-256 of every file under it, by name; "" for a folder."""
-    return _contents
-
-
 @pytest.fixture
-def untouched(
-    tmp_path: Path, complaint: Callable[..., str], contents: Callable[[Path], dict[str, str]]
-) -> Callable[..., str]:
+def untouched(tmp_path: Path, complaint: Printed) -> Printed:
     """`complaint`, after which `tmp_path` must be unchanged."""
 
     def run(*arguments: object) -> str:

@@ -16,6 +16,7 @@ from data_prep.storage import locked
 from lm.cli import main
 from tests.bad_files import BAD_FILES
 from tests.bad_inputs import BAD_INPUTS, FILES, WRONG_VALUES
+from tests.conftest import Printed, contents
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def problem(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> Callable[..., str]:
+) -> Printed:
     """`problem(code, command, message)`: "" if the command ends so and changes nothing.
 
     The current folder has `FILES`, `empty/`, and a run with its data in `copy/`.
@@ -103,7 +104,7 @@ def problem(
 
 
 def test_bad_inputs_end_with_one_line_that_names_them_and_change_nothing(
-    problem: Callable[..., str], lstm_run: Path, contents: Callable[[Path], dict[str, str]]
+    problem: Printed, lstm_run: Path
 ) -> None:
     before = contents(lstm_run)
     rows = [
@@ -128,7 +129,7 @@ def changed(base: bytes | None, change: str) -> bytes:
 
 
 def test_bad_files_end_with_one_line_that_says_what_is_wrong_in_them(
-    problem: Callable[..., str],
+    problem: Printed,
 ) -> None:
     found = []
     for line in BAD_FILES.replace("\\\n", "").splitlines():

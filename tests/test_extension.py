@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,8 @@ import lm
 from lm.cli import main
 from lm.extension.rows import PENALTY
 from lm.loaded import LoadedModel
-from lm.output import HierarchicalSoftmax
+from tests.conftest import Printed, contents
+from tests.models import softmax_of
 
 RECIPE = """\
 name: shop
@@ -35,9 +35,9 @@ SHAPES = {
 
 
 @pytest.fixture(autouse=True)
-def sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def sequences(current_folder: None, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The items of users, with new ones; `new.csv` has all, `old.csv` lacks the new ones."""
-    monkeypatch.chdir(tmp_path)
+    Path("shop.yaml").write_text(RECIPE)
     monkeypatch.setattr("lm.extension.contexts.LINES", 2)  # some parts have no new item
     rng = np.random.default_rng(0)
     items = np.array([*OLD, *NEW])
@@ -53,7 +53,6 @@ def sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
 
 def extended(*options: str) -> tuple[LoadedModel, LoadedModel]:
     """A run and its extension."""
-    Path("shop.yaml").write_text(RECIPE)
     assert main(["train", "shop.yaml", "--no-progress", *(f"--{each}" for each in options)]) == 0
     assert main(["extend", "runs/shop", "--run_dir=both", "--data.files.train=new.csv"]) == 0
     models = lm.load("runs/shop", threads=1), lm.load("both", threads=1)
@@ -62,13 +61,8 @@ def extended(*options: str) -> tuple[LoadedModel, LoadedModel]:
     return models
 
 
-def softmax(model: LoadedModel) -> HierarchicalSoftmax:
-    assert isinstance(model.model.output, HierarchicalSoftmax)
-    return model.model.output
-
-
 def class_of(model: LoadedModel, items: list[str]) -> list[int]:
-    tree = softmax(model).tree
+    tree = softmax_of(model.model).tree
     return [tree.path(model.id(item))[-1][0] for item in items]
 
 
@@ -81,7 +75,7 @@ def mean_of_class(
     by_word: bool = False,
 ) -> Tensor:
     """The mean of the rows of a class's words, weighted by one more than their events."""
-    tree = softmax(model).tree
+    tree = softmax_of(model.model).tree
     ids = torch.arange(model.vocab_size)[tree.node_of_row[tree.row_of_word] == node]
     events = Counter(model.id(item) for line in training for item in line if item in OLD)
     weights = torch.tensor([1.0 + events[id] for id in ids.tolist()])
@@ -92,7 +86,7 @@ def gradient(
     model: LoadedModel, node: int, training: list[list[str]], mean: Tensor, of_new: Tensor
 ) -> Tensor:
     """The gradient of the objective in the rows and biases [m, 9] of new items of a class."""
-    layer, of_new = softmax(model), of_new.clone().requires_grad_()
+    layer, of_new = softmax_of(model.model), of_new.clone().requires_grad_()
     first, num_children = int(layer.tree.first_row[node]), int(layer.tree.num_children[node])
     assert layer.bias is not None
     table = torch.cat([layer.weight[:, :8], layer.bias[:, None]], dim=1)
@@ -114,7 +108,7 @@ def test_new_items_have_the_likeliest_class_and_rows_and_old_ones_keep_their_rat
     before, after = extended(*SHAPES[shape])
     assert [after.id(item) for item in OLD] == [before.id(item) for item in OLD]
     training = [line[:-2] for line in sequences]
-    old, new = softmax(before), softmax(after)
+    old, new = softmax_of(before.model), softmax_of(after.model)
     assert new.bias is not None
     node = old.tree.node_of_row[old.tree.row_of_word]
     for item in NEW:
@@ -149,13 +143,11 @@ def test_new_items_have_the_likeliest_class_and_rows_and_old_ones_keep_their_rat
 
 
 def test_an_extended_run_is_a_run(
-    printed: Callable[..., str],
-    complaint: Callable[..., str],
-    contents: Callable[[Path], dict[str, str]],
+    printed: Printed,
+    complaint: Printed,
     sequences: list[list[str]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    Path("shop.yaml").write_text(RECIPE)
     assert main(["train", "shop.yaml", "--no-progress"]) == 0
     before = contents(Path("runs/shop"))
     assert (
@@ -197,10 +189,7 @@ def test_an_extended_run_is_a_run(
 def test_items_outside_the_catalogue_are_no_events_and_all_others_are_counted(
     limit: str, precision: str, sequences: list[list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    Path("shop.yaml").write_text(RECIPE)
-    options = [f"--tokenizer.{limit}", f"--train.precision={precision}"]
-    assert main(["train", "shop.yaml", "--no-progress", *options]) == 0
-    assert main(["extend", "runs/shop", "--run_dir=both", "--data.files.train=new.csv"]) == 0
+    extended(f"tokenizer.{limit}", f"train.precision={precision}")
     assert "all so far should be in it" not in caplog.text
     counts = Counter(item for line in sequences for item in line[:-2])
     rows = [line.split("\t") for line in Path("both/vocab.txt").read_text().splitlines()]
@@ -210,8 +199,7 @@ def test_items_outside_the_catalogue_are_no_events_and_all_others_are_counted(
     assert items == {item: counts[item] for item in items}
 
 
-def test_an_adaptive_softmax_is_not_extended(complaint: Callable[..., str]) -> None:
-    Path("shop.yaml").write_text(RECIPE)
+def test_an_adaptive_softmax_is_not_extended(complaint: Printed) -> None:
     assert main(["train", "shop.yaml", "--no-progress", "--output.tree=adaptive"]) == 0
     message = "output.tree: full, two_level or multi_lev"
     assert message in complaint("extend", "runs/shop", "--run_dir=x")

@@ -15,9 +15,9 @@ from lm.model import language_model
 from lm.model.adaptive import AdaptiveSoftmax
 from lm.model.language_model import LanguageModel, backbone_autocast
 from lm.model.lstm import LSTM
-from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output import ClassTree
 from lm.output.rowwise import RowAdam
-from tests.models import new_model, words
+from tests.models import new_model, softmax_of, words
 
 N, H, T = 11, 12, 5
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
@@ -52,12 +52,6 @@ def read_by_backbone(model: LanguageModel) -> list[Tensor]:
     read: list[Tensor] = []
     model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
     return read
-
-
-def softmax_of(model: LanguageModel) -> HierarchicalSoftmax:
-    """The output layer, whose tree and rows the test uses."""
-    assert isinstance(model.output, HierarchicalSoftmax)
-    return model.output
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """The end of a run by `train.max_minutes`, and the time that is left."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +14,9 @@ from lm.training import state
 from lm.training.checkpoint import load_checkpoint
 from lm.training.clock import Clock, Progress
 from lm.training.metrics import read_metrics
+from tests.conftest import Train
+from tests.training.conftest import BeforeCall
 
-Train = Callable[..., Path]
-BeforeCall = Callable[..., None]
 BY_TIME = ["--train.max_steps=null", "--optim.schedule=cosine", "--optim.lr=1"]
 BY_TIME += ["--optim.optimizer=sgd", "--log.every_steps=1"]
 

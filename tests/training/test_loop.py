@@ -1,8 +1,7 @@
 """One step after another: what is accumulated, clipped, scheduled, carried and validated."""
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ from lm.model.language_model import LanguageModel
 from lm.output.rowwise import RowGradient
 from lm.training import loop
 from lm.training.batches import Batch
-from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
 from lm.training.state import TrainingState
-from tests.conftest import corpus_of
+from tests.conftest import Train, corpus_of
+from tests.training.conftest import BeforeCall
 
-Train = Callable[..., Path]
-BeforeCall = Callable[..., None]
 INDEPENDENT = ["--data.sequences=independent", "--data.prepared_dir=null"]
 NUM_TOKENS, PER_EPOCH = 2297, 72  # of the corpus, and batches of `tiny`
 
@@ -165,21 +162,3 @@ def test_the_model_gets_the_counts_and_the_kind_of_gradient_of_the_configuration
     torch.testing.assert_close(models[0].word_dropout, 3 / (3 + counts))
     train(tmp_path / "dense", *options, "--word_table.gradients=dense")
     assert [isinstance(gradient, RowGradient) for gradient in gradients] == [True, False]
-
-
-def test_the_best_model_is_that_of_the_lowest_validation_perplexity(
-    train: Train, tmp_path: Path
-) -> None:
-    options = ["--optim.optimizer=sgd", "--optim.lr=6", "--optim.clip=5"]
-    run = train(tmp_path / "run", *options, "--train.val_every_steps=2", "--train.max_steps=20")
-    lines = read_metrics(run / "metrics.csv")
-    measured = {line.step: line.valid_perplexity for line in lines if line.valid_perplexity}
-    assert list(measured) == list(range(2, 21, 2))
-    best = min(measured, key=lambda step: measured[step] or 0.0)
-    assert best != 20
-    description = json.loads((run / "model.json").read_text())
-    assert (description["step"], description["valid_perplexity"]) == (best, measured[best])
-    checkpoint = load_checkpoint(run / "checkpoints" / "best.ckpt")
-    assert checkpoint["progress"]["batches_done"] == best
-    weights = load_file(run / "model.safetensors")
-    torch.testing.assert_close(weights, checkpoint["model"], rtol=0, atol=0)

@@ -3,10 +3,8 @@
 import json
 import math
 import os
-import random
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from shutil import rmtree
 
@@ -17,12 +15,13 @@ import lm
 from lm.cli import main
 from lm.extension import begin_from
 from lm.extension.words import extended
-from lm.loaded import LoadedModel
 from lm.model.files import load_model
-from lm.output import HierarchicalSoftmax
 from lm.run import Run, TrainedRun
 from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
+from tests.conftest import NOUNS, Printed, toy_sentences
+from tests.models import softmax_of
+from tests.training.conftest import BeforeCall
 from tests.training.tiny_runs import outcome
 
 RECIPE = """\
@@ -47,21 +46,16 @@ SHAPES = {
     "fp64, tied path sums": ["train.precision=64-true", *TIED],
 }
 PIECES = ["tokenizer.kind=sentencepiece", "tokenizer.vocab_size=30", "output.tree=full"]
-NOUNS = ("cat", "dog", "bird", "man", "horse", "fish", "cow")
 NAMES = ("Ada", "Zoe")
-VERBS = ("sees", "hears", "likes", "follows")
 
 
 def sentences(seed: int, count: int, nouns: tuple[str, ...] = NOUNS) -> str:
-    rng = random.Random(seed)
-    lines = [[rng.choice(nouns), rng.choice(VERBS), "the", rng.choice(nouns)] for _ in range(count)]
-    return "".join(f"{' '.join(line)}\n" for line in lines)
+    return "".join(f"{line}\n" for line in toy_sentences(seed, count, nouns))
 
 
 @pytest.fixture(autouse=True)
-def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def texts(current_folder: None) -> None:
     """The old text, and a new one with names."""
-    monkeypatch.chdir(tmp_path)
     Path("old.yaml").write_text(RECIPE)
     Path("new.yaml").write_text(RECIPE.replace("old", "new"))
     Path("old.txt").write_text(sentences(0, 60))
@@ -79,11 +73,6 @@ def options(keys: list[str]) -> list[str]:
     return [f"--{key}" for key in keys]
 
 
-def softmax(model: LoadedModel) -> HierarchicalSoftmax:
-    assert isinstance(model.model.output, HierarchicalSoftmax)
-    return model.model.output
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_both_commands_give_new_words_the_same_rows_and_old_ones_keep_their_ratios(
     shape: str,
@@ -96,7 +85,7 @@ def test_both_commands_give_new_words_the_same_rows_and_old_ones_keep_their_rati
     assert [after.word(id) for id in range(after.vocab_size)] == [*known, *NAMES]
     was, now = (model.log_prob("cat sees the") for model in (before, after))
     assert now.exp().sum().item() == pytest.approx(1, abs=1e-5)
-    tree, larger = softmax(before).tree, softmax(after).tree
+    tree, larger = softmax_of(before.model).tree, softmax_of(after.model).tree
     node = tree.node_of_row[tree.row_of_word]
     for each in torch.unique(node).tolist():  # the words of a class, or of the shortlist
         ids = (node == each).nonzero().flatten()
@@ -128,15 +117,14 @@ def test_with_the_same_words_training_begins_with_the_perplexity_of_the_run(
     assert ", 0 new" in caplog.text
     content = json.loads(Path("runs/new/init.json").read_text())
     assert content["weights_sha256"] == TrainedRun.open(run).description.weights_sha256
-    tree, trained = Run.read("runs/new").tree, TrainedRun.open(run).model
-    assert isinstance(trained.output, HierarchicalSoftmax)
+    tree, trained = Run.read("runs/new").tree, softmax_of(TrainedRun.open(run).model)
     assert tree is not None
-    assert tree.row_of_word.tolist() == trained.output.tree.row_of_word.tolist()
+    assert tree.row_of_word.tolist() == trained.tree.row_of_word.tolist()
 
 
 @pytest.mark.parametrize("shape", ["lstm, shortlist, a vector for each word", "transformer, tied"])
 def test_a_run_that_has_begun_from_another_continues_without_it(
-    shape: str, before_call: Callable[..., None], complaint: Callable[..., str]
+    shape: str, before_call: BeforeCall, complaint: Printed
 ) -> None:
     keys = [*options(SHAPES[shape]), "--train.max_steps=6", "--model.dropout=0.3"]
     run = train("old", *keys)
@@ -163,7 +151,7 @@ def test_a_run_that_has_begun_from_another_continues_without_it(
 
 
 def test_no_other_run_gets_the_words_of_a_run_that_has_begun_from_another(
-    complaint: Callable[..., str],
+    complaint: Printed,
 ) -> None:
     run = train("old")
     new = train("new", f"--init-from={run}", "--data.files.train=new.txt")
