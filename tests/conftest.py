@@ -4,7 +4,7 @@ import hashlib
 import os
 import random
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -129,12 +129,12 @@ def _same_random_numbers(request: pytest.FixtureRequest) -> Iterator[None]:
     assert torch.autocast_decrement_nesting() == 0, "a test has not left a block of autocast"
 
 
-def toy_sentences(seed: int, count: int, nouns: Sequence[str] = NOUNS) -> list[str]:
+def toy_sentences(seed: int, count: int) -> list[str]:
     """Sentences of a small grammar."""
     rng = random.Random(seed)
 
     def phrase() -> str:
-        return f"{rng.choice(('the', 'a', 'the old'))} {rng.choice(nouns)}"
+        return f"{rng.choice(('the', 'a', 'the old'))} {rng.choice(NOUNS)}"
 
     return [
         f"{phrase()} {rng.choice(VERBS)} {phrase()} {rng.choice(ADVERBS)}" for _ in range(count)

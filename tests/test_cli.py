@@ -2,7 +2,6 @@
 
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 from lm import __version__
 from lm.cli import _VERBS, main
 from lm.config.reference import USUAL_KEYS, describe_keys
-
-Complaint = Callable[..., str]
+from tests.conftest import Printed, Train
 
 
 @pytest.mark.parametrize("verb", _VERBS)
@@ -47,7 +45,7 @@ def test_verbs_that_compute_take_a_device_and_by_default_the_threads_of_the_run(
     command: str,
     lstm_run: Path,
     tmp_path: Path,
-    complaint: Complaint,
+    complaint: Printed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text, counts = tmp_path / "text", list[int]()
@@ -111,7 +109,7 @@ def test_a_terminal_shows_progress_bars_unless_they_are_switched_off(
 
 @pytest.mark.parametrize("tree", ["full", "balanced", "huffman", "adaptive"])
 def test_a_tree_without_classes_neither_prepares_nor_reports_them(
-    tiny: Path, tmp_path: Path, printed: Callable[..., str], tree: str
+    tiny: Path, tmp_path: Path, printed: Printed, tree: str
 ) -> None:
     options = [f"--output.tree={tree}", f"--run_dir={tmp_path / 'run'}"]
     assert main(["prepare", str(tiny), *options]) == 0
@@ -125,7 +123,7 @@ class Refused(BaseException):
 
 
 def test_commands_make_no_connection(
-    train: Callable[..., Path], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: socket.socket, address: Any, *__: object) -> None:
         raise Refused(address)

@@ -1,7 +1,6 @@
 """Runs that were moved, are not complete or have a damaged file: a result, or one line."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 
@@ -11,8 +10,7 @@ import pytest
 from data_prep.errors import UserError
 from lm.cli import main
 from lm.model.files import read_description
-
-Complaint = Callable[..., str]
+from tests.conftest import Printed
 
 
 @pytest.fixture
@@ -26,7 +24,7 @@ def copied_run(lstm_run: Path, prepared_dir: Path, tmp_path: Path) -> Path:
 
 
 def test_a_run_that_was_moved_is_evaluated_on_the_data_that_moved_with_it(
-    lstm_run: Path, copied_run: Path, printed: Callable[..., str]
+    lstm_run: Path, copied_run: Path, printed: Printed
 ) -> None:
     results = [json.loads(printed("evaluate", run, "--json")) for run in (lstm_run, copied_run)]
     assert results[0] == results[1]
@@ -34,7 +32,7 @@ def test_a_run_that_was_moved_is_evaluated_on_the_data_that_moved_with_it(
 
 
 def test_a_run_whose_training_is_not_complete_names_the_command_that_continues_it(
-    copied_run: Path, complaint: Complaint
+    copied_run: Path, complaint: Printed
 ) -> None:
     (copied_run / "model.json").unlink()
     message = complaint("evaluate", copied_run)
@@ -78,7 +76,7 @@ def test_the_rule_of_empty_lines_of_a_run_without_a_configuration_is_reported(
 
 
 def test_data_prepared_with_another_tokenizer_are_an_error(
-    tiny: Path, copied_run: Path, complaint: Complaint
+    tiny: Path, copied_run: Path, complaint: Printed
 ) -> None:
     assert main(["prepare", str(tiny), f"--run_dir={copied_run}", "--tokenizer.vocab_size=9"]) == 0
     assert complaint("evaluate", copied_run) == (
@@ -88,7 +86,7 @@ def test_data_prepared_with_another_tokenizer_are_an_error(
 
 @pytest.mark.parametrize("verb", ["classes", "info"])
 def test_data_prepared_with_other_classes_are_an_error(
-    copied_run: Path, untouched: Complaint, verb: str
+    copied_run: Path, untouched: Printed, verb: str
 ) -> None:
     data = copied_run / "data"
     classes = np.load(copied_run / "classes.npy")

@@ -16,7 +16,7 @@ from data_prep.storage import locked
 from lm.cli import main
 from tests.bad_files import BAD_FILES
 from tests.bad_inputs import BAD_INPUTS, FILES, WRONG_VALUES
-from tests.conftest import Printed, contents
+from tests.conftest import Printed, Train, contents
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def problem(
     transformer_run: Path,
     pieces_run: Path,
     items_run: Path,
-    letters: Callable[..., Path],
+    letters: Train,
     prepared_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -128,9 +128,7 @@ def changed(base: bytes | None, change: str) -> bytes:
     return base
 
 
-def test_bad_files_end_with_one_line_that_says_what_is_wrong_in_them(
-    problem: Printed,
-) -> None:
+def test_bad_files_end_with_one_line_that_says_what_is_wrong_in_them(problem: Printed) -> None:
     found = []
     for line in BAD_FILES.replace("\\\n", "").splitlines():
         if not line.startswith("  "):

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 
 import lm
 from data_prep.storage import sha256_file
-from tests.conftest import LETTERS, OTHER_LETTERS, PIECES_WITH_BYTES
+from tests.conftest import LETTERS, OTHER_LETTERS, PIECES_WITH_BYTES, Printed, Train
 
 NEW = [  # as `lm new` writes it
     "--word_table.tied=true",
@@ -48,7 +47,7 @@ def loaded(folder: Path) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_has_the_probabilities_of_the_model(
-    kind: str, letters: Callable[..., Path], tmp_path: Path, printed: Callable[..., str]
+    kind: str, letters: Train, tmp_path: Path, printed: Printed
 ) -> None:
     run = letters("export", *KINDS[kind])
     folder = Path(printed("export", run, tmp_path / "export").strip())
@@ -70,7 +69,7 @@ def test_an_export_has_the_probabilities_of_the_model(
 
 
 def test_an_export_is_computed_where_this_package_is_absent(
-    lstm_run: Path, tmp_path: Path, printed: Callable[..., str]
+    lstm_run: Path, tmp_path: Path, printed: Printed
 ) -> None:
     """And its manifest has the checksums of its files; weights in bf16 take half of the bytes."""
     folders = tmp_path / "fp32", tmp_path / "bf16"
@@ -102,9 +101,7 @@ def test_an_export_is_computed_where_this_package_is_absent(
     assert sizes[1] * 2 == sizes[0]
 
 
-def test_items_outside_the_catalogue_are_left_out(
-    tmp_path: Path, printed: Callable[..., str]
-) -> None:
+def test_items_outside_the_catalogue_are_left_out(tmp_path: Path, printed: Printed) -> None:
     (tmp_path / "lines.txt").write_text("a b c d\nb c d a\nc d a b\n" * 5)
     (tmp_path / "items.yaml").write_text(
         f"name: items\ndata: {{dir: {tmp_path}, files: {{train: lines.txt}}, split: files,\n"
@@ -120,7 +117,7 @@ def test_items_outside_the_catalogue_are_left_out(
 
 @pytest.mark.parametrize("kind", ["lstm", "transformer", "pieces", "huffman"])
 def test_onnx_files_have_the_probabilities_of_the_model(
-    kind: str, letters: Callable[..., Path], tmp_path: Path, printed: Callable[..., str]
+    kind: str, letters: Train, tmp_path: Path, printed: Printed
 ) -> None:
     """For texts of several lengths at once, and word by word with states; 8 bits are close."""
     pytest.importorskip("onnx")
@@ -166,7 +163,7 @@ def test_onnx_files_have_the_probabilities_of_the_model(
 @pytest.mark.filterwarnings("default")  # transformers has some
 @pytest.mark.parametrize("kind", ["transformer", "projected", "summed"])
 def test_a_transformer_is_one_of_transformers(
-    kind: str, letters: Callable[..., Path], tmp_path: Path, printed: Callable[..., str]
+    kind: str, letters: Train, tmp_path: Path, printed: Printed
 ) -> None:
     """Past its context; `generate` has the most probable words; other classes refuse the folder."""
     transformers = pytest.importorskip("transformers")

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import lm
 from lm.cli import main
 from lm.config import load_config
 from lm.recipe.texts import ITEMS, fit
+from tests.conftest import Printed
 from tests.data_prep.conftest import write_table
 
 pytestmark = pytest.mark.usefixtures("current_folder")
@@ -38,7 +38,7 @@ def test_a_table_becomes_a_ranking_in_three_commands(
     name: str,
     columns: tuple[str, str, str],
     options: list[str],
-    printed: Callable[..., str],
+    printed: Printed,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     write(name, *columns, [14] * 10 + [2, 1])
@@ -69,7 +69,7 @@ def test_a_table_becomes_a_ranking_in_three_commands(
 
 
 def test_a_validation_without_items_of_the_catalogue_is_a_mistake_of_the_user(
-    complaint: Callable[..., str],
+    complaint: Printed,
 ) -> None:
     write("a.csv", "user", "item", "time", [4] * 3)
     assert main(["new", "my.yaml", "--text=a.csv"]) == 0
@@ -77,7 +77,7 @@ def test_a_validation_without_items_of_the_catalogue_is_a_mistake_of_the_user(
     assert "3 items to predict, of which the training split has none" in complaint(*train)
 
 
-def test_without_a_time_the_order_is_that_of_the_rows(printed: Callable[..., str]) -> None:
+def test_without_a_time_the_order_is_that_of_the_rows(printed: Printed) -> None:
     write("a.jsonl", "u", "i", "t", [3, 4])
     summary = printed("new", "my.yaml", "--text=a.jsonl", "--items", "u", "i")
     assert "with 4 items (2 in valid and test alone), in the order of the rows\n" in summary
@@ -88,7 +88,7 @@ def test_without_a_time_the_order_is_that_of_the_rows(printed: Callable[..., str
 
 
 def test_lines_of_a_user_and_items_become_a_table_as_the_error_says(
-    printed: Callable[..., str], complaint: Callable[..., str]
+    printed: Printed, complaint: Printed
 ) -> None:
     Path("toys.txt").write_text("7 1 2 3\n8 2 9 1\n8 4\n")
     new, columns = ("new", "my.yaml"), ("--items", "user", "item")
@@ -136,7 +136,7 @@ def test_tables_with_few_events_per_item_have_settings_of_their_own(
     assert (*found, model.dropout, model.residual, shortlist) == expected
 
 
-def test_columns_are_named_once(complaint: Callable[..., str]) -> None:
+def test_columns_are_named_once(complaint: Printed) -> None:
     write("a.csv", "who", "what", "when", [2, 1])
     Path("c.csv").write_text("u0,i0,17\nu1,i1,18\n")
     new = ("new", "my.yaml", "--text=a.csv", "--items", "who", "who", "when")

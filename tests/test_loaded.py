@@ -20,6 +20,7 @@ from lm.evaluation import evaluate_text
 from lm.figures import Evaluation
 from lm.loaded import LoadedModel, Word
 from lm.run import TrainedRun
+from tests.conftest import Printed, Train
 from tests.models import log_probs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* the probability of all unknown words")
@@ -70,11 +71,7 @@ def test_step_by_step_equals_one_pass(loaded: LoadedModel) -> None:
 
 
 def test_a_model_with_pieces_of_words_is_used_without_finding_them_again(
-    train: Callable[..., Path],
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    printed: Callable[..., str],
+    train: Train, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Printed
 ) -> None:
     run = train(tmp_path / "run", "--model.input_pieces=40", "--train.max_steps=8")
     monkeypatch.setattr("data_prep.tokenizer.pieces.find_pieces", None)
@@ -148,7 +145,7 @@ def test_unknown_words_are_listed(loaded: LoadedModel) -> None:
     assert torch.equal(loaded.log_prob("zebra"), loaded.log_prob("gnu"))
 
 
-def test_generation_equals_that_of_the_command(run: Path, printed: Callable[..., str]) -> None:
+def test_generation_equals_that_of_the_command(run: Path, printed: Printed) -> None:
     (text,) = lm.load(run).generate("the cat", num_tokens=12, seed=3, temperature=0.7)
     arguments = ["--prompt=the cat", "--tokens=12", "--temperature=0.7", "--seed=3"]
     assert printed("generate", run, *arguments) == f"the cat{text}\n"
@@ -166,7 +163,7 @@ def test_words_that_a_call_excludes_are_added_to_unknown_ones(lstm_run: Path) ->
 
 
 def test_independent_sequences_end_as_those_of_the_command(
-    letters: Callable[..., Path], printed: Callable[..., str]
+    letters: Train, printed: Printed
 ) -> None:
     run = letters("ends", "--data.sequences=independent", "--data.predict_eos=true")
     found = lm.load(run).generate("aab", num_tokens=20, num_samples=9, stop=["d"])

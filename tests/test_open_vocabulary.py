@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,19 @@ from lm.rescoring.models import ArpaScores
 from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.arpa_model import ArpaModel
-from tests.conftest import LETTERS, PIECES, PIECES_WITH_BYTES
+from tests.conftest import LETTERS, PIECES, PIECES_WITH_BYTES, Printed, Train
 from tests.conftest import OTHER_LETTERS as SENTENCES
 from tests.data_prep.tokenizer.spelling import Definition
 from tests.scoring.arpa_files import write
 
 
 @pytest.fixture(scope="module")
-def run(letters: Callable[..., Path]) -> Path:
+def run(letters: Train) -> Path:
     return letters("words")
 
 
 @pytest.fixture(scope="module")
-def bytes_run(letters: Callable[..., Path]) -> Path:
+def bytes_run(letters: Train) -> Path:
     return letters("bytes", *PIECES_WITH_BYTES)
 
 
@@ -92,7 +91,7 @@ def test_evaluation_and_stream_add_the_spellings(run: Path) -> None:
 
 
 def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
-    run: Path, letters: Callable[..., Path]
+    run: Path, letters: Train
 ) -> None:
     def bits(folder: Path, line: str, open_vocabulary: bool = True) -> float | None:
         lines, run = ["", line, "b"], TrainedRun(folder)
@@ -118,7 +117,7 @@ def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
 
 
 def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
-    bytes_run: Path, letters: Callable[..., Path], printed: Callable[..., str]
+    bytes_run: Path, letters: Train, printed: Printed
 ) -> None:
     plain, spelled = (
         evaluate_split(TrainedRun(bytes_run), "test", progress=False, open_vocabulary=is_open)
@@ -141,7 +140,7 @@ def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
         assert one.log_prob.tolist() == other.log_prob.tolist()
 
 
-def test_commands_spell_on_request(run: Path, printed: Callable[..., str], tmp_path: Path) -> None:
+def test_commands_spell_on_request(run: Path, printed: Printed, tmp_path: Path) -> None:
     opened = TrainedRun(run)
     expected = evaluate_split(opened, "test", progress=False, open_vocabulary=True)
     found: dict[str, Any] = json.loads(printed("evaluate", run, "--open-vocabulary", "--json"))
@@ -178,7 +177,7 @@ def test_commands_spell_on_request(run: Path, printed: Callable[..., str], tmp_p
 
 
 def test_an_arpa_model_spells_the_words_that_it_lacks(
-    run: Path, tmp_path: Path, printed: Callable[..., str]
+    run: Path, tmp_path: Path, printed: Printed
 ) -> None:
     known = {"<s>": -99.0, "</s>": -0.7, "<unk>": -1.0, "ab": -0.5, "bbb": -0.9}
     path = write(tmp_path / "model.arpa", {(w,): (value, 0.0) for w, value in known.items()}, 1)
@@ -220,7 +219,7 @@ def test_drawn_unknown_words_are_spelled(run: Path) -> None:
 
 
 def test_a_run_without_a_speller_takes_that_of_its_prepared_data(
-    run: Path, tmp_path: Path, complaint: Callable[..., str]
+    run: Path, tmp_path: Path, complaint: Printed
 ) -> None:
     words = ["baba", "é"]
     expected = TrainedRun(run).speller.log_prob(words).tolist()
@@ -234,7 +233,7 @@ def test_a_run_without_a_speller_takes_that_of_its_prepared_data(
         lm.load(run, open_vocabulary=True, vocabulary_size=99)
 
 
-def test_a_split_whose_text_changed_is_refused(letters: Callable[..., Path]) -> None:
+def test_a_split_whose_text_changed_is_refused(letters: Train) -> None:
     folder = letters("changed", "--train.max_steps=1")
     opened = TrainedRun(folder)
     text = Path(opened.config.data.dir, "test.txt")

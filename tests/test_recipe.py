@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -21,11 +20,9 @@ from lm.config import Config, OptimConfig, load_config, validate
 from lm.recipe import texts as recipe
 from lm.recipe.texts import MAX_WORDS, fit
 from lm.run import Run
-from tests.conftest import toy_sentences
+from tests.conftest import Printed, toy_sentences
 from tests.data_prep.conftest import write_table
 
-Complaint = Callable[..., str]
-Printed = Callable[..., str]
 pytestmark = pytest.mark.usefixtures("current_folder")
 
 
@@ -159,7 +156,7 @@ def test_long_units_of_large_texts_are_counted(
         assert path.read_text().strip()
 
 
-def test_names_with_control_characters_are_refused(complaint: Complaint) -> None:
+def test_names_with_control_characters_are_refused(complaint: Printed) -> None:
     Path("my.txt").write_text("the dog\n" * 40)
     for name in ("a\nb.yaml", "a\u2028b.yaml", "a\x1b.yaml", "a\udcff.yaml"):
         message = complaint("new", name, "--text=my.txt")
@@ -168,7 +165,7 @@ def test_names_with_control_characters_are_refused(complaint: Complaint) -> None
 
 
 def test_a_text_with_an_error_near_its_end_leaves_no_files(
-    complaint: Complaint, monkeypatch: pytest.MonkeyPatch
+    complaint: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sample has no line with an error."""
     monkeypatch.setattr("data_prep.corpus.split.SAMPLE_BYTES", 4096)
@@ -180,7 +177,7 @@ def test_a_text_with_an_error_near_its_end_leaves_no_files(
 
 @pytest.mark.parametrize("num_lines", [1, 40], ids=["without splits", "with splits"])
 def test_a_recipe_that_cannot_be_written_leaves_no_files(
-    complaint: Complaint, monkeypatch: pytest.MonkeyPatch, num_lines: int
+    complaint: Printed, monkeypatch: pytest.MonkeyPatch, num_lines: int
 ) -> None:
     Path("my.txt").write_text("the dog\n" * num_lines)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -191,7 +188,7 @@ def test_a_recipe_that_cannot_be_written_leaves_no_files(
 
 
 def test_a_text_that_changes_meanwhile_is_refused(
-    complaint: Complaint, monkeypatch: pytest.MonkeyPatch
+    complaint: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("my.txt").write_text("the dog\n" * 40)
 

@@ -1,6 +1,5 @@
 """Continuations, and the model of lm-evaluation-harness that scores them."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import lm
 from lm.adapters.harness import HarnessModel, register
 from lm.loaded import LoadedModel
-from tests.conftest import PIECES_WITH_BYTES
+from tests.conftest import PIECES_WITH_BYTES, Train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* the probability of all unknown words")
 PAIRS = [
@@ -26,7 +25,7 @@ PAIRS = [
 
 
 @pytest.fixture(scope="module", params=["lstm", "transformer", "pieces"])
-def model(request: pytest.FixtureRequest, letters: Callable[..., Path]) -> LoadedModel:
+def model(request: pytest.FixtureRequest, letters: Train) -> LoadedModel:
     name = request.param
     run = letters("harness", *PIECES_WITH_BYTES) if name == "pieces" else None
     model = lm.load(run or request.getfixturevalue(f"{name}_run"), open_vocabulary=True)

@@ -4,7 +4,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 import lm
 from lm.cli import main
 from lm.output import HierarchicalSoftmax
+from tests.conftest import Printed
 
 SONG = [
     "one man went to mow",
@@ -22,7 +23,6 @@ SONG = [
     "his dog came along and slept",
     "until the moon rose over them",
 ]
-Printed = Callable[..., str]
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_options_that_leave_one_word_are_greedy(lstm_run: Path, printed: Printed
 
 
 def test_a_prompt_that_is_not_unicode_is_refused_before_it_is_printed(
-    lstm_run: Path, complaint: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    lstm_run: Path, complaint: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the \xff cat"), "utf-8"))
     assert complaint("generate", lstm_run, "--prompt", "-").startswith("--prompt -: invalid UTF-8")

@@ -19,7 +19,7 @@ from lm.rescoring.word_errors import word_errors
 from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.arpa_model import ArpaModel
-from tests.conftest import toy_sentences
+from tests.conftest import Printed, toy_sentences
 from tests.scoring.arpa_files import THE_CAT, write
 
 Rescored = Callable[..., tuple[list[str], dict[str, Any]]]
@@ -61,7 +61,7 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def rescored(printed: Callable[..., str]) -> Rescored:
+def rescored(printed: Printed) -> Rescored:
     """`rescored(*arguments)`: the lines and figures of `lm rescore --json`."""
 
     def run(*arguments: object) -> tuple[list[str], dict[str, Any]]:
@@ -99,7 +99,7 @@ def test_both_layouts_and_the_printed_list_give_the_same_choice(
 
 
 def test_files_of_costs_have_those_of_the_list_to_tune_on_too(
-    lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path, complaint: Callable[..., str]
+    lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path, complaint: Printed
 ) -> None:
     tuning = ["--tune", lists / "dev.kaldi", lists / "dev.ref"]
     arguments = [lstm_run, lists / "test.kaldi", *tuning, "--acoustic-costs"]
@@ -232,7 +232,7 @@ def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
     rescored: Rescored,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    complaint: Callable[..., str],
+    complaint: Printed,
 ) -> None:
     with_zebra = THE_CAT | {("zebra",): (-0.5, 0.0)}
     path = write(tmp_path / "model.arpa", with_zebra, 2)
@@ -268,7 +268,7 @@ def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
 def test_models_whose_tuned_weight_is_0_are_named(
     lstm_run: Path,
     lists: Path,
-    printed: Callable[..., str],
+    printed: Printed,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,12 @@ import torch
 from lm.cli import main
 from lm.commands.tree_report import top_words_below, tree_report
 from lm.output import ClassTree
-from tests.conftest import corpus_of
+from tests.conftest import Printed, corpus_of
 
 from ..output.decoding.truth import TREES
 
 
-def test_info_counts_the_parameters_of_the_model(
-    lstm_run: Path, printed: Callable[..., str]
-) -> None:
+def test_info_counts_the_parameters_of_the_model(lstm_run: Path, printed: Printed) -> None:
     command = ["info", lstm_run]
     info, table = json.loads(printed(*command, "--json")), printed(*command)
     assert re.search(rf"^parameters +{info['parameters']:,}$", table, re.MULTILINE)
@@ -72,7 +69,7 @@ def test_figures_are_sums_over_the_paths_of_tokens(shape: str) -> None:
 
 
 def test_a_deep_tree_is_trained_used_and_reported(
-    tiny: Path, tmp_path: Path, printed: Callable[..., str]
+    tiny: Path, tmp_path: Path, printed: Printed
 ) -> None:
     options = ["--output.tree=multi_level", "--classes.depth=4", f"--run_dir={tmp_path / 'run'}"]
     assert main(["train", str(tiny), *options, "--train.max_steps=3", "--no-progress"]) == 0
@@ -90,7 +87,7 @@ def test_a_deep_tree_is_trained_used_and_reported(
 
 
 def test_the_tree_of_the_output_layer_is_reported_or_else_that_of_the_input(
-    lstm_run: Path, printed: Callable[..., str]
+    lstm_run: Path, printed: Printed
 ) -> None:
     command = ["classes", lstm_run, "--json", "--model.input_tree=two_level"]
     names = ("huffman", "full", "two_level")
@@ -99,7 +96,7 @@ def test_the_tree_of_the_output_layer_is_reported_or_else_that_of_the_input(
     assert trees[1] == trees[2]
 
 
-def test_a_taxonomy_is_a_tree(tiny: Path, tmp_path: Path, printed: Callable[..., str]) -> None:
+def test_a_taxonomy_is_a_tree(tiny: Path, tmp_path: Path, printed: Printed) -> None:
     (tmp_path / "shop").write_text("tea\tfood/drinks\nmilk\tfood/drinks/cold\nsaw\ttools\n")
     options = corpus_of(tmp_path, "tea milk tea saw tea\n" * 5)
     options += ["--output.tree=multi_level", "--classes.file=shop"]

@@ -3,7 +3,6 @@
 import math
 import re
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -23,8 +22,7 @@ from lm.training.clock import Clock, Progress
 from lm.training.loggers import MetricsFile, ProgressBar, check_wandb, open_loggers, wandb_mode
 from lm.training.metrics import Metrics, draw_curves, read_metrics
 from lm.training.signals import Interrupted
-
-Train = Callable[..., Path]
+from tests.conftest import Train
 
 
 def test_metrics_count_tokens_steps_and_epochs(train: Train, tmp_path: Path) -> None:
