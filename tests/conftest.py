@@ -3,11 +3,15 @@
 import hashlib
 import os
 import random
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import copytree
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +54,11 @@ def main(arguments: list[str]) -> int:
     from lm.cli import main as command
 
     return command(arguments)
+
+
+def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The outcome of a process of Python, whose output is text."""
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
 
 
 def corpus_of(folder: Path, text: str) -> list[str]:
@@ -192,6 +201,23 @@ def lstm_run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 def transformer_run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained Transformer, read-only."""
     return train(tmp_path_factory.mktemp("transformer_run"), "--model.backbone=transformer")
+
+
+@pytest.fixture(scope="session", params=["lstm_run", "transformer_run"])
+def run(request: pytest.FixtureRequest) -> Path:
+    """A trained model of each backbone, read-only."""
+    folder: Path = request.getfixturevalue(request.param)
+    return folder
+
+
+@pytest.fixture
+def copied_run(lstm_run: Path, prepared_dir: Path, tmp_path: Path) -> Path:
+    """A copy of a trained LSTM, with its data in its folder."""
+    run = copytree(lstm_run, tmp_path / "copy")
+    copytree(prepared_dir, run / "data")
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace(f"prepared_dir: {prepared_dir}", ""))
+    return run
 
 
 @pytest.fixture(scope="session")

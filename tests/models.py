@@ -37,7 +37,7 @@ def new_model(
     Rows of the output layer are 12 numbers and 4 zeros; without a tree, it is the adaptive softmax.
     """
     torch.manual_seed(0)
-    config = ModelConfig(hidden=12, heads=2, **settings)
+    config = ModelConfig(**{"hidden": 12, "heads": 2, **settings})
     table = WordTable(tied=tied, row_wise=row_wise)
     return build_model(config, OutputConfig(), table, tree, 5, **parts).double()
 

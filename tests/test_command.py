@@ -9,19 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 import pytest
 
 import lm
 from lm.cli import main
-from tests.conftest import corpus_of
-
-
-def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The outcome of a process of Python, whose output is text."""
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
-
+from tests.conftest import corpus_of, python
 
 HEAVY = [
     *("torch", "torch._dynamo", "lightning", "matplotlib", "numba", "scipy", "sklearn"),

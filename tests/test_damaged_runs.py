@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from shutil import copytree
 
 import numpy as np
 import pytest
@@ -11,16 +10,6 @@ from data_prep.errors import UserError
 from lm.cli import main
 from lm.model.files import read_description
 from tests.conftest import Printed
-
-
-@pytest.fixture
-def copied_run(lstm_run: Path, prepared_dir: Path, tmp_path: Path) -> Path:
-    """A copy of a trained run, with its data in its folder."""
-    run = copytree(lstm_run, tmp_path / "run")
-    copytree(prepared_dir, run / "data")
-    config = run / "config.yaml"
-    config.write_text(config.read_text().replace(f"prepared_dir: {prepared_dir}", ""))
-    return run
 
 
 def test_a_run_that_was_moved_is_evaluated_on_the_data_that_moved_with_it(

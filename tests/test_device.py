@@ -2,8 +2,6 @@
 
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ import torch
 import lm
 from lm import device as module
 from lm.run import TrainedRun
+from tests.conftest import python
 
 
 @pytest.fixture
@@ -175,10 +174,7 @@ print(*faults)
 """
     names = [name for name in os.environ if name.startswith("MALLOC_")]
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
-    )
-    first, *_, last = map(int, done.stdout.split())
+    first, *_, last = map(int, python("-c", code, env=environment, check=True).stdout.split())
     assert last < first / 20
 
 

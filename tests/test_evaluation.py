@@ -141,15 +141,11 @@ def evaluated(printed: Printed) -> Iterator[Evaluated]:
         path.unlink()
 
 
-@pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
-def test_validation_during_training_equals_evaluate(
-    run: str, request: pytest.FixtureRequest, evaluated: Evaluated
-) -> None:
+def test_validation_during_training_equals_evaluate(run: Path, evaluated: Evaluated) -> None:
     """The alignment of a file's tensors in memory may decide in which order numbers are summed."""
-    folder: Path = request.getfixturevalue(run)
-    lines = read_metrics(folder / "metrics.csv")
+    lines = read_metrics(run / "metrics.csv")
     best = min(line.valid_perplexity for line in lines if line.valid_perplexity is not None)
-    perplexity = evaluated(folder, "--split=valid")["perplexity"]
+    perplexity = evaluated(run, "--split=valid")["perplexity"]
     assert perplexity == pytest.approx(best, rel=1e-7)
 
 

@@ -5,8 +5,9 @@ import re
 import resource
 import shlex
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from shutil import copytree, rmtree
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -14,22 +15,17 @@ import torch
 
 from data_prep.storage import locked
 from lm.cli import main
+from lm.training.metrics import Metrics
 from tests.bad_files import BAD_FILES
 from tests.bad_inputs import BAD_INPUTS, FILES, WRONG_VALUES
 from tests.conftest import Printed, Train, contents
 
 
 @pytest.fixture
-def run(lstm_run: Path, tmp_path: Path) -> Path:
-    return copytree(lstm_run, tmp_path / "run")
-
-
-@pytest.fixture
-def code_of(tiny: Path, prepared_dir: Path, run: Path) -> Callable[..., int]:
+def code_of(copied_run: Path) -> Callable[..., int]:
     """`code_of(*options)`: the exit code of continuing the run with options of the command."""
-    options = [f"--run_dir={run}", f"--data.prepared_dir={prepared_dir}", "--no-progress"]
-    length = ["--train.max_steps=26", "--resume=auto"]
-    return lambda *more: main(["train", str(tiny), *options, *length, *more])
+    options = ["--no-progress", "--train.max_steps=26", "--resume=auto"]
+    return lambda *more: main(["train", str(copied_run), *options, *more])
 
 
 def fail(error: Exception) -> Callable[..., Any]:
@@ -39,6 +35,7 @@ def fail(error: Exception) -> Callable[..., Any]:
     return raises
 
 
+METRICS = (",".join(field.name for field in fields(Metrics)) + "\n1,2,\xff,4\n").encode("latin-1")
 NAN = torch.tensor(float("nan"))
 NO_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes")
 
@@ -52,6 +49,7 @@ def problem(
     items_run: Path,
     letters: Train,
     prepared_dir: Path,
+    copied_run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -75,9 +73,6 @@ def problem(
     Path("empty").mkdir()
     for name, content in FILES.items():
         Path(names[name]).write_bytes(content)
-    config = copytree(lstm_run, Path("copy")) / "config.yaml"
-    copytree(prepared_dir, "copy/data")
-    config.write_text(config.read_text().replace(f"prepared_dir: {prepared_dir}", ""))
 
     def stamps() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
@@ -149,7 +144,8 @@ def test_bad_files_end_with_one_line_that_says_what_is_wrong_in_them(problem: Pr
     [
         (2, "--model.hidden=16", "", b"", "model.hidden: 12 → 16"),
         (3, "--train.max_steps=26", "tokenizer.json", b"step\n1\n", "tokenizer.json"),
-        (3, "--train.max_steps=26", "metrics.csv", b"step\n1\n", "metrics.csv"),
+        (3, "--train.max_steps=26", "metrics.csv", b"step\n1\n", "metrics.csv, line 1, is damaged"),
+        (3, "--train.max_steps=26", "metrics.csv", METRICS, "metrics.csv, line 2, is damaged"),
         (4, "--train.max_steps=26", "checkpoints/*.ckpt", b"step\n1\n", ".ckpt"),
         (5, "--optim.lr=0.01", "lm.training.loop.clip_gradients", lambda *_: NAN, "step 25"),
         (7, "--train.batch_size=4", "lm.training.loop.update", fail(NO_MEMORY), "out of memory"),
@@ -162,7 +158,7 @@ def test_a_run_that_cannot_continue_says_why(
     what: str,
     value: Any,
     named: str,
-    run: Path,
+    copied_run: Path,
     code_of: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -170,7 +166,7 @@ def test_a_run_that_cannot_continue_says_why(
     """`what` is a name that is patched, or files that are overwritten."""
     if what.startswith("lm."):
         monkeypatch.setattr(what, value)
-    for path in run.glob(what or "-"):
+    for path in copied_run.glob(what or "-"):
         path.write_bytes(value)
     assert code_of(option) == code
     err = capsys.readouterr().err
@@ -187,8 +183,8 @@ def test_full_disks(code_of: Callable[..., int]) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_busy_folders(run: Path, code_of: Callable[..., int]) -> None:
-    with locked(run / ".lock"):
+def test_busy_folders(copied_run: Path, code_of: Callable[..., int]) -> None:
+    with locked(copied_run / ".lock"):
         assert code_of() == 8
 
 

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from safetensors.torch import load_file
 
 import lm
 from data_prep.storage import sha256_file
-from tests.conftest import LETTERS, OTHER_LETTERS, PIECES_WITH_BYTES, Printed, Train
+from tests.conftest import LETTERS, OTHER_LETTERS, PIECES_WITH_BYTES, Printed, Train, python
 
 NEW = [  # as `lm new` writes it
     "--word_table.tied=true",
@@ -37,9 +35,7 @@ TEXT = [*LETTERS[:6], *OTHER_LETTERS, "ab, «Ba». ab?! (b)", "▁ab <unk>,b", "
 
 def loaded(folder: Path) -> Any:
     """The model of an exported folder, by its own script."""
-    spec = importlib.util.spec_from_file_location("score", folder / "score.py")
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location("score", folder / "score.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.Model(folder)
@@ -82,14 +78,7 @@ def test_an_export_is_computed_where_this_package_is_absent(
     expected = [each.log_prob.sum() for each in lm.load(lstm_run).score(lines)]
     sizes = []
     for folder, error in zip(folders, (1e-5, 0.1), strict=True):
-        out = subprocess.run(
-            [sys.executable, "-c", program],
-            input="\n".join(lines),
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        out = python("-c", program, input="\n".join(lines), cwd=folder, check=True).stdout
         np.testing.assert_allclose(np.array(out.split(), float), expected, atol=error)
         files = json.loads((folder / "manifest.json").read_text())["files"]
         assert files == {
@@ -101,17 +90,13 @@ def test_an_export_is_computed_where_this_package_is_absent(
     assert sizes[1] * 2 == sizes[0]
 
 
-def test_items_outside_the_catalogue_are_left_out(tmp_path: Path, printed: Printed) -> None:
-    (tmp_path / "lines.txt").write_text("a b c d\nb c d a\nc d a b\n" * 5)
-    (tmp_path / "items.yaml").write_text(
-        f"name: items\ndata: {{dir: {tmp_path}, files: {{train: lines.txt}}, split: files,\n"
-        "  sequences: independent, predict_eos: true}\nmodel: {hidden: 8, layers: 1}\n"
-        f"run_dir: {tmp_path / 'run'}\ntrain: {{max_steps: 3, batch_size: 4, seq_len: 8}}\n"
-    )
-    printed("train", tmp_path / "items.yaml", "--no-progress")
-    printed("export", tmp_path / "run", tmp_path / "export")
-    (score,) = lm.load(tmp_path / "run").score(["a x b c"])
-    found = loaded(tmp_path / "export").score("a x b c")
+def test_items_outside_the_catalogue_are_left_out(
+    letters: Train, tmp_path: Path, printed: Printed
+) -> None:
+    run = letters("items", "--data.sequences=independent", "--data.predict_eos=true")
+    printed("export", run, tmp_path / "export")
+    (score,) = lm.load(run).score(["ab x b aab"])
+    found = loaded(tmp_path / "export").score("ab x b aab")
     np.testing.assert_allclose(found, score.tokens.log_prob, rtol=1e-5)
 
 

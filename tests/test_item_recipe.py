@@ -68,15 +68,6 @@ def test_a_table_becomes_a_ranking_in_three_commands(
     assert "runs/my/data is up to date" in caplog.text
 
 
-def test_a_validation_without_items_of_the_catalogue_is_a_mistake_of_the_user(
-    complaint: Printed,
-) -> None:
-    write("a.csv", "user", "item", "time", [4] * 3)
-    assert main(["new", "my.yaml", "--text=a.csv"]) == 0
-    train = ("train", "my.yaml", "--no-progress", "--train.max_steps=1")
-    assert "3 items to predict, of which the training split has none" in complaint(*train)
-
-
 def test_without_a_time_the_order_is_that_of_the_rows(printed: Printed) -> None:
     write("a.jsonl", "u", "i", "t", [3, 4])
     summary = printed("new", "my.yaml", "--text=a.jsonl", "--items", "u", "i")
@@ -134,15 +125,3 @@ def test_tables_with_few_events_per_item_have_settings_of_their_own(
     model, train, shortlist = config.model, config.train, config.classes.shortlist
     found = (model.hidden, config.optim.optimizer, train.batch_size, train.max_epochs)
     assert (*found, model.dropout, model.residual, shortlist) == expected
-
-
-def test_columns_are_named_once(complaint: Printed) -> None:
-    write("a.csv", "who", "what", "when", [2, 1])
-    Path("c.csv").write_text("u0,i0,17\nu1,i1,18\n")
-    new = ("new", "my.yaml", "--text=a.csv", "--items", "who", "who", "when")
-    assert "are one column, 'who'" in complaint(*new)
-    few_words = "a.csv: name the column of the text: --text-field=NAME, of 'who', 'what', 'when'; "
-    few_words += "those of a table of events: --items USER ITEM TIME, of 'who', 'what', 'when'"
-    assert few_words in complaint(*new[:3])
-    problem = "c.csv: the first row looks like data, not names: name"
-    assert problem in complaint("new", "my.yaml", "--text=c.csv")

@@ -27,13 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* the probability of all unknow
 SENTENCE = "the old cat sees a zebra today\na dog finds the horse again"  # zebra is unknown
 
 
-@pytest.fixture(scope="module", params=["lstm_run", "transformer_run"])
-def run(request: pytest.FixtureRequest) -> Path:
-    folder = request.getfixturevalue(request.param)
-    assert isinstance(folder, Path)
-    return folder
-
-
 @pytest.fixture
 def loaded(run: Path) -> LoadedModel:
     """In fp64; the Transformer attends to 8 tokens, fewer than the sentence has."""

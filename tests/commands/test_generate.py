@@ -15,7 +15,7 @@ from torch import Tensor
 import lm
 from lm.cli import main
 from lm.output import HierarchicalSoftmax
-from tests.conftest import Printed
+from tests.conftest import Printed, corpus_of
 
 SONG = [
     "one man went to mow",
@@ -31,32 +31,16 @@ def printed(printed: Printed) -> Printed:
     return partial(printed, "generate")
 
 
-@pytest.fixture(params=["lstm_run", "transformer_run"])
-def run(request: pytest.FixtureRequest) -> Path:
-    """A run folder, not to be changed."""
-    folder = request.getfixturevalue(request.param)
-    assert isinstance(folder, Path)
-    return folder
-
-
 @pytest.fixture(scope="module", params=["lstm", "transformer"])
-def song_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def song_run(
+    request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A model that has memorised one short text."""
     folder = tmp_path_factory.mktemp(f"song_{request.param}")
-    (folder / "song.txt").write_text("\n".join(SONG * 12) + "\n")
-    config = folder / "song.yaml"
-    config.write_text(
-        f"""\
-name: song
-run_dir: {folder / "run"}
-data: {{dir: {folder}, files: {{train: song.txt}}}}
-model: {{backbone: {request.param}, hidden: 24, layers: 1}}
-optim: {{lr: 0.02, schedule: cosine}}
-train: {{max_steps: 120, batch_size: 4, seq_len: 16, threads: 1}}
-log: {{every_steps: 10}}
-"""
-    )
-    assert main(["train", str(config), "--no-progress"]) == 0
+    options = corpus_of(folder, "\n".join(SONG * 12) + "\n")
+    options += [f"--model={{backbone: {request.param}, hidden: 24, layers: 1}}"]
+    options += ["--optim={lr: 0.02, schedule: cosine}", "--train.max_steps=120"]
+    assert main(["train", str(tiny), "--no-progress", "--train.seq_len=16", *options]) == 0
     return folder / "run"
 
 

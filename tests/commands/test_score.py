@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,8 +49,7 @@ def test_the_layout_is_that_of_kenlm_and_its_figures_add_up(
     total = oov_total = 0.0
     for line, row in zip(LINES, sentences, strict=True):
         units = UNIT.findall(row)
-        match = re.fullmatch(r"Total: (\S+) OOV: (\d+)", UNIT.sub("", row))
-        assert match is not None
+        match: Any = re.fullmatch(r"Total: (\S+) OOV: (\d+)", UNIT.sub("", row))
         assert [unit[0] for unit in units] == [*line.split(), "</s>"]
         assert [int(unit[2]) for unit in units] == list(range(2, len(units) + 2))
         assert int(match[2]) == line.count("zebra") == sum(unit[1] == "0" for unit in units)
@@ -132,23 +132,21 @@ def test_figures_of_words_of_several_pieces_are_sums(pieces_run: Path, printed: 
     table = ["--details", "--unit=nats"]  # implies --level=word --format=tsv
     rows = list(csv.DictReader(printed(pieces_run, lines, *table), delimiter="\t"))
     (score,) = Scorer.of(TrainedRun(pieces_run, "cpu")).sentences(lines, details=True)
+    figures: Any = score.tokens
     assert len(score.unit_of_token) > len(rows) == 6
     for place, row in enumerate(rows):
         tokens = score.unit_of_token == place
         assert int(row["tokens"]) == tokens.sum()
-        assert score.tokens.rank is not None
-        assert score.tokens.entropy is not None
-        assert int(row["rank"]) == score.tokens.rank[tokens].sum()
-        expected = score.tokens.entropy[tokens].sum()
-        assert float(row["entropy_nats"]) == pytest.approx(expected, rel=1e-6)
-        assert float(row["nats"]) == pytest.approx(score.tokens.log_prob[tokens].sum(), rel=1e-6)
+        assert int(row["rank"]) == figures.rank[tokens].sum()
+        found = float(row["entropy_nats"]), float(row["nats"])
+        expected = figures.entropy[tokens].sum(), figures.log_prob[tokens].sum()
+        assert found == pytest.approx(expected, rel=1e-6)
     rows = list(csv.DictReader(printed(pieces_run, lines, *table, "--level=token"), delimiter="\t"))
     assert [int(row["position"]) for row in rows] == (score.unit_of_token + 1).tolist()
     text = "".join(f"▁{word}" for word in lines[0].split())
     assert "".join(row["word"] for row in rows) == f"{text}<eos>"
-    for name, figures in (("nats", score.tokens.log_prob), ("entropy_nats", score.tokens.entropy)):
-        assert figures is not None
-        assert [float(row[name]) for row in rows] == pytest.approx(figures.tolist(), rel=1e-6)
+    for name, expected in (("nats", figures.log_prob), ("entropy_nats", figures.entropy)):
+        assert [float(row[name]) for row in rows] == pytest.approx(expected.tolist(), rel=1e-6)
     for line_end in ("", "\n"):  # which is no piece
         (same,) = lm.load(pieces_run).score([lines[0] + line_end])
         assert same.log_prob == pytest.approx(score.log_prob, abs=1e-5)

@@ -2,8 +2,6 @@
 
 import logging
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -11,13 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
+from lm.config import validate
 from lm.model import language_model
 from lm.model.adaptive import AdaptiveSoftmax
 from lm.model.language_model import LanguageModel, backbone_autocast
 from lm.model.lstm import LSTM
 from lm.output import ClassTree
 from lm.output.rowwise import RowAdam
-from tests.models import new_model, softmax_of, words
+from tests.conftest import python
+from tests.models import new_model, words
 
 N, H, T = 11, 12, 5
 BACKBONES = pytest.mark.parametrize("backbone", ["lstm", "transformer"])
@@ -41,16 +41,16 @@ assert torch.equal(hidden, truth)
 """
 
 
-def make(backbone: str = "lstm", tree: ClassTree | None = TREE, **settings: Any) -> LanguageModel:
-    """A model of two layers; without a tree, of the adaptive softmax."""
+def make(backbone: str = "lstm", tree: ClassTree = TREE, **settings: Any) -> Any:
+    """A model of two layers."""
     parts = {"pieces": PIECES, "counts": COUNTS}
     return new_model(tree, parts, backbone=backbone, layers=2, **settings)
 
 
-def read_by_backbone(model: LanguageModel) -> list[Tensor]:
+def read_by_backbone(model: Any) -> list[Tensor]:
     """The input vectors of each call from now on."""
     read: list[Tensor] = []
-    model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
+    model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
     return read
 
 
@@ -62,7 +62,6 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("embedding", ["word", "path_sum"])
 def test_moments_and_row_of_a_dropped_word_do_not_change(embedding: Any) -> None:
     model = make(input_embedding=embedding, count_word_dropout=2.0, row_wise=True).train()
-    assert model.embedding is not None
     weight, (tokens, targets) = model.embedding.weight, words(N)
     word = int(tokens[0, 0])
     row = word if embedding == "word" else int(TREE.row_of_word[word])
@@ -71,7 +70,7 @@ def test_moments_and_row_of_a_dropped_word_do_not_change(embedding: Any) -> None
         model.word_dropout = torch.zeros(N)
         model.word_dropout[word] = probability
         optimizer.zero_grad()
-        model.loss(tokens, targets)[0].backward()  # type: ignore[no-untyped-call]
+        model.loss(tokens, targets)[0].backward()
         optimizer.step()
         mean, square = (optimizer.state[weight][name] for name in ("mean", "square"))
         results.append([each.detach()[row].clone() for each in (weight, mean, square)])
@@ -82,9 +81,7 @@ def test_moments_and_row_of_a_dropped_word_do_not_change(embedding: Any) -> None
 @BACKBONES
 def test_init_range_bounds_embedding_pieces_and_output(backbone: str) -> None:
     model = make(backbone, init_range=0.01, input_pieces=8)
-    assert model.embedding is not None
-    assert model.input_pieces is not None
-    rows = softmax_of(model).weight
+    rows = model.output.weight
     assert not rows[:, H:].any()
     for weight in (model.embedding.weight, model.input_pieces.weight, rows[:, :H]):
         assert 0.009 < float(weight.detach().abs().max()) <= 0.01
@@ -97,8 +94,17 @@ def test_a_seed_gives_the_same_backbone_whatever_the_output_layer_is(
 ) -> None:
     trees = ClassTree.full(N), TREE
     models = [make(backbone, tree, init_range=init_range) for tree in trees]
-    states = [model.backbone.state_dict() for model in models]  # type: ignore[attr-defined]
+    states = [model.backbone.state_dict() for model in models]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize(("hidden", "heads"), [(200, 5), (300, 6), (256, 8), (650, 5), (6, 3)])
+def test_the_default_number_of_heads_fits_the_hidden_size(hidden: int, heads: int) -> None:
+    """A bare configuration (H = 200) and what `lm new` writes (200, 300) had 8 heads: an error."""
+    model = make("transformer", hidden=hidden, heads=None)
+    assert {block.attention.heads for block in model.backbone.blocks} == {heads}
+    values = {"name": "a", "model": {"backbone": "transformer", "hidden": hidden}}
+    assert validate(values | {"train": {"max_steps": 1}}, "a").model.heads is None
 
 
 @BACKBONES
@@ -110,7 +116,7 @@ def test_compiled_loss_and_gradients_equal_eager_ones(
 ) -> None:
     model, (tokens, targets) = make(backbone, **settings), words(N)
     expected, _ = model.loss(tokens, targets)
-    compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
     with dynamo.patch(allow_rnn=True):  # nn.LSTM breaks the graph without
         loss, _ = compiled(tokens, targets)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
@@ -134,7 +140,6 @@ def test_dropout_acts_on_input_vectors_and_on_hidden_vectors(
         assert 0.45 < float(zero.double().mean()) < 0.55
         assert bool((zero == zero[:1]).all()) == variational
         assert not bool((zero == zero[:, :1]).all())  # sequences have masks of their own
-    assert model.embedding is not None
     passed = seen[0] != 0
     torch.testing.assert_close(seen[0][passed], 2 * model.embedding(tokens)[passed])
 
@@ -192,7 +197,5 @@ def test_a_cpu_without_fast_bf16_computes_in_fp32_and_reports_it_once(
 
 def test_an_lstm_trains_under_bf16_autocast_without_avx512() -> None:
     avx2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-    done = subprocess.run(
-        [sys.executable, "-c", BF16_TRAINING], env=os.environ | avx2, capture_output=True, text=True
-    )
+    done = python("-c", BF16_TRAINING, env=os.environ | avx2)
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,6 @@ the folder was synchronized, the state between them; a folder that is deleted an
 import json
 import os
 import random
-import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -177,9 +176,3 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _identity(status: os.stat_result) -> list[Any]:
     return [status.st_ino, stat.S_ISDIR(status.st_mode)]
-
-
-def replace_folder(folder: Path, content: Path) -> None:
-    """Put another folder in the place of one."""
-    shutil.rmtree(folder)
-    content.rename(folder)

@@ -28,7 +28,7 @@ import data_prep.storage
 from lm.model.files import read_description
 from lm.training.batches import Batches
 from lm.training.state import TrainingState
-from tests.training.disk import Disk, Moments, Policy, replace_folder
+from tests.training.disk import Disk, Moments, Policy
 from tests.training.tiny_runs import (
     LAST,
     Work,
@@ -251,7 +251,8 @@ class Histories(RuleBasedStateMachine):
 
     def _restart(self) -> None:
         """Continue with the folder that a crash has left."""
-        replace_folder(self.runs, self.base / "after")
+        shutil.rmtree(self.runs)
+        (self.base / "after").rename(self.runs)
         self._new_disk()
 
     def _new_disk(self) -> None:

@@ -122,18 +122,6 @@ def test_a_checkpoint_of_parameters_of_another_type_is_refused(
     )
 
 
-def test_a_line_of_metrics_that_has_no_figures_is_named(
-    train: Train, tmp_path: Path, failed: Printed
-) -> None:
-    run = train(tmp_path / "run", "--train.max_steps=1")
-    with open(run / "metrics.csv", "ab") as file:
-        file.write(b"1,2,\xff,4,5,6,7,8\n")
-    assert re.fullmatch(
-        rf"{run}/metrics.csv, line 3, is damaged \(.*\): delete it to continue",
-        failed(run, "--train.max_steps=2", "--resume", "auto"),
-    )
-
-
 @pytest.mark.parametrize(("key", "reason"), [("", "log.wandb: online: "), ("short", ".*40.* char")])
 def test_wandb_online_without_a_valid_key_is_refused_before_anything_is_written(
     tmp_path: Path, failed: Printed, monkeypatch: pytest.MonkeyPatch, key: str, reason: str
