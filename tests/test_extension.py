@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ train: {max_steps: 5, batch_size: 4, seq_len: 8, threads: 1}
 """
 OLD = [f"old {number}" for number in range(9)]
 NEW = ["new 1", "new 2"]
+Lines = list[list[str]]
 SHAPES = {
     "tied": ["word_table.tied=true", "model.input_embedding=path_sum"],
     "untied": ["model.input_embedding=path_sum"],
@@ -35,7 +37,7 @@ SHAPES = {
 
 
 @pytest.fixture(autouse=True)
-def sequences(current_folder: None, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def sequences(current_folder: None, monkeypatch: pytest.MonkeyPatch) -> Lines:
     """The items of users, with new ones; `new.csv` has all, `old.csv` lacks the new ones."""
     Path("shop.yaml").write_text(RECIPE)
     monkeypatch.setattr("lm.extension.contexts.LINES", 2)  # some parts have no new item
@@ -44,9 +46,8 @@ def sequences(current_folder: None, monkeypatch: pytest.MonkeyPatch) -> list[lis
     users = [rng.choice(items, size=rng.integers(3, 9)).tolist() for _ in range(30)]
     users[0] = [NEW[0], NEW[0], *OLD]
     for name, left_out in (("new", ()), ("old", NEW)):
-        rows = [
-            f"{u},{item}" for u, line in enumerate(users) for item in line if item not in left_out
-        ]
+        lines = [[item for item in line if item not in left_out] for line in users]
+        rows = [f"{user},{item}" for user, line in enumerate(lines) for item in line]
         Path(f"{name}.csv").write_text("\n".join(["user,item", *rows]) + "\n")
     return users
 
@@ -67,12 +68,7 @@ def class_of(model: LoadedModel, items: list[str]) -> list[int]:
 
 
 def mean_of_class(
-    model: LoadedModel,
-    node: int,
-    training: list[list[str]],
-    table: Tensor,
-    *,
-    by_word: bool = False,
+    model: LoadedModel, node: int, training: Lines, table: Tensor, *, by_word: bool = False
 ) -> Tensor:
     """The mean of the rows of a class's words, weighted by one more than their events."""
     tree = softmax_of(model.model).tree
@@ -83,12 +79,12 @@ def mean_of_class(
 
 
 def gradient(
-    model: LoadedModel, node: int, training: list[list[str]], mean: Tensor, of_new: Tensor
+    model: LoadedModel, node: int, training: Lines, mean: Tensor, of_new: Tensor
 ) -> Tensor:
     """The gradient of the objective in the rows and biases [m, 9] of new items of a class."""
-    layer, of_new = softmax_of(model.model), of_new.clone().requires_grad_()
+    layer: Any = softmax_of(model.model)
+    of_new = of_new.clone().requires_grad_()
     first, num_children = int(layer.tree.first_row[node]), int(layer.tree.num_children[node])
-    assert layer.bias is not None
     table = torch.cat([layer.weight[:, :8], layer.bias[:, None]], dim=1)
     table = torch.cat([table[first : first + num_children - len(of_new)], of_new])
     total = PENALTY / 2 * (of_new[:, :8] - mean).square().sum()
@@ -103,13 +99,13 @@ def gradient(
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_new_items_have_the_likeliest_class_and_rows_and_old_ones_keep_their_ratios(
-    shape: str, sequences: list[list[str]]
+    shape: str, sequences: Lines
 ) -> None:
     before, after = extended(*SHAPES[shape])
     assert [after.id(item) for item in OLD] == [before.id(item) for item in OLD]
     training = [line[:-2] for line in sequences]
-    old, new = softmax_of(before.model), softmax_of(after.model)
-    assert new.bias is not None
+    old: Any = softmax_of(before.model)
+    new: Any = softmax_of(after.model)
     node = old.tree.node_of_row[old.tree.row_of_word]
     for item in NEW:
         score = torch.zeros(3)
@@ -143,16 +139,12 @@ def test_new_items_have_the_likeliest_class_and_rows_and_old_ones_keep_their_rat
 
 
 def test_an_extended_run_is_a_run(
-    printed: Printed,
-    complaint: Printed,
-    sequences: list[list[str]],
-    caplog: pytest.LogCaptureFixture,
+    printed: Printed, complaint: Printed, sequences: Lines, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert main(["train", "shop.yaml", "--no-progress"]) == 0
     before = contents(Path("runs/shop"))
-    assert (
-        printed("extend", "runs/shop", "--name=next", "--data.files.train=new.csv") == "runs/next\n"
-    )
+    extend = ("extend", "runs/shop", "--name=next", "--data.files.train=new.csv")
+    assert printed(*extend) == "runs/next\n"
     assert contents(Path("runs/shop")) == before
     assert "all so far should be in it" not in caplog.text
     header, *rows = Path("new.csv").read_text().splitlines(keepends=True)
@@ -187,7 +179,7 @@ def test_an_extended_run_is_a_run(
     ("limit", "precision"), [("vocab_size=9", "32-true"), ("min_count=12", "64-true")]
 )
 def test_items_outside_the_catalogue_are_no_events_and_all_others_are_counted(
-    limit: str, precision: str, sequences: list[list[str]], caplog: pytest.LogCaptureFixture
+    limit: str, precision: str, sequences: Lines, caplog: pytest.LogCaptureFixture
 ) -> None:
     extended(f"tokenizer.{limit}", f"train.precision={precision}")
     assert "all so far should be in it" not in caplog.text

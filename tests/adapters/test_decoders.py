@@ -22,10 +22,6 @@ def model(lstm_run: Path) -> LoadedModel:
     return lm.load(lstm_run)
 
 
-class Base:
-    """As `CTCDecoderLM` is, for the adapter."""
-
-
 class Node:
     """As `CTCDecoderLMState` is: `child` returns the same object for the same word."""
 
@@ -37,7 +33,7 @@ class Node:
 
 
 def test_hypotheses_of_flashlight_have_the_probabilities_of_the_model(model: LoadedModel) -> None:
-    adapter = flashlight_class(Base, Node)(model, WORDS)
+    adapter = flashlight_class(object, Node)(model, WORDS)
     root = adapter.start(False)
     for hypothesis in HYPOTHESES:
         node, total = root, 0.0

@@ -13,8 +13,6 @@ from lm.output import ClassTree
 from tests.models import log_probs, small_model
 
 PROMPT, EOS = [0, 2], 0
-
-
 TREES = {
     "full": ClassTree.full(4),
     "two_level": ClassTree.two_level([0, 1, 1, 0]),

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -230,18 +231,12 @@ def test_runs_that_record_no_step_say_why(caplog: pytest.LogCaptureFixture) -> N
 def test_pinned_memory_is_written_after_it_was_copied() -> None:
     done: list[str] = []
 
-    class Event:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def synchronize(self) -> None:
-            done.append(f"wait {self.name}")
-
-        def record(self) -> None:
-            done.append(f"copy {self.name}")
+    def event(name: str) -> Any:
+        wait, copy = (partial(done.append, f"{verb} {name}") for verb in ("wait", "copy"))
+        return SimpleNamespace(synchronize=wait, record=copy)
 
     inputs = InputBuffers(2, (3, 4), torch.device("cpu"))
-    pinned = [(torch.zeros_like(inputs.tokens), Event(name)) for name in "ab"]
+    pinned = [(torch.zeros_like(inputs.tokens), event(name)) for name in "ab"]
     inputs._pinned = cast(Any, list(pinned))
     for step, length in enumerate((3, 3, 2)):
         given = [torch.full((length, 4), 10 * step + k) for k in range(2)]

@@ -27,21 +27,6 @@ from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
 
-Two = Callable[..., subprocess.Popen[str]]
-
-
-@pytest.fixture
-def two(arguments: list[str]) -> Two:
-    """`two(*options)`: starts the command that trains `tiny` in `tmp_path / "run"` on two
-    processes, or `devices`.
-    """
-
-    def begin(*options: str, devices: int = 2) -> subprocess.Popen[str]:
-        command = ["-m", "lm", *arguments, *options, f"--train.devices={devices}"]
-        return launched("", *command)[0]
-
-    return begin
-
 
 def launched(launcher: str, *command: str, devices: int = 2) -> list[subprocess.Popen[str]]:
     """The process of Python with arguments, that of torchrun, or those of two tasks of SLURM."""
@@ -290,18 +275,20 @@ def test_one_process_on_each_of_several_machines_is_one_of_several(
     assert strategy._ddp_kwargs["broadcast_buffers"] is False
 
 
-def long_run(two: Two, run: Path, *options: str) -> subprocess.Popen[str]:
+def long_run(arguments: list[str], run: Path, *options: str) -> subprocess.Popen[str]:
     """Two processes of a run, which have trained some steps of very many."""
     many = ["--train.max_steps=100000", "--train.val_every_steps=100000", "--log.every_steps=5"]
-    process = two(*many, *options)
+    (process,) = launched("", "-m", "lm", *arguments, *many, *options, "--train.devices=2")
     while not read_metrics(run / "metrics.csv") and process.poll() is None:
         time.sleep(0.05)
     return process
 
 
-def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(two: Two, tmp_path: Path) -> None:
+def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(
+    arguments: list[str], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    process = long_run(two, run)
+    process = long_run(arguments, run)
     process.send_signal(signal.SIGTERM)
     _, message = finish(process, 143)
     assert "Traceback" not in message
@@ -310,8 +297,10 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(two: Two, tmp_p
     assert progress["batches_done"] == int(step)
 
 
-def test_if_a_process_is_killed_the_run_ends_with_one_line(two: Two, tmp_path: Path) -> None:
-    process = long_run(two, tmp_path / "run", "--train.strategy=shard_output")
+def test_if_a_process_is_killed_the_run_ends_with_one_line(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    process = long_run(arguments, tmp_path / "run", "--train.strategy=shard_output")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
     _, message = finish(process, 2)
