@@ -27,14 +27,9 @@ optim: {{lr: 0.01}}
 train: {{max_steps: 24, batch_size: 4, seq_len: 8, threads: 1}}
 log: {{every_steps: 5}}
 """
-ITEMS = """\
-name: items
-data: {{dir: {folder}, files: {{train: events.csv}}, format: csv, sequences: independent,
-  user_field: user, split: leave_one_out}}
-model: {{hidden: 12, layers: 1}}
-optim: {{lr: 0.01}}
-train: {{max_steps: 30, batch_size: 4, seq_len: 8, threads: 1}}
-"""
+ITEMS = ["--data.files={train: events.csv}", "--data.format=csv", "--data.sequences=independent"]
+ITEMS += ["--data.user_field=user", "--data.split=leave_one_out", "--model.layers=1"]
+ITEMS += ["--model.dropout=0", "--train.max_steps=30", "--no-progress"]
 LETTERS = ["ab b ba", "b aab ab", "", "ba b <unk> ab bé", "b bab abb b ab", "aab abaab"] * 4
 LETTERS += ["abba baa bbab", "abab baab <unk>"]
 OTHER_LETTERS = ["ab baba b", "bbb é <unk> aba", "", "b ab", "日本"]
@@ -54,6 +49,12 @@ def main(arguments: list[str]) -> int:
     from lm.cli import main as command
 
     return command(arguments)
+
+
+def recipes(table: str) -> dict[str, list[str]]:
+    """Options of the command, by name, of lines `name | key=value key=value …`."""
+    rows = (line.split(" | ") for line in table.splitlines())
+    return {name: [f"--{each}" for each in keys.split()] for name, keys in rows}
 
 
 def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -109,7 +110,6 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip GPU tests without a GPU."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 
@@ -139,7 +139,6 @@ def _same_random_numbers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def toy_sentences(seed: int, count: int) -> list[str]:
-    """Sentences of a small grammar."""
     rng = random.Random(seed)
 
     def phrase() -> str:
@@ -251,7 +250,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def items_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def items_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on users who go through 20 items, from a place of their own on."""
     folder = tmp_path_factory.mktemp("items")
     rows = ["user,item,time"]
@@ -263,15 +262,13 @@ def items_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows += ["u61,item 3,1", "u61,rare,2", "u61,item 4,3"]  # the second is in no event of training
     rows += ["u60,item 3,1", "u60,item 4,2", "u60,never seen before,3"]
     (folder / "events.csv").write_text("\n".join(rows))
-    config = folder / "items.yaml"
-    config.write_text(ITEMS.format(folder=folder))
-    assert main(["train", str(config), f"--run_dir={folder / 'run'}", "--no-progress"]) == 0
+    places = [f"--data.dir={folder}", f"--run_dir={folder / 'run'}"]
+    assert main(["train", str(tiny), *places, *ITEMS]) == 0
     return folder / "run"
 
 
 @pytest.fixture
 def current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder is a new one."""
     monkeypatch.chdir(tmp_path)
 
 

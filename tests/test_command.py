@@ -45,8 +45,7 @@ def test_a_command_imports_only_the_libraries_that_it_uses(
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
     given = arguments.replace("RUN", str(lstm_run)).replace("TEXT", str(corpus / "test.txt"))
-    done = python("-c", code, *given.split(), check=True)
-    *printed, imported = done.stdout.splitlines()
+    *printed, imported = python("-c", code, *given.split(), check=True).stdout.splitlines()
     assert set(ast.literal_eval(imported)) == needed
     keys = "model.hidden: int > 0, ≤ 1048576 = 200\n    H: size of the backbone's output"
     assert (keys in "\n".join(printed)) == (arguments == "config")
@@ -166,10 +165,8 @@ def test_the_end_of_a_training_run_names_its_model_and_the_next_command(
     peak = re.fullmatch(r"most memory of the process: ([\d,]+) MB", caplog.messages[-3])
     assert peak
     assert 100 < int(peak[1].replace(",", "")) < 10_000
-    assert caplog.messages[-2:] == [
-        f"{run} has the model of step 6 of 6: no validation split",
-        f"next: lm evaluate {run} --split train",
-    ]
+    trained = f"{run} has the model of step 6 of 6: no validation split"
+    assert caplog.messages[-2:] == [trained, f"next: lm evaluate {run} --split train"]
 
 
 def test_libraries_log_errors_only() -> None:
@@ -207,9 +204,7 @@ def test_a_file_of_the_user_that_hides_a_package_is_named(
             assert last == f"ImportError: {message}"
 
 
-def test_another_checkout_in_the_current_folder_is_not_to_be_renamed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_checkout_here_is_not_to_be_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm, "__file__", "/site-packages/lm/__init__.py")
     with pytest.raises(ImportError, match=f": import lm from {os.getcwd()} too, or leave that fo"):
         lm.check_packages()

@@ -33,8 +33,7 @@ FIELDS = (
 
 
 def make(backbone: str, context: int = 6) -> LanguageModel:
-    tree = ClassTree.two_level(torch.arange(N) % 3)
-    return small_model(tree, backbone, context, dropout=0.3)
+    return small_model(ClassTree.two_level(torch.arange(N) % 3), backbone, context, dropout=0.3)
 
 
 def text(n: int) -> NDArray[np.uint16]:
@@ -45,13 +44,11 @@ def measured(model: LanguageModel, tokens: NDArray[np.uint16], context: int = 6)
     return evaluate(model, tokens, COUNTS, eos_id=EOS, unk_id=UNK, context=context)
 
 
-def by_hand(
-    model: LanguageModel, tokens: NDArray[Any], context: int, eos_id: int = EOS
-) -> list[float]:
+def by_hand(model: LanguageModel, tokens: NDArray[Any], context: int) -> list[float]:
     """The nll of each token by the documented rule: an LSTM sees everything before, a Transformer
     its window, where windows are half a context apart and the last one ends with the text.
     """
-    inputs = np.concatenate([[eos_id], tokens[:-1]]).astype(np.int64)
+    inputs = np.concatenate([[EOS], tokens[:-1]]).astype(np.int64)
     nll = []
     for place in range(len(tokens)):
         begin = 0
@@ -163,9 +160,7 @@ def test_json_has_every_field_and_is_saved_in_the_run(
     assert (values["bits_per_byte"], values["unit"]) == (None, "word")
 
 
-def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words_in_the_table(
-    lstm_run: Path,
-) -> None:
+def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words(lstm_run: Path) -> None:
     opened = TrainedRun(lstm_run, "cpu")
     malayalam = "നിയന്ത്രണം"  # a long word of 30 bytes
     japanese = "猫が犬を見ている。そして"
@@ -175,14 +170,12 @@ def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words_in_the_t
         (row,) = re.findall("per word  +(.*)", result.table("text"))
         expected = f"not printed: the text has a space every {size} bytes, so no words"
         assert (row == expected) == (size > 0)
-        assert (row == f"{result.word_perplexity:.2f}, of {result.words} words + 1 line ends") == (
-            size == 0
-        )
+        expected = f"{result.word_perplexity:.2f}, of {result.words} words + 1 line ends"
+        assert (row == expected) == (size == 0)
         assert "within classes" in result.table("text")
         huge = replace(result, nll_nats=2e3, words=1, word_perplexity=math.inf)
         assert "10^434.3, of 1 words" in huge.table("text") or size
-        full = replace(result, within_class_perplexity=1.0)
-        assert "within classes" not in full.table("text")
+        assert "within classes" not in replace(result, within_class_perplexity=1.0).table("text")
 
 
 def test_figures_that_cannot_be_written_are_printed(
@@ -219,8 +212,7 @@ def test_the_rule_for_line_ends_is_that_of_the_corpus(
     assert without["tokens"] == with_them["tokens"] - 1
     text = corpus / "test.txt"
     for run, split in ((tmp_path / "run", without), (lstm_run, with_them)):
-        of_text = evaluated(run, "--text", text)
-        assert of_text | {"num_steps": split["num_steps"]} == split
+        assert evaluated(run, "--text", text) | {"num_steps": split["num_steps"]} == split
         stream = ["--stream", "--format=json", "--level=summary", "--unit=nats"]
         summary = json.loads(printed("score", run, text, *stream))["summary"]
         assert summary["tokens"] == split["tokens"]

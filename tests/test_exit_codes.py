@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from data_prep.storage import locked
 from lm.cli import main
 from lm.training.metrics import Metrics
 from tests.bad_files import BAD_FILES
-from tests.bad_inputs import BAD_INPUTS, FILES, WRONG_VALUES
+from tests.bad_inputs import ARPA, BAD_INPUTS, FILES, WRONG_VALUES
 from tests.conftest import Printed, Train, contents
+from tests.scoring.arpa_files import write
 
 
 @pytest.fixture
@@ -28,16 +30,9 @@ def code_of(copied_run: Path) -> Callable[..., int]:
     return lambda *more: main(["train", str(copied_run), *options, *more])
 
 
-def fail(error: Exception) -> Callable[..., Any]:
-    def raises(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return raises
-
-
 METRICS = (",".join(field.name for field in fields(Metrics)) + "\n1,2,\xff,4\n").encode("latin-1")
 NAN = torch.tensor(float("nan"))
-NO_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes")
+NO_MEMORY = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"))
 
 
 @pytest.fixture
@@ -71,6 +66,7 @@ def problem(
     places["lower"] = "--tokenizer.lowercase=true"
     places["data"] = f"--data.prepared_dir={prepared_dir}"
     Path("empty").mkdir()
+    write(Path("arpa.txt"), ARPA, 2)
     for name, content in FILES.items():
         Path(names[name]).write_bytes(content)
 
@@ -102,9 +98,7 @@ def test_bad_inputs_end_with_one_line_that_names_them_and_change_nothing(
     problem: Printed, lstm_run: Path
 ) -> None:
     before = contents(lstm_run)
-    rows = [
-        f"2 | train {{tiny}} {each} | {each[2:].split('=')[0]}" for each in WRONG_VALUES.split()
-    ]
+    rows = [f"2 | train {{tiny}} {key} | {key[2:].split('=')[0]}" for key in WRONG_VALUES.split()]
     rows += BAD_INPUTS.splitlines()
     assert "".join(problem(*row.split(" | ")) for row in rows) == ""
     assert contents(lstm_run) == before
@@ -148,7 +142,7 @@ def test_bad_files_end_with_one_line_that_says_what_is_wrong_in_them(problem: Pr
         (3, "--train.max_steps=26", "metrics.csv", METRICS, "metrics.csv, line 2, is damaged"),
         (4, "--train.max_steps=26", "checkpoints/*.ckpt", b"step\n1\n", ".ckpt"),
         (5, "--optim.lr=0.01", "lm.training.loop.clip_gradients", lambda *_: NAN, "step 25"),
-        (7, "--train.batch_size=4", "lm.training.loop.update", fail(NO_MEMORY), "out of memory"),
+        (7, "--train.batch_size=4", "lm.training.loop.update", NO_MEMORY, "out of memory"),
         (7, "--train.max_steps=26", "lm.run.Run.available_bytes", 1000, ""),
     ],
 )
@@ -191,6 +185,7 @@ def test_busy_folders(copied_run: Path, code_of: Callable[..., int]) -> None:
 def test_mistakes_of_the_program_have_a_traceback(
     code_of: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lm.training.loop.update", fail(RuntimeError("a mistake")))
+    mistake = Mock(side_effect=RuntimeError("a mistake"))
+    monkeypatch.setattr("lm.training.loop.update", mistake)
     with pytest.raises(RuntimeError, match=r"^a mistake$"):
         code_of()

@@ -81,18 +81,15 @@ def test_an_export_is_computed_where_this_package_is_absent(
         out = python("-c", program, input="\n".join(lines), cwd=folder, check=True).stdout
         np.testing.assert_allclose(np.array(out.split(), float), expected, atol=error)
         files = json.loads((folder / "manifest.json").read_text())["files"]
-        assert files == {
-            path.name: sha256_file(path) for path in folder.iterdir() if path.name in files
-        }
+        sums = {path.name: sha256_file(path) for path in folder.iterdir() if path.name in files}
+        assert files == sums
         assert {"score.py", "model.safetensors", "model.json", "README.md"} < files.keys()
         weights = load_file(folder / "model.safetensors").values()
         sizes.append(sum(value.nbytes for value in weights if value.is_floating_point()))
     assert sizes[1] * 2 == sizes[0]
 
 
-def test_items_outside_the_catalogue_are_left_out(
-    letters: Train, tmp_path: Path, printed: Printed
-) -> None:
+def test_unknown_items_are_left_out(letters: Train, tmp_path: Path, printed: Printed) -> None:
     run = letters("items", "--data.sequences=independent", "--data.predict_eos=true")
     printed("export", run, tmp_path / "export")
     (score,) = lm.load(run).score(["ab x b aab"])
@@ -109,10 +106,8 @@ def test_onnx_files_have_the_probabilities_of_the_model(
     onnxruntime = pytest.importorskip("onnxruntime")
     run = letters("onnx", *KINDS[kind])
     printed("export", run, tmp_path / "export", "--onnx", "--int8")
-    model, files = (
-        lm.load(run),
-        json.loads((tmp_path / "export/manifest.json").read_text())["files"],
-    )
+    files = json.loads((tmp_path / "export/manifest.json").read_text())["files"]
+    model = lm.load(run)
 
     def session(name: str) -> Any:
         assert files[name] == sha256_file(tmp_path / "export" / name)
@@ -134,12 +129,10 @@ def test_onnx_files_have_the_probabilities_of_the_model(
     step, state = session("step.onnx"), model.start()
     meta = step.get_modelmeta().custom_metadata_map
     assert int(meta["sos_id"]) == model.eos_id
-    shape = (int(meta["num_layers"]), 2, int(meta["hidden_size"]))
-    h = c = np.zeros(shape, np.float32)
+    h = c = np.zeros((int(meta["num_layers"]), 2, int(meta["hidden_size"])), np.float32)
     for id in [model.eos_id, *ids[0]]:
         names = ["log_softmax", "next_h0", "next_c0"]
-        both = np.full((2, 1), id)
-        log_softmax, h, c = step.run(names, {"x": both, "h0": h, "c0": c})
+        log_softmax, h, c = step.run(names, {"x": np.full((2, 1), id), "h0": h, "c0": c})
         state = model.start() if id == model.eos_id else model.step(state, id).state
         for row in log_softmax[:, 0]:
             np.testing.assert_allclose(row, model.log_prob(state), atol=1e-4)
@@ -164,5 +157,4 @@ def test_a_transformer_is_one_of_transformers(
         torch.testing.assert_close(log_prob[t], expected, rtol=1e-4, atol=1e-5)
     found = own.generate(words, max_new_tokens=1, do_sample=False)[0, -1]
     assert int(found) == int(expected.argmax())
-    loaded_tokenizer = (tmp_path / "hf" / "vocab.txt").read_bytes()
-    assert loaded_tokenizer == (run / "vocab.txt").read_bytes()
+    assert (tmp_path / "hf" / "vocab.txt").read_bytes() == (run / "vocab.txt").read_bytes()

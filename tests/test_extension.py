@@ -14,7 +14,7 @@ import lm
 from lm.cli import main
 from lm.extension.rows import PENALTY
 from lm.loaded import LoadedModel
-from tests.conftest import Printed, contents
+from tests.conftest import Printed, contents, recipes
 from tests.models import softmax_of
 
 RECIPE = """\
@@ -29,11 +29,11 @@ train: {max_steps: 5, batch_size: 4, seq_len: 8, threads: 1}
 OLD = [f"old {number}" for number in range(9)]
 NEW = ["new 1", "new 2"]
 Lines = list[list[str]]
-SHAPES = {
-    "tied": ["word_table.tied=true", "model.input_embedding=path_sum"],
-    "untied": ["model.input_embedding=path_sum"],
-    "words": ["model.embedding=5"],
-}
+SHAPES = recipes("""\
+tied | word_table.tied=true model.input_embedding=path_sum
+untied | model.input_embedding=path_sum
+words | model.embedding=5
+""")
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +53,7 @@ def sequences(current_folder: None, monkeypatch: pytest.MonkeyPatch) -> Lines:
 
 
 def extended(*options: str) -> tuple[LoadedModel, LoadedModel]:
-    """A run and its extension."""
-    assert main(["train", "shop.yaml", "--no-progress", *(f"--{each}" for each in options)]) == 0
+    assert main(["train", "shop.yaml", "--no-progress", *options]) == 0
     assert main(["extend", "runs/shop", "--run_dir=both", "--data.files.train=new.csv"]) == 0
     models = lm.load("runs/shop", threads=1), lm.load("both", threads=1)
     for model in models:
@@ -78,9 +77,7 @@ def mean_of_class(
     return weights @ table[ids if by_word else tree.row_of_word[ids]] / weights.sum()
 
 
-def gradient(
-    model: LoadedModel, node: int, training: Lines, mean: Tensor, of_new: Tensor
-) -> Tensor:
+def gradient(model: LoadedModel, node: int, lines: Lines, mean: Tensor, of_new: Tensor) -> Tensor:
     """The gradient of the objective in the rows and biases [m, 9] of new items of a class."""
     layer: Any = softmax_of(model.model)
     of_new = of_new.clone().requires_grad_()
@@ -88,7 +85,7 @@ def gradient(
     table = torch.cat([layer.weight[:, :8], layer.bias[:, None]], dim=1)
     table = torch.cat([table[first : first + num_children - len(of_new)], of_new])
     total = PENALTY / 2 * (of_new[:, :8] - mean).square().sum()
-    for line in training:
+    for line in lines:
         for place, item in enumerate(line):
             if class_of(model, [item]) == [node]:
                 hidden = torch.cat([model.start(line[:place]).hidden, torch.ones(1)])
@@ -181,7 +178,7 @@ def test_an_extended_run_is_a_run(
 def test_items_outside_the_catalogue_are_no_events_and_all_others_are_counted(
     limit: str, precision: str, sequences: Lines, caplog: pytest.LogCaptureFixture
 ) -> None:
-    extended(f"tokenizer.{limit}", f"train.precision={precision}")
+    extended(f"--tokenizer.{limit}", f"--train.precision={precision}")
     assert "all so far should be in it" not in caplog.text
     counts = Counter(item for line in sequences for item in line[:-2])
     rows = [line.split("\t") for line in Path("both/vocab.txt").read_text().splitlines()]

@@ -115,13 +115,10 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 
 
 def table(path: Path, field: str | None = None) -> object:
-    """The text of a table."""
     return list(find_text(path, field).lines())
 
 
 def text_readers(folder: Path) -> Iterator[tuple[str, Reader]]:
-    """Readers of text files."""
-
     def tree(path: Path) -> object:
         with suppress(ValueError):  # which names the file where the command reads it
             return ClassTree.from_file(path, WORDS)

@@ -69,10 +69,8 @@ def test_the_example_of_training_on_your_own_text_and_all_commands_run(
     assert [verb for verb, *_ in items] == ["new", "train"]
     events = [{"user": n % 9, "item": n % 12, "time": n} for n in range(120)]
     write_table(Path("events.parquet"), events)
-    new_item = [
-        {"user": n, "item": 12, "time": 200 + place} for n in range(9) for place in range(4)
-    ]
-    write_table(Path("newer.parquet"), events + new_item)
+    later = [{"user": n, "item": 12, "time": 200 + place} for n in range(9) for place in range(4)]
+    write_table(Path("newer.parquet"), events + later)
     Path("names.txt").write_text("the zebra sees a gnu\n")
     Path("list.nbest").write_text("a-1 the cat\na-2 a cat\n")
     of_text, of_items = tabled("text"), tabled("items")
@@ -80,10 +78,7 @@ def test_the_example_of_training_on_your_own_text_and_all_commands_run(
     assert len(of_items) >= 3
     of_items = [[verb, run.replace("RUN", "runs/shop"), *rest] for verb, run, *rest in of_items]
     for verb, *arguments in example + items + of_text + of_items:
-        values = [
-            VALUES.get(argument, argument.replace("TABLE", "newer.parquet"))
-            for argument in arguments
-        ]
+        values = [VALUES.get(each, each.replace("TABLE", "newer.parquet")) for each in arguments]
         assert main([verb, *values, *SMALL.get(verb, [])]) == 0, verb
     assert "tokens predicted" in capsys.readouterr().out
     names: dict[str, object] = {}
@@ -116,8 +111,7 @@ def test_the_examples_of_the_layer_run(block: str, tmp_path: Path) -> None:
         nll = -log_prob[:, :-1].gather(2, words[:, 1:, None]).mean()
         torch.testing.assert_close(model(words, labels=words).loss, nll)
         model.save_pretrained(tmp_path)
-        loaded = type(model).from_pretrained(tmp_path)
-        assert torch.equal(loaded(words).logits, log_prob)
+        assert torch.equal(type(model).from_pretrained(tmp_path)(words).logits, log_prob)
         found = model.generate(words[:, :9], max_new_tokens=1, do_sample=False)
         assert torch.equal(found[:, 9], log_prob[:, 8].argmax(-1))
 

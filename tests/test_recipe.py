@@ -23,6 +23,7 @@ from lm.run import Run
 from tests.conftest import Printed, toy_sentences
 from tests.data_prep.conftest import write_table
 
+Backbone = Literal["lstm", "transformer"]
 pytestmark = pytest.mark.usefixtures("current_folder")
 
 
@@ -32,13 +33,10 @@ def new(text: str, *options: str) -> Config:
     return load_config("my.yaml")
 
 
-@pytest.mark.parametrize(
-    "text", ["word", "the quick brown fox jumps over the lazy dog\n", "a\na\n"]
-)
+@pytest.mark.parametrize("text", ["word", "the quick brown fox jumps over a lazy dog\n", "a\na\n"])
 def test_the_shortest_texts_train(text: str, printed: Printed) -> None:
     Path("my.txt").write_text(text)
-    summary = printed("new", "my.yaml", "--text=my.txt")
-    assert "fewer than 20 lines: no valid and no test" in summary
+    assert "fewer than 20 lines: no valid and no test" in printed("new", "my.yaml", "--text=my.txt")
     files = load_config("my.yaml").data.files
     assert (files.train, files.valid) == ("my.txt", None)
     assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=60"]) == 0
@@ -71,8 +69,7 @@ def test_a_recipe_with_splits_trains_and_is_better_than_the_unigram_model(printe
 
 def test_given_splits_are_used_as_they_are() -> None:
     Path("valid.txt").write_text("the cat\n")
-    config = new("the dog\n" * 60, "--valid=valid.txt")
-    files = config.data.files
+    files = new("the dog\n" * 60, "--valid=valid.txt").data.files
     assert (files.train, files.valid) == ("runs/my/text/train.txt", "valid.txt")
     assert files.test == "runs/my/text/test.txt"
     assert Path("runs/my/text/test.txt").read_text() == "the dog\n" * 3
@@ -96,10 +93,7 @@ def test_the_text_of_a_column_is_copied(given: bool) -> None:
     written = "".join(texts[:1] if given else texts).splitlines()
     assert sorted(written) == sorted([f"line {i}" for i in range(40)] + ["the cat"] * 40)
     if not given:
-        assert texts[1:] == [
-            "line 9\nthe cat\nline 29\nthe cat\n",
-            "line 19\nthe cat\nline 39\nthe cat\n",
-        ]
+        assert texts[1:] == [f"line {n}\nthe cat\nline {n + 20}\nthe cat\n" for n in (9, 19)]
     assert main(["prepare", "null.yaml", "--no-progress"]) == 0
 
 
@@ -229,9 +223,7 @@ def test_the_vocabulary_announced_is_that_of_the_prepared_data(
     assert float(share) == round(100 * counts[prepared.unk_id] / counts.sum(), 1) > 0.5
 
 
-def fitted(
-    num_tokens: int, num_words: int, backbone: Literal["lstm", "transformer"] = "lstm"
-) -> Config:
+def fitted(num_tokens: int, num_words: int, backbone: Backbone = "lstm") -> Config:
     sizes = num_tokens, num_words, "kind: words"
     content, line = fit(Path("my.yaml"), {"train": Path("a")}, *sizes, backbone)
     config = validate(yaml.safe_load(content), "")
@@ -256,9 +248,7 @@ def test_words_of_an_lstm_have_pieces_from_20_000_tokens_on() -> None:
 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 @pytest.mark.parametrize("tokens", [1, 300, 20_000, 200_000, 5_000_000, 40_000_000, 10**10])
-def test_every_size_has_valid_settings(
-    tokens: int, backbone: Literal["lstm", "transformer"]
-) -> None:
+def test_every_size_has_valid_settings(tokens: int, backbone: Backbone) -> None:
     words = min(MAX_WORDS, 1 + tokens // 4)
     config = fitted(tokens, words, backbone)
     assert config.classes.clustered_words == (60_000 if words > 60_000 else None)
@@ -277,7 +267,7 @@ def test_every_size_has_valid_settings(
 @pytest.mark.parametrize("tokens", [2_000, 200_000, 40_000_000])
 @pytest.mark.parametrize("tree", ["adaptive", "full"])
 def test_another_tree_works_once_the_keys_of_the_message_are_set(
-    tree: str, tokens: int, backbone: Literal["lstm", "transformer"]
+    tree: str, tokens: int, backbone: Backbone
 ) -> None:
     content, _ = fit(Path("my.yaml"), {"train": Path("a")}, tokens, 1000, "kind: words", backbone)
     for other in ("input_embedding", "input_tree"):  # the message names two ways

@@ -20,47 +20,35 @@ from lm.training.metrics import read_metrics
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("**/*.yaml"))
 Evaluated = Callable[[Path], float]
+SMALL = """\
+data.hub=null data.hub_config=null data.format=text data.prepared_dir=null data.user_field=null
+data.split=files classes.num_word_classes=null classes.max_words=null model.hidden=16
+model.feedforward=null train.max_steps=2 train.max_epochs=null train.batch_size=4 train.seq_len=8
+train.accelerator=cpu train.devices=1 train.strategy=auto train.val_every_steps=null train.threads=1
+log.wandb=disabled
+"""
 
 
 def small(config: Config, corpus: Path) -> list[str]:
     """Overrides that fit a recipe to the tiny corpus and to a CPU."""
     embedding = 12 if config.model.embedding and not config.word_table.tied else None
     num_pieces = 34 + (256 if config.tokenizer.byte_fallback else 0)
-    changes = {
-        "data.hub": None,
-        "data.hub_config": None,
-        "data.format": "text",
-        "data.prepared_dir": None,
-        "data.user_field": None,
-        "data.split": "files",
+    changes: dict[str, Any] = {
         "data.files": {split: str(corpus / f"{split}.txt") for split in ("train", "valid", "test")},
         "tokenizer.vocab_size": num_pieces if config.tokenizer.kind == "sentencepiece" else None,
-        "classes.num_word_classes": None,
-        "classes.max_words": None,
         "classes.dimensions": 8 if config.classes.method in ("exchange", "embedding") else 100,
         "classes.shortlist": min(config.classes.shortlist, 3),
-        "model.hidden": 16,
         "model.embedding": embedding,
         "model.layers": min(config.model.layers, 2),
         "model.heads": config.model.heads and 2,
-        "model.feedforward": None,
-        "train.max_steps": 2,
-        "train.max_epochs": None,
-        "train.batch_size": 4,
-        "train.seq_len": 8,
         "train.accumulate": min(config.train.accumulate, 2),
-        "train.accelerator": "cpu",
-        "train.devices": 1,
-        "train.strategy": "auto",
-        "train.val_every_steps": None,
-        "train.threads": 1,
-        "log.wandb": "disabled",
     }
     if config.classes.method == "file":
         changes |= {"classes.method": "uniform", "classes.file": None}
     if config.train.precision == "16-mixed":
         changes["train.precision"] = "bf16-mixed"
-    return [f"--{key}={json.dumps(value)}" for key, value in changes.items()]
+    options = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    return [f"--{each}" for each in [*SMALL.split(), *options]]
 
 
 @pytest.fixture
@@ -144,9 +132,7 @@ def test_the_tree_is_the_one_that_its_options_name(tiny: Path, prepared_dir: Pat
             assert torch.equal(found.state_dict()[array], value), (name, options, array)
 
 
-def test_the_shortlist_has_the_most_frequent_pieces_whatever_their_ids(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_the_shortlist_has_the_most_frequent_pieces_of_any_ids(tiny: Path, tmp_path: Path) -> None:
     tokenizer = "--tokenizer={kind: sentencepiece, vocab_size: 34}"
     options = ["--classes.shortlist=5", "--train.max_steps=1", f"--run_dir={tmp_path}"]
     assert main(["train", str(tiny), "--no-progress", tokenizer, *options]) == 0

@@ -80,7 +80,6 @@ def requests(*arguments: tuple[Any, ...]) -> list[SimpleNamespace]:
 
 
 def check(adapter: Any, run: Path) -> None:
-    """The three methods have the figures of the model."""
     model = lm.load(run, open_vocabulary=True)
     scores = model.continuation_log_prob(PAIRS)
     assert adapter.loglikelihood(requests(*PAIRS)) == [tuple(score[:2]) for score in scores]

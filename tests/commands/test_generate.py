@@ -82,9 +82,8 @@ def test_samples_differ_and_json_equals_the_printed_text(run: Path, printed: Pri
     for sample in values["samples"]:
         assert len(sample.split()) + sample.count("\n") == 20
     texts = [f"the cat{sample}\n" for sample in values["samples"]]
-    assert printed(run, *options) == "".join(
-        text + "---\n" * (text.count("\n") > 1) for text in texts
-    )
+    expected = [text + "---\n" * (text.count("\n") > 1) for text in texts]
+    assert printed(run, *options) == "".join(expected)
     assert any(text.count("\n") > 1 for text in texts)
     (sample,) = json.loads(printed(run, *options, "--samples=1", "--json"))["samples"]
     assert printed(run, *options, "--samples=1") == f"the cat{sample}\n"
@@ -151,18 +150,12 @@ def test_a_prompt_is_answered_before_the_next_one_is_read(
 def test_unknown_words_of_prompts_are_reported(
     lstm_run: Path, caplog: pytest.LogCaptureFixture, printed: Printed
 ) -> None:
-    printed(lstm_run, "--tokens=1", "--prompt", "the qwerty sees <unk> a unicorn qwerty")
-    assert [record.getMessage() for record in caplog.records] == [
-        "unknown words of the prompt, read as <unk>: qwerty, unicorn"
-    ]
-    caplog.clear()
-    many = " ".join(f"x{number}" for number in range(13))
-    printed(lstm_run, "--tokens=1", "--prompt", many)
-    (record,) = caplog.records
-    assert record.getMessage().endswith("x8, x9 and 3 more")
-    caplog.clear()
-    printed(lstm_run, "--tokens=1", "--prompt", "the cat")
-    assert caplog.records == []
+    many, known = " ".join(f"x{number}" for number in range(13)), "the cat"
+    for prompt in ("the qwerty sees <unk> a unicorn qwerty", many, known):
+        printed(lstm_run, "--tokens=1", "--prompt", prompt)
+    few, shortened = caplog.messages
+    assert few == "unknown words of the prompt, read as <unk>: qwerty, unicorn"
+    assert shortened.endswith("x8, x9 and 3 more")
 
 
 def test_best_beam_is_printed_and_its_samples_are_in_order(run: Path, printed: Printed) -> None:

@@ -204,10 +204,8 @@ def test_unknown_pieces_have_all_of_p_unk(
 ) -> None:
     rows, values = rescored(pieces_run, unknown, "--lm-weight=1", "--all")
     texts, scores = zip(*lm_column(rows).items(), strict=True)
-    expected = [
-        score.log_prob.sum() for score in Scorer.of(TrainedRun(pieces_run)).sentences(texts)
-    ]
-    assert scores == pytest.approx(expected, rel=1e-5)
+    found = Scorer.of(TrainedRun(pieces_run)).sentences(texts)
+    assert scores == pytest.approx([each.log_prob.sum() for each in found], rel=1e-5)
     assert (values["unknown"][0]["vocabulary_size"], values["unknown"][0]["types"]) == (None, None)
     assert f"{pieces_run}: each unknown piece has P(<unk>)" in caplog.messages
 
@@ -217,8 +215,7 @@ def test_unknown_words_of_references_and_of_first_and_chosen_hypotheses_are_coun
 ) -> None:
     references = tmp_path / "references"
     references.write_text("b the dog\na the zebra sees a gnu\n")
-    options = ["--lm-weight=1", "--references", references]
-    rows, values = rescored(lstm_run, unknown, *options)
+    rows, values = rescored(lstm_run, unknown, "--lm-weight=1", "--references", references)
     assert rows == ["a\tthe cat sees a zebra", "b\tthe dog"]
     counts = {"references": 2, "hypotheses": 4, "first": 3, "chosen": 1, "types": 3}
     assert counts.items() <= values["unknown"][0].items()
@@ -249,10 +246,8 @@ def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
         for text, value in lm_column(rows).items():
             (score,) = scorer.sentences([text])
             (arpa,) = ArpaScores(ArpaModel(path))([text])
-            arpa -= [
-                0.0 if word in ("the", "cat", "zebra", "</s>") else math.log(expected_size - 4)
-                for word in [*text.split(), "</s>"]
-            ]
+            is_known = [word in ("the", "cat", "zebra", "</s>") for word in [*text.split(), "</s>"]]
+            arpa -= np.where(is_known, 0.0, math.log(expected_size - 4))
             unseen = expected_size - (size - 1)
             ours = np.exp(score.log_prob) / np.where(score.is_oov, unseen, 1)
             expected = np.log(0.3 * ours + 0.7 * np.exp(arpa)).sum()

@@ -42,9 +42,7 @@ def test_a_perplexity_beyond_a_float_is_infinite_and_in_json_null(
     assert (summary["perplexity"], summary["log_prob"] < -2000) == (None, True)
 
 
-def test_the_layout_is_that_of_kenlm_and_its_figures_add_up(
-    lstm_run: Path, printed: Printed
-) -> None:
+def test_the_layout_is_that_of_kenlm_and_figures_add_up(lstm_run: Path, printed: Printed) -> None:
     *sentences, including, excluding, oov, tokens = printed(lstm_run, LINES, "--level=word")
     total = oov_total = 0.0
     for line, row in zip(LINES, sentences, strict=True):
@@ -57,12 +55,8 @@ def test_the_layout_is_that_of_kenlm_and_its_figures_add_up(
         total += float(match[1])
         oov_total += sum(float(unit[3]) for unit in units if unit[1] == "0")
     values = [row.split("\t") for row in (including, excluding, oov, tokens)]
-    assert [name for name, _ in values] == [
-        "Perplexity including OOVs:",
-        "Perplexity excluding OOVs:",
-        "OOVs:",
-        "Tokens:",
-    ]
+    names = ["Perplexity including OOVs:", "Perplexity excluding OOVs:", "OOVs:", "Tokens:"]
+    assert [name for name, _ in values] == names
     assert float(values[0][1]) == pytest.approx(10 ** (-total / 11), rel=1e-5)
     assert float(values[1][1]) == pytest.approx(10 ** (-(total - oov_total) / 10), rel=1e-5)
     assert (values[2][1], values[3][1]) == ("1", "11")
@@ -112,8 +106,7 @@ def test_units_layouts_and_ids_agree(lstm_run: Path, printed: Printed) -> None:
         _, *words = printed(lstm_run, with_ids, *options, "--format=tsv", option)
         cells = [row.split("\t") for row in words]
         assert all(float(row[4]) > 0 for row in cells)
-        ranks = {row[8] for row in cells if row[5] == "1"}
-        assert ("" in ranks) == (option == "--open-vocabulary")
+        assert ("" in {row[8] for row in cells if row[5] == "1"}) == (option == "--open-vocabulary")
     for total, sentence in zip(totals, sentences, strict=True):
         assert sentence["log_prob"] == pytest.approx(total * math.log(10), rel=1e-6)
 

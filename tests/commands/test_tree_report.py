@@ -47,11 +47,8 @@ def test_figures_are_sums_over_the_paths_of_tokens(shape: str) -> None:
     report = tree_report(tree, counts, num_nodes=10**6, num_top_words=2)
     share = counts.double() / counts.sum()
     paths = [[node for node, _ in tree.path(word)] for word in range(23)]
-    columns = [int(tree.num_children[path].sum()) for path in paths]
-    for name, of_words in (
-        ("visits_per_token", [len(path) for path in paths]),
-        ("columns_per_token", columns),
-    ):
+    visits, columns = [*map(len, paths)], [int(tree.num_children[path].sum()) for path in paths]
+    for name, of_words in (("visits_per_token", visits), ("columns_per_token", columns)):
         expected = float(share @ torch.tensor(of_words).double())
         found = [report[name], sum(level[name] for level in report["levels"])]
         assert found == pytest.approx([expected, expected])

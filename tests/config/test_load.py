@@ -126,10 +126,8 @@ def test_numbers_off_aliases_and_merge_keys_are_read_as_yaml_has_them(load: Load
 def test_differences_name_the_keys_and_both_values() -> None:
     old = validate({"name": "a", "train": {"max_steps": 1}}, "old")
     changes = {"name": "a", "train": {"max_steps": 1}, "model": {"hidden": 8, "dropout": 0.5}}
-    assert differences(old, validate(changes, "new")) == {
-        "model.dropout": (0.0, 0.5),
-        "model.hidden": (200, 8),
-    }
+    expected = {"model.dropout": (0.0, 0.5), "model.hidden": (200, 8)}
+    assert differences(old, validate(changes, "new")) == expected
     assert differences(old, old) == {}
 
 
@@ -140,5 +138,4 @@ def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
 
 def test_deleted_keys_with_their_former_defaults_are_passed_over(load: Load) -> None:
     """The folders of runs contain all keys, those of earlier versions too."""
-    old = MINIMAL + "classes: {column_cost: 0.0}\noutput: {bias: true}\n"
-    assert load(old) == load(MINIMAL)
+    assert load(MINIMAL + "classes: {column_cost: 0.0}\noutput: {bias: true}\n") == load(MINIMAL)

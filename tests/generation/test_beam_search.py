@@ -21,7 +21,6 @@ TREES = {
 
 
 def log_prob(model: LanguageModel, tokens: list[int]) -> float:
-    """Log-probability of a continuation of the prompt."""
     each = log_probs(model, [*PROMPT, *tokens[:-1]])[len(PROMPT) - 1 :]
     return float(each[range(len(tokens)), tokens].sum())
 
@@ -40,14 +39,11 @@ def all_continuations(model: LanguageModel, num_tokens: int, penalty: float) -> 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 3.0])
-def test_a_wide_beam_finds_what_exhaustive_search_finds(
-    tree: str, backbone: str, penalty: float
-) -> None:
+def test_a_wide_beam_equals_exhaustive_search(tree: str, backbone: str, penalty: float) -> None:
     model = small_model(TREES[tree], backbone)
     expected = all_continuations(model, 4, penalty)
-    found = beam_search(
-        model, PROMPT, num_tokens=4, num_beams=200, length_penalty=penalty, eos_id=EOS
-    )
+    sizes: Any = {"num_tokens": 4, "num_beams": 200}
+    found = beam_search(model, PROMPT, length_penalty=penalty, eos_id=EOS, **sizes)
     assert len(found) == len(expected) == 1 + 3 + 9 + 27 * 4
     for actual, best in zip(found, expected, strict=True):
         assert actual.tokens == best.tokens

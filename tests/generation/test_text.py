@@ -61,14 +61,12 @@ def test_a_sample_depends_on_its_number_and_not_on_the_others(
 
 
 @pytest.mark.parametrize("penalty", [1.0, 2.5])
-def test_frequencies_of_continuations_match_the_product_of_stated_distributions(
+def test_frequencies_of_continuations_match_products_of_stated_distributions(
     penalty: float,
 ) -> None:
     """The penalty applies to the words of the prompt and those drawn, but not to `<eos>`, 3."""
-    model, tokenizer = (
-        small_model(ClassTree.huffman([5, 3, 1, 1])),
-        WordTokenizer(["<unk>", "a", "b", "<eos>"]),
-    )
+    model = small_model(ClassTree.huffman([5, 3, 1, 1]))
+    tokenizer = WordTokenizer(["<unk>", "a", "b", "<eos>"])
     options: dict[str, Any] = {"sampling": Sampling(repetition_penalty=penalty)}
     options |= {"num_tokens": 3, "num_samples": 20_000}
     (samples,) = generate_text(model, tokenizer, ["a"], **options)
@@ -78,8 +76,7 @@ def test_frequencies_of_continuations_match_the_product_of_stated_distributions(
         log_prob = log_probs(model, [*prompt, *words[:-1]])[1:]
         total = 0.0
         for step, word in enumerate(words):
-            known = sorted({*prompt, *words[:step]} - {3})
-            log_prob[step, known] *= penalty
+            log_prob[step, sorted({*prompt, *words[:step]} - {3})] *= penalty
             total += float(log_prob[step].log_softmax(0)[word])
         probs.append(total)
     expected = 20_000 * torch.tensor(probs, dtype=torch.float64).exp()

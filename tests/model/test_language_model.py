@@ -92,8 +92,7 @@ def test_init_range_bounds_embedding_pieces_and_output(backbone: str) -> None:
 def test_a_seed_gives_the_same_backbone_whatever_the_output_layer_is(
     backbone: str, init_range: float | None
 ) -> None:
-    trees = ClassTree.full(N), TREE
-    models = [make(backbone, tree, init_range=init_range) for tree in trees]
+    models = [make(backbone, tree, init_range=init_range) for tree in (ClassTree.full(N), TREE)]
     states = [model.backbone.state_dict() for model in models]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
@@ -111,26 +110,21 @@ def test_the_default_number_of_heads_fits_the_hidden_size(hidden: int, heads: in
 @pytest.mark.parametrize(
     "settings", [{"input_pieces": 8}, {"input_embedding": "path_sum"}], ids=["pieces", "path_sum"]
 )
-def test_compiled_loss_and_gradients_equal_eager_ones(
-    backbone: str, settings: dict[str, Any]
-) -> None:
+def test_compiled_loss_and_gradients_equal_eager_ones(backbone: str, settings: Any) -> None:
     model, (tokens, targets) = make(backbone, **settings), words(N)
     expected, _ = model.loss(tokens, targets)
     compiled: Any = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
     with dynamo.patch(allow_rnn=True):  # nn.LSTM breaks the graph without
         loss, _ = compiled(tokens, targets)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(
-        gradients(model, loss), gradients(model, expected), rtol=1e-9, atol=1e-13
-    )
+    found, truth = (gradients(model, each) for each in (loss, expected))
+    torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize(
     ("backbone", "variational"), [("lstm", False), ("lstm", True), ("transformer", False)]
 )
-def test_dropout_acts_on_input_vectors_and_on_hidden_vectors(
-    backbone: str, variational: bool
-) -> None:
+def test_dropout_acts_on_input_and_on_hidden_vectors(backbone: str, variational: bool) -> None:
     model = make(backbone, dropout=0.5, dropout_variational=variational).train()
     seen = read_by_backbone(model)
     tokens = torch.randint(N, (1, 200)).expand(T, 200)  # the same word T times, in 200 sequences

@@ -36,8 +36,7 @@ def test_the_loss_is_that_of_its_definition() -> None:
     layer, (hidden, target) = make(), inputs()
     share = (1 + COUNTS.double()) / (1 + COUNTS.double()).sum()
     torch.manual_seed(5)
-    drawn = torch.rand(S, dtype=torch.float64)
-    sample = [int((share.cumsum(0) < place).sum()) for place in drawn]
+    sample = [int((share.cumsum(0) < place).sum()) for place in torch.rand(S, dtype=torch.float64)]
     logits = F.linear(hidden, layer.weight[:, :H], layer.bias)
     corrected = logits - (S * share).log()
     expected = []
@@ -50,9 +49,8 @@ def test_the_loss_is_that_of_its_definition() -> None:
     assert nll[3] == 0
     torch.testing.assert_close(nll[target >= 0], torch.stack(expected), rtol=1e-5, atol=1e-5)
     torch.manual_seed(5)
-    torch.testing.assert_close(
-        layer.loss(hidden, target), torch.stack(expected).mean(), rtol=1e-5, atol=1e-5
-    )
+    mean = layer.loss(hidden, target)
+    torch.testing.assert_close(mean, torch.stack(expected).mean(), rtol=1e-5, atol=1e-5)
 
 
 def test_mistakes_are_named_while_training_too() -> None:
@@ -62,9 +60,8 @@ def test_mistakes_are_named_while_training_too() -> None:
     for wrong in (-1, N):
         with pytest.raises(IndexError, match=f"target {wrong} is out of bounds for {N} words"):
             layer.loss(hidden, torch.full_like(target, wrong))
-    with pytest.raises(
-        ValueError, match=rf"hidden must be \[..., {H}\], got \[{P // 2}, {2 * H}\]"
-    ):
+    shapes = rf"hidden must be \[..., {H}\], got \[{P // 2}, {2 * H}\]"
+    with pytest.raises(ValueError, match=shapes):
         layer.loss(hidden.view(P // 2, 2 * H), target)
 
 

@@ -51,7 +51,6 @@ class Disk:
             yield
 
     def fsync(self, descriptor: int) -> None:
-        """Record that a file or folder was synchronized."""
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         if path.is_relative_to(self.folder) and path.exists():  # safetensors replaces an open file
             self._keep(path)

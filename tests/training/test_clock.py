@@ -54,9 +54,8 @@ def test_the_rate_reaches_its_end_with_the_time(
     options = [*BY_TIME, "--train.max_minutes=2", "--train.val_every_steps=20"]
     options.append("--train.max_epochs=10")
     lines = read_metrics(train(tmp_path, *options) / "metrics.csv")
-    validated = [line.step for line in lines if line.valid_perplexity is not None]
     # 2 · 20 + 10 + 2 · 20 + 10 + 2 · 5 seconds, then the last validation
-    assert validated == [20, 40, 45]
+    assert [line.step for line in lines if line.valid_perplexity is not None] == [20, 40, 45]
     assert sum(seconds) == 120
     share = (2 * 44 + 20) / 110  # spent before the last step
     assert lines[-1].learning_rate == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * share)) / 2)
@@ -86,28 +85,18 @@ def test_a_continued_run_keeps_counting_and_says_if_no_step_is_left(
     assert len(read_metrics(tmp_path / "metrics.csv")) > steps
 
 
-def test_steps_end_a_run_that_has_time_left(
-    train: Train, tmp_path: Path, seconds: list[float]
-) -> None:
+def test_steps_end_a_run_with_time_left(train: Train, tmp_path: Path, seconds: list[float]) -> None:
     options = [*BY_TIME, "--train.max_minutes=100", "--train.max_steps=8"]
     lines = read_metrics(train(tmp_path, *options) / "metrics.csv")
     expected = [0.1 + 0.9 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]
     assert [line.learning_rate for line in lines] == pytest.approx(expected)
 
 
-def test_all_devices_follow_the_clock_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Second:
-        """A second device, which receives what the first one has broadcast."""
-
-        world_size = 2
-
-        def broadcast(self, share: float) -> float:
-            return 0.75
-
-    fabric: Any = Second()
+def test_all_devices_follow_the_clock_of_the_first() -> None:
+    fabric: Any = SimpleNamespace(world_size=2, broadcast=lambda _: 0.75)
     batches: Any = SimpleNamespace(num_steps=None)
     assert Clock(fabric, Progress(), TrainConfig(max_minutes=1000), batches, None).share == 0.75
-    monkeypatch.setattr(Second, "broadcast", None)  # without a limit, nothing is sent
+    fabric.broadcast = None  # without a limit, nothing is sent
     assert Clock(fabric, Progress(), TrainConfig(), batches, None).share == 0.0
 
 

@@ -39,16 +39,9 @@ def launched(launcher: str, *command: str, devices: int = 2) -> list[subprocess.
         given |= {"SLURM_STEP_ID": "0", "SLURM_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
         ranks = [{"SLURM_PROCID": each, "SLURM_LOCALID": each} for each in "01"]
         environments = [given | each | environments[0] for each in ranks]
-    return [
-        subprocess.Popen(
-            [*python, *command, "--train.accelerator=cpu"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | each,
-        )
-        for each in environments
-    ]
+    python += [*command, "--train.accelerator=cpu"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen(python, env=os.environ | each, **pipes) for each in environments]
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
@@ -78,9 +71,7 @@ ALIKE = {
         *("--optim.clip=0.1", "--model.input_pieces=40"),
     ],
     "tied, adagrad": [*SHARDED, *TIED_ADAGRAD],
-    "path sums, row-wise": [
-        *(*SHARDED, "--model.input_embedding=path_sum", "--word_table.gradients=row_wise")
-    ],
+    "path sums": [*SHARDED, "--model.input_embedding=path_sum", "--word_table.gradients=row_wise"],
     "adamw": [
         *(*SHARDED, "--optim.optimizer=adamw", "--optim.lr=1e-3", "--optim.clip=0.1"),
         "--model.init_range=0.2",
@@ -257,18 +248,19 @@ def test_launchers_are_known_by_their_variables(
             )
 
 
-def test_one_process_on_each_of_several_machines_is_one_of_several(
+def test_a_process_on_each_of_several_machines_is_not_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
     first |= {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": ""}
     for name, value in (SLURM | first).items():
         monkeypatch.setenv(name, value)
-    values: dict[str, Any] = {"name": "run", "train": {"max_steps": 1, "accelerator": "cpu"}}
-    values |= {"word_table": {"gradients": "row_wise", "optimizer": "sgd"}}
+    train = {"max_steps": 1, "accelerator": "cpu", "devices": "auto"}
+    table = {"gradients": "row_wise", "optimizer": "sgd"}
+    values: dict[str, Any] = {"name": "run", "train": train, "word_table": table}
     run = Run.of(validate(values, "c"), tree=ClassTree.full(5))
     assert run.num_devices == 1
-    with pytest.raises(UserError, match=r"cannot be combined with .* which are 3 here"):
+    with pytest.raises(UserError, match=r"combined with train.devices: auto, which are 3 here"):
         run.word_table  # noqa: B018
     strategy = module.build_fabric(run).strategy
     assert isinstance(strategy, DDPStrategy)
@@ -297,9 +289,7 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(
     assert progress["batches_done"] == int(step)
 
 
-def test_if_a_process_is_killed_the_run_ends_with_one_line(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_a_killed_process_ends_the_run_with_one_line(arguments: list[str], tmp_path: Path) -> None:
     process = long_run(arguments, tmp_path / "run", "--train.strategy=shard_output")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
@@ -310,15 +300,13 @@ def test_if_a_process_is_killed_the_run_ends_with_one_line(
 
 
 @pytest.mark.parametrize(
-    ("is_first", "world_size", "expected"),
+    ("is_first", "size", "expected"),
     [(True, 2, UserError), (False, 2, SystemExit), (True, 1, RuntimeError)],
 )
 def test_the_first_process_reports_that_another_is_lost(
-    lstm_run: Path, is_first: bool, world_size: int, expected: type[BaseException]
+    lstm_run: Path, is_first: bool, size: int, expected: type[BaseException]
 ) -> None:
-    fabric: Any = SimpleNamespace(
-        launch=lambda: None, world_size=world_size, is_global_zero=is_first
-    )
+    fabric: Any = SimpleNamespace(launch=lambda: None, world_size=size, is_global_zero=is_first)
     with pytest.raises(expected), module.launched(fabric, Run.read(lstm_run)):
         raise RuntimeError("third_party/gloo/transport: connection reset by peer")
 
@@ -339,9 +327,7 @@ sys.exit(run_process())
     assert ended.stderr.startswith("lm: missing")
 
 
-def test_no_more_devices_are_used_than_there_are(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_devices_are_used_than_exist(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     module.check_devices(Run.read(tiny, ["--train.precision=16-mixed"]))

@@ -29,16 +29,7 @@ from lm.model.files import read_description
 from lm.training.batches import Batches
 from lm.training.state import TrainingState
 from tests.training.disk import Disk, Moments, Policy
-from tests.training.tiny_runs import (
-    LAST,
-    Work,
-    contents,
-    damage,
-    lm,
-    outcome,
-    prepared_to_fail,
-    steps_done,
-)
+from tests.training.tiny_runs import LAST, Work, contents, damage, lm, noting, outcome, steps_done
 
 NUM_HISTORIES = int(os.environ.get("HISTORIES", "20"))
 LENGTHS = (4, 8, 12)
@@ -230,7 +221,7 @@ class Histories(RuleBasedStateMachine):
         with ExitStack() as stack:
             patches = stack.enter_context(pytest.MonkeyPatch.context())
             patches.setattr(Batches, "__getitem__", read)
-            stack.enter_context(prepared_to_fail(partial(setattr, self, "saved")))
+            stack.enter_context(noting(partial(setattr, self, "saved")))
             stack.enter_context(self.disk.watching())
             stack.enter_context(self.moments.acting(fault.at if is_crash else None, crash))
             if fault.kind == "full":
@@ -243,14 +234,12 @@ class Histories(RuleBasedStateMachine):
                     self._restart()
 
     def _crash(self, kind: str, policy: Policy, seed: int) -> None:
-        """Make the folder that a crash leaves."""
         if kind == "kill":
             shutil.copytree(self.runs, self.base / "after")
         else:
             self.disk.lose_power(self.base / "after", policy, random.Random(seed))
 
     def _restart(self) -> None:
-        """Continue with the folder that a crash has left."""
         shutil.rmtree(self.runs)
         (self.base / "after").rename(self.runs)
         self._new_disk()
@@ -266,7 +255,7 @@ class Histories(RuleBasedStateMachine):
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
-    with prepared_to_fail(lambda _: None):
+    with noting(lambda _: None):
         yield Truth(tmp_path_factory.mktemp("truth"))
 
 

@@ -23,6 +23,7 @@ from tests.conftest import Train, corpus_of
 from tests.training.conftest import BeforeCall
 
 INDEPENDENT = ["--data.sequences=independent", "--data.prepared_dir=null"]
+TRANSFORMER = ["--model.backbone=transformer"]
 NUM_TOKENS, PER_EPOCH = 2297, 72  # of the corpus, and batches of `tiny`
 
 
@@ -42,15 +43,7 @@ def test_every_epoch_is_validated_with_accumulated_batches(
 
 
 @pytest.mark.parametrize("precision", ["64-true", "32-true"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--model.backbone=lstm"],
-        ["--model.backbone=transformer"],
-        INDEPENDENT,
-        [*INDEPENDENT, "--model.backbone=transformer"],
-    ],
-)
+@pytest.mark.parametrize("options", [[], TRANSFORMER, INDEPENDENT, [*INDEPENDENT, *TRANSFORMER]])
 def test_the_gradient_of_accumulated_batches_is_that_of_all_their_tokens(
     options: list[str], precision: str, train: Train, tmp_path: Path, before_call: BeforeCall
 ) -> None:
@@ -89,8 +82,7 @@ def test_a_table_in_bf16_learns(train: Train, tmp_path: Path) -> None:
     options += ["--word_table.optimizer=adagrad", "--word_table.lr=0.1", "--train.max_steps=60"]
     run = train(tmp_path, *options)
     curve = [line.valid_perplexity for line in read_metrics(run / "metrics.csv")]
-    found = [perplexity for perplexity in curve if perplexity is not None]
-    assert found[-1] < 12  # of 27 words
+    assert [perplexity for perplexity in curve if perplexity is not None][-1] < 12  # of 27 words
     weights = load_file(run / "model.safetensors")
     assert weights["output.weight"].dtype == torch.bfloat16
     assert weights["backbone.layers.0.weight_hh_l0"].dtype == torch.float32

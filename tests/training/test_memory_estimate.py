@@ -39,10 +39,8 @@ def enough(need: MemoryEstimate) -> int:
 @pytest.fixture
 def run(tmp_path: Path) -> Configured:
     """`run(*overrides)`: of an LSTM of 1 × 300 with AdamW, over the words of `TREE`."""
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        "name: run\nmodel: {hidden: 300, layers: 1}\ntrain: {max_steps: 1, accelerator: cpu}\n"
-    )
+    path, train = tmp_path / "config.yaml", "train: {max_steps: 1, accelerator: cpu}"
+    path.write_text(f"name: run\nmodel: {{hidden: 300, layers: 1}}\n{train}\n")
 
     def configured(*overrides: str) -> Run:
         return Run.of(load_config(path, [f"--{each}" for each in overrides]), tree=TREE)
@@ -140,10 +138,8 @@ def test_settings_that_would_be_refused_or_need_more_are_not_proposed(
 
 
 def test_processes_on_a_cpu_share_its_memory(run: Configured) -> None:
-    one, two, auto = (
-        estimate_memory(run("optim.optimizer=sgd", f"train.devices={devices}"))
-        for devices in (1, 2, "auto")
-    )
+    runs = (run("optim.optimizer=sgd", f"train.devices={each}") for each in (1, 2, "auto"))
+    one, two, auto = map(estimate_memory, runs)
     assert (two.weights, two.other) == (2 * one.weights, 2 * one.other)
     assert two.gradients == 4 * one.gradients  # with a copy of each, to be summed
     assert two.batch == pytest.approx(one.batch, rel=0.01)  # half of it for each
@@ -179,9 +175,8 @@ def test_a_batch_counts_what_the_backend_saves_with_its_gradient(
     problem = Problem.without_values(num_positions, 300, TREE, torch.float32)
     saved = saved_bytes(backend, problem, row_wise=row_wise)
     if backend == "reference" and row_wise:  # errors, or rows if these are fewer numbers
-        saved += 2 * min(
-            num_positions * TREE.max_path_columns, TREE.num_rows * problem.weight.shape[1]
-        )
+        rows = TREE.num_rows * problem.weight.shape[1]
+        saved += 2 * min(num_positions * TREE.max_path_columns, rows)
     assert need.batch == 4 * num_positions * 300 * (12 + 4) + 2 * saved
 
 

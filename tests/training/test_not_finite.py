@@ -23,6 +23,7 @@ from tests.conftest import Printed, Train
 from tests.training.tiny_runs import LAST, outcome, steps_done
 
 Poison = Callable[..., None]
+INDEPENDENT = ["--data.sequences=independent", "--data.prepared_dir=null"]
 SAVES = ["--train.checkpoint_every_steps=1", "--train.val_every_steps=4", "--log.every_steps=1"]
 
 
@@ -61,12 +62,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update_and_names_step_an
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        ["--train.accumulate=2"],
-        ["--data.sequences=independent", "--data.prepared_dir=null", "--train.seq_len=9"],
-    ],
+    "options", [[], ["--train.accumulate=2"], [*INDEPENDENT, "--train.seq_len=9"]]
 )
 def test_skipped_steps_change_no_parameter_and_are_counted(
     tmp_path: Path,
@@ -81,7 +77,7 @@ def test_skipped_steps_change_no_parameter_and_are_counted(
     run = train(tmp_path, *options, "--train.max_steps=3")
     before = load_checkpoint(run / LAST)
     weights, carried = before["model"], before["devices"][0]["carried"]
-    if "--data.sequences=independent" in options:  # each begins without a state
+    if INDEPENDENT[0] in options:  # each begins without a state
         carried = None
     weights = {name: weight.clone() for name, weight in weights.items()}
     poison({1, 2})

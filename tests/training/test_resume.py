@@ -14,44 +14,29 @@ from lm.run import Run
 from lm.training.batches import Batches, SequenceBatches
 from lm.training.checkpoint import load_checkpoint, save_checkpoint
 from lm.training.signals import SIGNALS, StopSignals
-from tests.conftest import Printed, Train
+from tests.conftest import Printed, Train, recipes
 from tests.training.conftest import BeforeCall
 from tests.training.tiny_runs import LAST, outcome, steps_done
 
-RECIPES = {  # `test_cuda_graph.py` has others, which stop once
-    "lstm, dropouts, momentum, accumulate": [
-        *("--model.dropout_weight=0.3", "--model.dropout_variational=true"),
-        *("--optim.optimizer=sgd", "--optim.lr=0.5", "--optim.momentum=0.9"),
-        *("--train.accumulate=3", "--optim.schedule=plateau", "--train.val_every_steps=7"),
-    ],
-    "transformer, bf16 parameters": [
-        *("--model.backbone=transformer", "--train.precision=bf16-true"),
-        *("--output.tree=huffman", "--output.arity=3"),
-        *("--train.val_every_steps=6", "--train.checkpoint_every_steps=4"),
-    ],
-    "pieces of words": [
-        *("--output.tree=balanced", "--output.branching=2"),
-        *("--model.input_pieces=40", "--model.count_word_dropout=3"),
-        *("--train.precision=bf16-true", "--train.val_every_steps=6"),
-    ],
-    "sampled softmax, path sums of another tree": [
-        *("--output.tree=full", "--output.num_samples=9", "--train.val_every_steps=6"),
-        *("--model.input_embedding=path_sum", "--model.input_tree=two_level"),
-        *("--word_table.tied=true", "--model.count_word_dropout=3"),
-    ],
-    "independent sequences, lstm": [
-        *("--data.sequences=independent", "--data.prepared_dir=null", "--train.seq_len=3"),
-        *("--train.val_every_steps=6", "--train.checkpoint_every_steps=4"),
-    ],
-    "independent sequences, transformer, their ends predicted": [
-        *("--data.sequences=independent", "--data.prepared_dir=null", "--train.accumulate=2"),
-        *("--data.predict_eos=true", "--model.backbone=transformer", "--train.val_every_steps=6"),
-    ],
-    "lstm, two epochs, tied, bf16": [
-        *("--train.max_epochs=2", "--train.max_steps=null", "--train.batch_size=16"),
-        *("--word_table.tied=true", "--train.precision=bf16-mixed", "--optim.schedule=step"),
-    ],
-}
+RECIPES = recipes("""\
+lstm, dropouts, momentum, accumulate | model.dropout_weight=0.3 model.dropout_variational=true \
+optim.optimizer=sgd optim.lr=0.5 optim.momentum=0.9 train.accumulate=3 optim.schedule=plateau \
+train.val_every_steps=7
+transformer, bf16 parameters | model.backbone=transformer train.precision=bf16-true \
+output.tree=huffman output.arity=3 train.val_every_steps=6 train.checkpoint_every_steps=4
+pieces of words | output.tree=balanced output.branching=2 model.input_pieces=40 \
+model.count_word_dropout=3 train.precision=bf16-true train.val_every_steps=6
+sampled softmax, path sums of another tree | output.tree=full output.num_samples=9 \
+train.val_every_steps=6 model.input_embedding=path_sum model.input_tree=two_level \
+word_table.tied=true model.count_word_dropout=3
+independent sequences, lstm | data.sequences=independent data.prepared_dir=null train.seq_len=3 \
+train.val_every_steps=6 train.checkpoint_every_steps=4
+independent sequences, transformer, their ends predicted | data.sequences=independent \
+data.prepared_dir=null train.accumulate=2 data.predict_eos=true model.backbone=transformer \
+train.val_every_steps=6
+lstm, two epochs, tied, bf16 | train.max_epochs=2 train.max_steps=null train.batch_size=16 \
+word_table.tied=true train.precision=bf16-mixed optim.schedule=step
+""")  # `test_cuda_graph.py` has others, which stop once
 
 
 @pytest.fixture(autouse=True)

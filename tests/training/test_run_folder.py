@@ -98,28 +98,19 @@ def test_a_checkpoint_without_its_run_is_refused_if_it_does_not_fit(
 ) -> None:
     alone = tmp_path / "alone.ckpt"
     shutil.copyfile(lstm_run / "checkpoints" / "last.ckpt", alone)
-    for option, problem in (
-        ("--model.hidden=16", "size mismatch"),
-        ("--output.tree=full", "the weights belong to another tree"),
-    ):
+    of_tree = "--output.tree=full", "the weights belong to another tree"
+    for option, problem in (("--model.hidden=16", "size mismatch"), of_tree):
         message = failed(tmp_path / "run", "--train.max_steps=30", option, "--resume", alone)
         assert message.startswith("the checkpoint does not fit the configuration: ")
         assert problem in message
+    message = failed(tmp_path / "run", "--train.precision=64-true", "--resume", alone)
+    assert message == (
+        "backbone.layers.0.weight_ih_l0 is torch.float32 in the checkpoint, and torch.float64"
+        " under train.precision: 64-true"
+    )
     message = failed(tmp_path / "run", "--resume", alone)
     assert message == f"{alone}: training is already complete"
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def test_a_checkpoint_of_parameters_of_another_type_is_refused(
-    train: Train, tmp_path: Path, failed: Printed
-) -> None:
-    early = train(tmp_path / "early", "--train.max_steps=1", "--train.precision=64-true")
-    (early / "config.yaml").unlink()  # which would be refused first
-    message = failed(tmp_path / "run", "--resume", early / "checkpoints" / "last.ckpt")
-    assert message == (
-        "backbone.layers.0.weight_ih_l0 is torch.float64 in the checkpoint, and torch.float32"
-        " under train.precision: 32-true"
-    )
 
 
 @pytest.mark.parametrize(("key", "reason"), [("", "log.wandb: online: "), ("short", ".*40.* char")])

@@ -90,16 +90,6 @@ def test_the_model_is_kept_by_the_criterion_until_the_patience_is_spent(
     assert read_metrics(run / "metrics.csv")[-1].step == 12
 
 
-def test_a_run_without_a_bar_has_a_line_for_each_validation(
-    train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    train(tmp_path / "run", "--train.max_steps=12", "--train.val_every_steps=6")
-    found = [re.sub(r"(epoch|ppl) [\d.]+", r"\1 X", line) for line in caplog.messages]
-    found = [re.sub(r"\d+ tokens.*", "", line) for line in found if line.startswith("step ")]
-    assert found == [f"step {n} of 12: epoch X, valid ppl X, ppl X, " for n in (6, 12)]
-
-
 def test_the_training_perplexity_of_sequences_is_that_since_the_validation(
     train: Train, tmp_path: Path
 ) -> None:

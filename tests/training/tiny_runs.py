@@ -51,7 +51,6 @@ class Work:
             (folder / f"{split}.txt").write_text("\n".join(lines) + "\n")
 
     def arguments(self, verb: str, run: Path, *options: str) -> list[str]:
-        """The command `prepare` or `train` of a run."""
         return [verb, str(self.config), *OPTIONS, f"--run_dir={run}", *options]
 
 
@@ -67,7 +66,7 @@ def lm(arguments: Sequence[str]) -> Ended:
 
 
 @contextmanager
-def prepared_to_fail(note: Callable[[int], None]) -> Iterator[None]:
+def noting(note: Callable[[int], None]) -> Iterator[None]:
     """A `with` block in which `note(steps)` is called once a checkpoint is said to be saved.
 
     Curves are not drawn in it: that takes longer than the rest of a tiny run.
@@ -77,10 +76,8 @@ def prepared_to_fail(note: Callable[[int], None]) -> Iterator[None]:
         save_checkpoint(checkpoint, *paths)
         note(checkpoint["progress"]["batches_done"])
 
-    with (
-        mock.patch("lm.training.loop.draw_curves"),
-        mock.patch("lm.training.state.save_checkpoint", noted),
-    ):
+    saves = mock.patch("lm.training.state.save_checkpoint", noted)
+    with saves, mock.patch("lm.training.loop.draw_curves"):
         yield
 
 
