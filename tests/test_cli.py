@@ -38,18 +38,14 @@ def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    "command", ["evaluate RUN", "generate RUN", "score RUN TEXT", "rescore RUN TEXT --lm-weight=1"]
+    "verb", ["evaluate RUN", "generate RUN", "score RUN TEXT", "rescore RUN TEXT --lm-weight=1"]
 )
 def test_verbs_that_compute_take_a_device_and_by_default_the_threads_of_the_run(
-    command: str,
-    lstm_run: Path,
-    tmp_path: Path,
-    complaint: Printed,
-    monkeypatch: pytest.MonkeyPatch,
+    verb: str, lstm_run: Path, tmp_path: Path, complaint: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, counts = tmp_path / "text", list[int]()
     text.write_text("u\t-1\tthe cat\n")
-    arguments = command.replace("RUN", str(lstm_run)).replace("TEXT", str(text)).split()
+    arguments = verb.replace("RUN", str(lstm_run)).replace("TEXT", str(text)).split()
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
     for option in ([], ["--threads=2"]):
         assert main([*arguments, *option]) == 0

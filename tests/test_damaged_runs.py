@@ -24,8 +24,7 @@ def test_a_run_whose_training_is_not_complete_names_the_command_that_continues_i
     copied_run: Path, complaint: Printed
 ) -> None:
     (copied_run / "model.json").unlink()
-    message = complaint("evaluate", copied_run)
-    assert message == (
+    assert complaint("evaluate", copied_run) == (
         f"{copied_run}: no trained model here (model.json is missing);"
         f" `lm train {copied_run} --resume auto` continues the training"
     )

@@ -246,7 +246,7 @@ def problem(reader: Reader, content: bytes) -> str:
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_a_reader_of_a_damaged_file_has_a_result_or_a_message_that_names_the_file(
-    readers: dict[str, Reader], monkeypatch: pytest.MonkeyPatch
+    readers: dict[str, Reader],
 ) -> None:
     num_executions, problems = 0, dict[str, bytes]()
     before = signal.signal(signal.SIGVTALRM, hang)

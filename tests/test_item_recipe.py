@@ -3,6 +3,7 @@
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.data_prep.conftest import write_table
 pytestmark = pytest.mark.usefixtures("current_folder")
 
 
-def write(name: str, user: str, item: str, time: str, lengths: list[int]) -> None:
+def write(name: str, user: str, item: str, time: str, *, lengths: list[int]) -> None:
     """Users with so many events, of the items 1, 2, …, 11, 0, 1, …, the last event first."""
     rows = [
         {user: f"u{number}", item: place % 12, time: place}
@@ -35,13 +36,9 @@ def write(name: str, user: str, item: str, time: str, lengths: list[int]) -> Non
     ],
 )
 def test_a_table_becomes_a_ranking_in_three_commands(
-    name: str,
-    columns: tuple[str, str, str],
-    options: list[str],
-    printed: Printed,
-    caplog: pytest.LogCaptureFixture,
+    name: str, columns: Any, options: Any, printed: Printed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(name, *columns, [14] * 10 + [2, 1])
+    write(name, *columns, lengths=[14] * 10 + [2, 1])
     name = str(Path(name).rename(name.replace("csv", "dat")))  # whose first line tells what it is
     out = printed("new", "my.yaml", f"--text={name}", *options)
     assert f"{name}, 143 events of 12 users with 12 items, in the order of {columns[2]}\n" in out
@@ -67,7 +64,7 @@ def test_a_table_becomes_a_ranking_in_three_commands(
 
 
 def test_without_a_time_the_order_is_that_of_the_rows(printed: Printed) -> None:
-    write("a.jsonl", "u", "i", "t", [3, 4])
+    write("a.jsonl", "u", "i", "t", lengths=[3, 4])
     summary = printed("new", "my.yaml", "--text=a.jsonl", "--items", "u", "i")
     assert "with 4 items (2 in valid and test alone), in the order of the rows\n" in summary
     assert "runs/my --ranking\n" in summary

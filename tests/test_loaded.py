@@ -65,9 +65,8 @@ def test_a_model_with_pieces_of_words_is_used_without_finding_them_again(
     run = train(tmp_path / "run", "--model.input_pieces=40", "--train.max_steps=8")
     monkeypatch.setattr("data_prep.tokenizer.pieces.find_pieces", None)
     loaded = lm.load(run)
-    text = (corpus / "valid.txt").read_text()
     trained = json.loads((run / "model.json").read_text())["valid_perplexity"]
-    assert loaded.perplexity(text) == pytest.approx(trained, rel=1e-6)
+    assert loaded.perplexity((corpus / "valid.txt").read_text()) == pytest.approx(trained, rel=1e-6)
     assert json.loads(printed("info", run, "--json"))["input_pieces_parameters"] == 40 * 12
     loaded.model.double()
     test_step_by_step_equals_one_pass(loaded)
@@ -109,9 +108,8 @@ def test_perplexity_is_that_of_evaluate(run: Path, corpus: Path) -> None:
 
 def test_candidates_equal_the_whole_distribution(loaded: LoadedModel) -> None:
     words: list[Word] = ["cat", "zebra", "the", "cat", loaded.eos_id]
-    ids = [*loaded.encode("cat zebra the cat"), loaded.eos_id]
     state = loaded.start("the old")
-    expected = loaded.log_prob(state)[ids]
+    expected = loaded.log_prob(state)[[*loaded.encode("cat zebra the cat"), loaded.eos_id]]
     for prefix in (state, "the old", loaded.encode("the old")):
         actual = loaded.candidate_log_prob(prefix, words)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
@@ -334,11 +332,10 @@ def test_ids_and_words_are_converted(lstm_run: Path) -> None:
 def test_masks_and_tables_are_no_lists_of_words(lstm_run: Path) -> None:
     loaded = lm.load(lstm_run)
     excluded = [loaded.id(word) for word, _ in loaded.topk("the", 2)]
-    best = loaded.topk("the", 3)[2:]
     wrong: list[Any] = [torch.zeros(loaded.vocab_size, dtype=torch.bool), [True], np.array([False])]
     right: list[Any] = [excluded, np.array(excluded), torch.tensor(excluded)]
     for ids in right:
-        assert loaded.topk("the", 1, exclude=ids) == best
+        assert loaded.topk("the", 1, exclude=ids) == loaded.topk("the", 3)[2:]
     for mask in wrong:
         with pytest.raises(ValueError, match=r"expected text or token ids, got .*(Fals|Tru)e"):
             loaded.topk("the", 3, exclude=mask)

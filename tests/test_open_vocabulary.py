@@ -71,16 +71,15 @@ def test_evaluation_and_stream_add_the_spellings(run: Path) -> None:
     opened = TrainedRun(run)
     spelling = float(-opened.speller.log_prob(["baba", "bbb", "é", "<unk>", "aba", "日本"]).sum())
     nll = plain.nll_nats + spelling
-    num_bytes = len(text.encode()) + 1
-    figures: dict[str, Any] = {
+    figures = {
         "nll_nats": nll,
         "spelling_nats": spelling,
         "perplexity": math.exp(nll / plain.tokens),
         "word_perplexity": math.exp(nll / (plain.words + plain.lines)),
-        "bits_per_byte": nll / math.log(2) / num_bytes,
+        "bits_per_byte": nll / math.log(2) / (len(text.encode()) + 1),
     }
-    approximate: dict[str, Any] = {name: pytest.approx(each) for name, each in figures.items()}
-    expected = replace(plain, **approximate)
+    found: Any = {name: pytest.approx(each) for name, each in figures.items()}
+    expected = replace(plain, **found)
     assert evaluate_text(opened, SENTENCES, progress=False, open_vocabulary=True) == expected
     assert evaluate_split(opened, "test", progress=False, open_vocabulary=True) == expected
     assert lm.load(run, open_vocabulary=True).evaluate(text) == expected

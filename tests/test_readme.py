@@ -56,13 +56,9 @@ def test_the_scripts_exist() -> None:
 
 @pytest.mark.filterwarnings("ignore:.* the probability of all unknown words")
 def test_the_example_of_training_on_your_own_text_and_all_commands_run(
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    corpus: Path, current_folder: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copy(corpus / "train.txt", tmp_path / "my.txt")
-    monkeypatch.chdir(tmp_path)
+    shutil.copy(corpus / "train.txt", "my.txt")
     found = (block for block in blocks("sh") if "lm train" in block)
     example, items = ([shlex.split(each)[1:] for each in commands(block)] for block in found)
     assert [verb for verb, *_ in example] == ["new", "train", "generate"]

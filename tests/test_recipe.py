@@ -83,9 +83,8 @@ def test_the_text_of_a_column_is_copied(given: bool) -> None:
     Path("b.csv").write_text("text,n\nthe dog,1\n")
     options = ["--valid=b.csv", "--test=b.csv"] if given else []
     assert main(["new", "null.yaml", "--text=a.jsonl", *options]) == 0
-    config = load_config("null.yaml")
     splits = ("train", "valid", "test")
-    files = [str(getattr(config.data.files, split)) for split in splits]
+    files = [str(getattr(load_config("null.yaml").data.files, split)) for split in splits]
     assert files == [f"runs/null/text/{split}.txt" for split in splits]
     texts = [Path(file).read_text() for file in files]
     if given:
@@ -233,8 +232,7 @@ def fitted(num_tokens: int, num_words: int, backbone: Backbone = "lstm") -> Conf
 
 
 def test_a_large_text_is_validated_ten_times_an_epoch() -> None:
-    intervals = {5_000_000: 500, 65_000_000: 1_586}  # steps of 64 · 64 tokens
-    for tokens, steps in intervals.items():
+    for tokens, steps in {5_000_000: 500, 65_000_000: 1_586}.items():
         assert fitted(tokens, 100_000).train.val_every_steps == steps
 
 

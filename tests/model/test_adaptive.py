@@ -79,9 +79,8 @@ def test_ignored_positions_cost_nothing() -> None:
     torch.testing.assert_close(nll, torch.stack([valid[0], nll[1] * 0, valid[1], nll[3] * 0]))
     torch.testing.assert_close(adaptive.loss(vectors, target), valid.mean())
     assert (adaptive.nll_by_level(vectors, target)[:, 1::2] == 0).all()
-    ignored = torch.full((4,), -100)
     vectors.requires_grad_()
-    loss = adaptive.loss(vectors, ignored)
+    loss = adaptive.loss(vectors, torch.full((4,), -100))
     (d_hidden,) = torch.autograd.grad(loss, vectors)
     assert float(loss.detach()) == 0
     assert (d_hidden == 0).all()

@@ -161,21 +161,13 @@ def test_word_dropout_is_drawn_in_single_precision() -> None:
     "options", [{"embedding_size": None}, {"embedding_size": H, "path_sum": True}]
 )
 def test_shared_rows_and_path_sums_require_a_tree(options: dict[str, Any]) -> None:
-    adaptive = AdaptiveSoftmax(H, COUNTS, [3])
     with pytest.raises(ValueError, match="require a HierarchicalSoftmax, got AdaptiveSoftmax"):
-        LanguageModel(LSTM(H, H, 1), adaptive, **options)
+        LanguageModel(LSTM(H, H, 1), AdaptiveSoftmax(H, COUNTS, [3]), **options)
 
 
-@pytest.mark.parametrize(
-    ("fast", "autocast", "dtype"),
-    [(True, True, torch.bfloat16), (False, True, torch.float32), (False, False, torch.float32)],
-)
+@pytest.mark.parametrize(("fast", "autocast"), [(True, True), (False, True), (False, False)])
 def test_a_cpu_without_fast_bf16_computes_in_fp32_and_reports_it_once(
-    fast: bool,
-    autocast: bool,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    fast: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     language_model._report_fp32.cache_clear()
     monkeypatch.setattr(language_model, "cpu_has_fast_bf16", lambda: fast)
@@ -184,7 +176,7 @@ def test_a_cpu_without_fast_bf16_computes_in_fp32_and_reports_it_once(
         for _ in range(2):
             with backbone_autocast(left.device):
                 product = left @ right
-    assert product.dtype == dtype
+    assert product.dtype == (torch.bfloat16 if fast else torch.float32)
     assert fast or torch.equal(product, left @ right)
     assert len(caplog.records) == (autocast and not fast)
 

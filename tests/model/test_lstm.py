@@ -117,8 +117,7 @@ def test_one_call_on_a_gpu_equals_the_equations(trains: bool) -> None:
     embedded.requires_grad_()
     expected = definition(model, embedded, state, raw_weights_hh(model))
     upstream = torch.randn(T, B, H, dtype=torch.float64)
-    leaves = [embedded, *model.parameters()]
-    truth = torch.autograd.grad((expected[0] * upstream).sum(), leaves)
+    truth = torch.autograd.grad((expected[0] * upstream).sum(), [embedded, *model.parameters()])
     on_gpu = copy.deepcopy(model).cuda()
     x, state = embedded.detach().cuda().requires_grad_(), tuple(part.cuda() for part in state)
     output, end = on_gpu(x, state)

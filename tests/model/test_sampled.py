@@ -38,9 +38,8 @@ def test_the_loss_is_that_of_its_definition() -> None:
     torch.manual_seed(5)
     sample = [int((share.cumsum(0) < place).sum()) for place in torch.rand(S, dtype=torch.float64)]
     logits = F.linear(hidden, layer.weight[:, :H], layer.bias)
-    corrected = logits - (S * share).log()
     expected = []
-    for row, other, word in zip(logits, corrected, target.tolist(), strict=True):
+    for row, other, word in zip(logits, logits - (S * share).log(), target.tolist(), strict=True):
         if word >= 0:
             others = [other[each] for each in sample if each != word]
             expected.append(torch.stack([row[word], *others]).logsumexp(0) - row[word])

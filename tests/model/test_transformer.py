@@ -34,8 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 def rotated(vector: Tensor, position: int) -> Tensor:
     """Component j + i · component (j + D/2), times exp(i · position · 10000^(−2j / D))."""
     half = vector.shape[-1] // 2
-    frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    turn = torch.exp(1j * position * frequency)
+    turn = torch.exp(1j * position * 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half))
     turned = torch.complex(vector[..., :half], vector[..., half:]) * turn
     return torch.cat([turned.real, turned.imag], dim=-1)
 
@@ -117,8 +116,7 @@ def test_dropout_acts_on_the_outputs_of_sublayers_only() -> None:
 
 def test_initial_std_of_residual_projections_is_scaled() -> None:
     torch.manual_seed(0)
-    model = Transformer(96, 192, 3, heads=4, context=8)
-    for name, weight in model.named_parameters():
+    for name, weight in Transformer(96, 192, 3, heads=4, context=8).named_parameters():
         if weight.dim() == 1:
             torch.testing.assert_close(weight, torch.ones_like(weight), rtol=0, atol=0)
             continue

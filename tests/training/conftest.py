@@ -25,12 +25,6 @@ def failed(command: Callable[[Path], list[str]], complaint: Printed) -> Printed:
 
 
 @pytest.fixture
-def arguments(command: Callable[[Path], list[str]], tmp_path: Path) -> list[str]:
-    """Arguments of the command that train `tiny` in `tmp_path / "run"`."""
-    return command(tmp_path / "run")
-
-
-@pytest.fixture
 def before_call(monkeypatch: pytest.MonkeyPatch) -> BeforeCall:
     """`before_call(owner, name, action)`: from now on `owner.name` calls `action` first, with the
     same arguments.

@@ -145,9 +145,8 @@ def test_a_batch_that_devices_cannot_share_evenly_and_a_split_without_items_are_
     message = "train.batch_size = 3 must be a multiple of 2 devices"
     with pytest.raises(UserError, match=f"^{message}$"):
         make("streams", batch_size=3, world_size=2)
-    empty = find_sequences(np.array([UNK, EOS]), eos_id=EOS, unk_id=UNK)
     with pytest.raises(UserError, match="the training split has no item"):
-        make("sequences", sequences=empty)
+        make("sequences", sequences=find_sequences(np.array([UNK, EOS]), eos_id=EOS, unk_id=UNK))
 
 
 def test_each_epoch_has_each_item_once_after_the_items_before_it() -> None:

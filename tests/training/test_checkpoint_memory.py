@@ -43,10 +43,9 @@ def save_table(folder: Path) -> None:
     config, output = ModelConfig(hidden=HIDDEN, layers=1), OutputConfig()
     sections: Any = {"model": config, "output": output, "word_table": WordTable(tied=True)}
     figures: Any = {"context": 8, "eos_id": 1, "unk_id": 0, "step": 1, "valid_perplexity": None}
-    description = Description(**sections, tokenizer_sha256="", **figures)
     tree = ClassTree.two_level(torch.arange(VOCAB_SIZE) // 500)
     model = build_model(config, output, WordTable(tied=True), tree, 8)
-    save_model(folder, model.state_dict(), description)
+    save_model(folder, model.state_dict(), Description(**sections, tokenizer_sha256="", **figures))
 
 
 def measure(folder: Path) -> dict[str, float]:

@@ -58,20 +58,12 @@ BF16 = ["--train.precision=bf16-mixed"]
 ON_GPU = RECIPES | {f"{each}, bf16": [*RECIPES[each], *BF16] for each in ("lstm", "transformer")}
 
 
-class Text:
-    """What training reads of `Prepared`: random words, whose streams end with a shorter batch."""
-
-    eos_id, vocab_size = 0, N
-
-    def __init__(self) -> None:
-        self.words = (N ** np.random.default_rng(1).random(4 * 155)).astype(np.uint16) - 1
-        self.splits = {"train": SimpleNamespace(tokens=len(self.words), sha256="")}
-
-    def tokens(self, split: str) -> Any:
-        return self.words
-
-    def counts(self) -> Any:
-        return np.bincount(self.words, minlength=N)
+def random_words() -> Any:
+    """What training reads of `Prepared`: words whose streams end with a shorter batch."""
+    words = (N ** np.random.default_rng(1).random(4 * 155)).astype(np.uint16) - 1
+    splits = {"train": SimpleNamespace(tokens=len(words), sha256="")}
+    read: Any = {"tokens": lambda _: words, "counts": lambda: np.bincount(words, minlength=N)}
+    return SimpleNamespace(eos_id=0, vocab_size=N, splits=splits, **read)
 
 
 def start(folder: Path, options: list[str], saved: Any = None, gpu: bool = False) -> TrainingState:
@@ -81,7 +73,7 @@ def start(folder: Path, options: list[str], saved: Any = None, gpu: bool = False
     config = load_config(folder / "config.yaml", [f"--run_dir={folder}", device, *options])
     adaptive = config.output.tree == "adaptive"
     tree = None if adaptive else ClassTree.two_level(torch.arange(N) % 7)
-    run = Run.of(config, prepared=Text(), tree=tree)
+    run = Run.of(config, prepared=random_words(), tree=tree)
     fabric = build_fabric(run)
     fabric.launch()
     return TrainingState(fabric, run, Batches(config, run.prepared), saved)

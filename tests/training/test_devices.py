@@ -27,6 +27,8 @@ from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
 
+Command = Callable[[Path], list[str]]
+
 
 def launched(launcher: str, *command: str, devices: int = 2) -> list[subprocess.Popen[str]]:
     """The process of Python with arguments, that of torchrun, or those of two tasks of SLURM."""
@@ -123,10 +125,10 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
 
 @pytest.mark.parametrize(("launcher", "devices"), [("torchrun", "null"), ("SLURM", "auto")])
 def test_the_processes_that_a_launcher_has_started_train_one_run(
-    arguments: list[str], tmp_path: Path, launcher: str, devices: str
+    command: Command, tmp_path: Path, launcher: str, devices: str
 ) -> None:
     options = ["--train.max_steps=2", f"--train.devices={devices}"]
-    processes = launched(launcher, "-m", "lm", *arguments, *options)
+    processes = launched(launcher, "-m", "lm", *command(tmp_path / "run"), *options)
     assert "".join(finish(each)[0] for each in processes) == f"{tmp_path / 'run'}\n"  # once
     assert len(load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["devices"]) == 2
 
@@ -267,20 +269,20 @@ def test_a_process_on_each_of_several_machines_is_not_alone(
     assert strategy._ddp_kwargs["broadcast_buffers"] is False
 
 
-def long_run(arguments: list[str], run: Path, *options: str) -> subprocess.Popen[str]:
+def long_run(command: Command, run: Path, *options: str) -> subprocess.Popen[str]:
     """Two processes of a run, which have trained some steps of very many."""
     many = ["--train.max_steps=100000", "--train.val_every_steps=100000", "--log.every_steps=5"]
-    (process,) = launched("", "-m", "lm", *arguments, *many, *options, "--train.devices=2")
+    (process,) = launched("", "-m", "lm", *command(run), *many, *options, "--train.devices=2")
     while not read_metrics(run / "metrics.csv") and process.poll() is None:
         time.sleep(0.05)
     return process
 
 
 def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(
-    arguments: list[str], tmp_path: Path
+    command: Command, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    process = long_run(arguments, run)
+    process = long_run(command, run)
     process.send_signal(signal.SIGTERM)
     _, message = finish(process, 143)
     assert "Traceback" not in message
@@ -289,8 +291,8 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(
     assert progress["batches_done"] == int(step)
 
 
-def test_a_killed_process_ends_the_run_with_one_line(arguments: list[str], tmp_path: Path) -> None:
-    process = long_run(arguments, tmp_path / "run", "--train.strategy=shard_output")
+def test_a_killed_process_ends_the_run_with_one_line(command: Command, tmp_path: Path) -> None:
+    process = long_run(command, tmp_path / "run", "--train.strategy=shard_output")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
     _, message = finish(process, 2)

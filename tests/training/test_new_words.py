@@ -107,9 +107,8 @@ def test_with_the_same_words_training_begins_with_the_perplexity_of_the_run(
     run = train("old", *keys)
     (Path("other.txt")).write_text(sentences(3, 30))
     train("new", *keys, f"--init-from={run}", "--data.files.train=other.txt")
-    found = re.findall(r"validation perplexity ([\d.,]+) on", caplog.text)
     expected = f"{TrainedRun.open(run).description.valid_perplexity:,.2f}"
-    assert found == [expected, expected]
+    assert re.findall(r"validation perplexity ([\d.,]+) on", caplog.text) == [expected, expected]
     assert ", 0 new" in caplog.text
     content = json.loads(Path("runs/new/init.json").read_text())
     assert content["weights_sha256"] == TrainedRun.open(run).description.weights_sha256

@@ -12,9 +12,8 @@ from lm.training.optimizers import build_optimizer, learning_rate
 
 
 def rate(step: int = 0, epoch: int = 0, num_bad_validations: int = 0, **settings: Any) -> float:
-    config = OptimConfig(lr=2.0, **settings)
     state = {"step": step, "epoch": epoch, "num_bad_validations": num_bad_validations}
-    return learning_rate(config, total_steps=100, **state)
+    return learning_rate(OptimConfig(lr=2.0, **settings), total_steps=100, **state)
 
 
 def build(other: nn.Module, config: OptimConfig, words: Any = None, **table: Any) -> Any:

@@ -20,8 +20,7 @@ from tests.conftest import Printed, Train, contents, corpus_of
 
 def test_a_run_leaves_the_files_that_its_use_requires(train: Train, tmp_path: Path) -> None:
     run = train(tmp_path)
-    files = {path.name for path in run.rglob("*") if path.is_file()}
-    assert files == {
+    assert {path.name for path in run.rglob("*") if path.is_file()} == {
         *(".lock", "config.yaml", "classes.npy", "env.json", "tokenizer.json", "vocab.txt"),
         *("best.ckpt", "last.ckpt", "metrics.csv", "curves.png", "speller.npz"),
         *("model.json", "model.safetensors"),
@@ -96,14 +95,14 @@ def test_the_processor_and_the_most_memory_are_those_that_linux_tells(
 def test_a_checkpoint_without_its_run_is_refused_if_it_does_not_fit(
     lstm_run: Path, tmp_path: Path, failed: Printed
 ) -> None:
-    alone = tmp_path / "alone.ckpt"
+    alone, more = tmp_path / "alone.ckpt", "--train.max_steps=30"
     shutil.copyfile(lstm_run / "checkpoints" / "last.ckpt", alone)
     of_tree = "--output.tree=full", "the weights belong to another tree"
     for option, problem in (("--model.hidden=16", "size mismatch"), of_tree):
-        message = failed(tmp_path / "run", "--train.max_steps=30", option, "--resume", alone)
+        message = failed(tmp_path / "run", more, option, "--resume", alone)
         assert message.startswith("the checkpoint does not fit the configuration: ")
         assert problem in message
-    message = failed(tmp_path / "run", "--train.precision=64-true", "--resume", alone)
+    message = failed(tmp_path / "run", more, "--train.precision=64-true", "--resume", alone)
     assert message == (
         "backbone.layers.0.weight_ih_l0 is torch.float32 in the checkpoint, and torch.float64"
         " under train.precision: 64-true"

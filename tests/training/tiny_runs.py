@@ -23,6 +23,7 @@ from tests.conftest import TINY, toy_sentences
 
 OPTIONS = ["--no-progress", "--model.hidden=8", "--model.layers=1", "--train.batch_size=2"]
 OPTIONS += ["--train.val_every_steps=4", "--train.checkpoint_every_steps=3", "--log.every_steps=4"]
+OPTIONS += ["--train.accelerator=cpu"]
 LAST = Path("checkpoints", "last.ckpt")
 
 
@@ -40,18 +41,13 @@ class Ended:
         return 2 <= self.code < 128 and is_clear and str(folder) in last
 
 
-class Work:
-    """The corpus and the configuration of tiny runs below a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.config = folder / "tiny.yaml"
-        self.config.write_text(TINY.format(corpus=folder))
-        for split, num_lines in (("train", 50), ("valid", 8), ("test", 7)):
-            lines = toy_sentences(num_lines, num_lines)
-            (folder / f"{split}.txt").write_text("\n".join(lines) + "\n")
-
-    def arguments(self, verb: str, run: Path, *options: str) -> list[str]:
-        return [verb, str(self.config), *OPTIONS, f"--run_dir={run}", *options]
+def command(folder: Path) -> Callable[..., list[str]]:
+    """`command(folder)(verb, run, *options)`: a command on a tiny corpus in the folder."""
+    config = folder / "tiny.yaml"
+    config.write_text(TINY.format(corpus=folder))
+    for split, num_lines in (("train", 50), ("valid", 8), ("test", 7)):
+        (folder / f"{split}.txt").write_text("\n".join(toy_sentences(num_lines, num_lines)) + "\n")
+    return lambda verb, run, *options: [verb, str(config), *OPTIONS, f"--run_dir={run}", *options]
 
 
 def lm(arguments: Sequence[str]) -> Ended:
@@ -96,7 +92,7 @@ def damage(path: Path, rng: random.Random) -> bytes:
     return bytes(content)
 
 
-def contents(folder: Path) -> dict[str, str]:
+def dataset(folder: Path) -> dict[str, str]:
     """SHA-256 of every file of a prepared folder, by name; not those that a killed process left."""
     files = [path for path in sorted(folder.rglob("*")) if not path.name.startswith(".")]
     found = {str(path.relative_to(folder)): _sha256(path.read_bytes()) for path in files}
