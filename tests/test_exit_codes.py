@@ -60,10 +60,9 @@ def problem(
     places: dict[str, object] = {name: tmp_path / file for name, file in names.items()}
     places |= {"tiny": tiny, "run": lstm_run, "pieces": pieces_run, "items": items_run}
     places |= {"transformer": transformer_run, "folder": tmp_path / "empty"}
-    places["letters"] = letters("letters")
+    places |= {"letters": letters("letters"), "lower": "--tokenizer.lowercase=true"}
     places["ends"] = letters("ends", "--data.sequences=independent", "--data.predict_eos=true")
     places |= {"words": "--data.files.train=words.txt", "json": "--data.format=json"}
-    places["lower"] = "--tokenizer.lowercase=true"
     places["data"] = f"--data.prepared_dir={prepared_dir}"
     Path("empty").mkdir()
     write(Path("arpa.txt"), ARPA, 2)

@@ -34,9 +34,7 @@ Policy = Literal["dropped", "any"]
 class Disk:
     """What of a folder is on the disk; all that is in it at first.
 
-    Args:
-        folder: the folder, which itself is on the disk.
-        journal: an empty folder on the same file system, for links to files.
+    `journal` is an empty folder on the same file system, for links to files.
     """
 
     def __init__(self, folder: Path, journal: Path) -> None:
@@ -111,9 +109,6 @@ class Moments:
 
     A moment is the time before a file is opened, renamed, linked or deleted, a folder is made, or
     either is synchronized. Writes are not: kill at random times for these.
-
-    Attributes:
-        num_moments: since the beginning of the last `with` block.
     """
 
     EVENTS = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")

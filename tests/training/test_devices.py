@@ -26,24 +26,26 @@ from lm.training import devices as module
 from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
+from tests.conftest import Printed, Train, python, recipes
+from tests.training.tiny_runs import outcome
 
 Command = Callable[[Path], list[str]]
 
 
 def launched(launcher: str, *command: str, devices: int = 2) -> list[subprocess.Popen[str]]:
     """The process of Python with arguments, that of torchrun, or those of two tasks of SLURM."""
-    python = [sys.executable]
-    environments = [{"OMP_NUM_THREADS": "1"}]
+    start = [sys.executable]
+    environments = [{"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}]
     if launcher == "torchrun":
-        python += ["-m", "torch.distributed.run", f"--nproc-per-node={devices}", "--standalone"]
+        start += ["-m", "torch.distributed.run", f"--nproc-per-node={devices}", "--standalone"]
     elif launcher == "SLURM":
         given = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(os.getpid())}
         given |= {"SLURM_STEP_ID": "0", "SLURM_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
         ranks = [{"SLURM_PROCID": each, "SLURM_LOCALID": each} for each in "01"]
         environments = [given | each | environments[0] for each in ranks]
-    python += [*command, "--train.accelerator=cpu"]
+    start += [*command, "--train.accelerator=cpu"]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return [subprocess.Popen(python, env=os.environ | each, **pipes) for each in environments]
+    return [subprocess.Popen(start, env=os.environ | each, **pipes) for each in environments]
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
@@ -58,27 +60,19 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
     return printed, message
 
 
-SHARDED = ["--train.strategy=shard_output", "--optim.optimizer=sgd", "--optim.lr=0.5"]
-TIED_ADAGRAD = ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"]
-ALIKE = {
-    "pieces of items of independent sequences": [
-        *("--model.input_pieces=40", "--data.sequences=independent", "--data.prepared_dir=null"),
-        "--train.batch_size=50",  # one process has more items than the other
-        "--train.accumulate=4",
-    ],
-    # The batches of a process may have no target in a cluster.
-    "adaptive": ["--output.tree=adaptive", "--output.cutoffs=[15,21]"],
-    "by class, clipped, pieces": [
-        *(*SHARDED, *TIED_ADAGRAD, "--train.shard_by=class"),
-        *("--optim.clip=0.1", "--model.input_pieces=40"),
-    ],
-    "tied, adagrad": [*SHARDED, *TIED_ADAGRAD],
-    "path sums": [*SHARDED, "--model.input_embedding=path_sum", "--word_table.gradients=row_wise"],
-    "adamw": [
-        *(*SHARDED, "--optim.optimizer=adamw", "--optim.lr=1e-3", "--optim.clip=0.1"),
-        "--model.init_range=0.2",
-    ],
-}
+SHARDED = "train.strategy=shard_output optim.optimizer=sgd optim.lr=0.5"
+TIED_ADAGRAD = "word_table.tied=true word_table.optimizer=adagrad word_table.lr=0.05"
+ALIKE = recipes(f"""\
+pieces of items of independent sequences, more in one process | model.input_pieces=40 \
+data.sequences=independent data.prepared_dir=null train.batch_size=50 train.accumulate=4
+adaptive, batches without a target in a cluster | output.tree=adaptive output.cutoffs=[15,21]
+by class, clipped, pieces | {SHARDED} {TIED_ADAGRAD} train.shard_by=class optim.clip=0.1 \
+model.input_pieces=40
+tied, adagrad | {SHARDED} {TIED_ADAGRAD}
+path sums, row-wise | {SHARDED} model.input_embedding=path_sum word_table.gradients=row_wise
+adamw | {SHARDED} optim.optimizer=adamw optim.lr=1e-3 optim.clip=0.1 model.init_range=0.2
+""")
+DEALT = "--train.strategy=shard_output"
 EVERY_SECOND = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2"]
 
 
@@ -91,12 +85,12 @@ def train_in_two_parts(folder: Path, arguments: list[str]) -> None:
         command = [*arguments, *EVERY_SECOND, *options, f"--run_dir={folder}/{name}"]
         if not is_alone:
             assert main([*command, "--train.max_steps=4"]) == 0
-        if is_alone == (SHARDED[0] in options):
+        if is_alone == (DEALT in options):
             assert main([*command, "--resume=auto"]) == 0
 
 
 def test_two_processes_train_as_one_and_continue_where_they_stopped(
-    tiny: Path, prepared_dir: Path, train: Callable[..., Path], tmp_path: Path
+    tiny: Path, prepared_dir: Path, train: Train, tmp_path: Path
 ) -> None:
     """Dealt rows are continued by one process."""
     data = f"--data.prepared_dir={prepared_dir}"
@@ -105,7 +99,7 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
         (processes,) = launched(launcher, *map(str, words))
         finish(processes)
     for name, options in ALIKE.items():
-        is_dealt, run = SHARDED[0] in options, tmp_path / name
+        is_dealt, run = DEALT in options, tmp_path / name
         alone = [*EVERY_SECOND, *(each for each in options if "--train.s" not in each)]
         one = train(tmp_path / "one" / name, *alone)
         both, truth = (read_metrics(folder / "metrics.csv") for folder in (run, one))
@@ -135,24 +129,17 @@ def test_the_processes_that_a_launcher_has_started_train_one_run(
 
 STOPPED = 7
 """Batches before one of the processes receives a signal."""
-CONTINUED = {
-    "lstm": ["--model.dropout_weight=0.3", "--model.dropout_variational=true"],
-    "lstm, row-wise in bf16, accumulate": [
-        *("--word_table.optimizer=adagrad", "--train.strategy=shard_output"),
-        *("--word_table.dtype=bf16", "--train.precision=bf16-mixed", "--train.accumulate=2"),
-    ],
-    "transformer, bf16, accumulate": [
-        *("--model.backbone=transformer", "--train.precision=bf16-true", "--train.accumulate=2")
-    ],
-    "transformer, bf16, row-wise": [
-        *("--model.backbone=transformer", "--train.precision=bf16-mixed"),
-        *("--word_table.optimizer=adam", "--train.strategy=shard_output"),
-    ],
-    "transformer, row-wise, accumulate": [
-        *("--model.backbone=transformer", "--train.accumulate=2"),
-        *("--word_table.optimizer=sgd", "--train.strategy=shard_output"),
-    ],
-}
+CONTINUED = recipes("""\
+lstm | model.dropout_weight=0.3 model.dropout_variational=true
+lstm, row-wise in bf16, accumulate | word_table.optimizer=adagrad train.strategy=shard_output \
+word_table.dtype=bf16 train.precision=bf16-mixed train.accumulate=2
+transformer, bf16, accumulate | model.backbone=transformer train.precision=bf16-true \
+train.accumulate=2
+transformer, bf16, row-wise | model.backbone=transformer train.precision=bf16-mixed \
+word_table.optimizer=adam train.strategy=shard_output
+transformer, row-wise, accumulate | model.backbone=transformer train.accumulate=2 \
+word_table.optimizer=sgd train.strategy=shard_output
+""")
 """Every pair of a backbone, a kind of gradients, a number of batches per step and a precision.
 
 Rows are dealt where gradients are row-wise, which several processes require.
@@ -182,10 +169,8 @@ def train_and_continue(folder: Path, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_several_processes_continue_bit_for_bit_or_refuse_another_number_of_them(
-    tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Callable[..., str], devices: int
+    tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Printed, devices: int
 ) -> None:
-    from tests.training.tiny_runs import outcome  # processes run this file without `tests`
-
     data = f"--data.prepared_dir={prepared_dir}"
     command = ["train", tiny, "--no-progress", data, "--train.batch_size=6", "--train.max_steps=12"]
     words = [__file__, "stops", tmp_path, *command]
@@ -324,7 +309,7 @@ atexit.register(print, "finalized")
 sys.argv[1:] = ["info", "missing"]
 sys.exit(run_process())
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ended = python("-c", program)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("lm: missing")
 
