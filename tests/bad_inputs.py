@@ -28,7 +28,6 @@ WRONG_VALUES = """\
 BAD_INPUTS = """\
 2 |  | the following arguments are required: COMMAND
 2 | fly | unknown command fly: the commands are new, prepare, train, evaluate,
-2 | sing {run} | unknown command sing
 2 | new {folder}/new.yaml | the following arguments are required: --text$
 3 | new {folder}/new.yaml --text={absent} | absent
 3 | new {folder}/new.yaml --text={binary} | binary.txt

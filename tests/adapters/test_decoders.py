@@ -34,8 +34,9 @@ class Node:
 
 def test_hypotheses_of_flashlight_have_the_probabilities_of_the_model(model: LoadedModel) -> None:
     adapter = flashlight_class(object, Node)(model, WORDS)
+    root = adapter.start(False)
     for hypothesis in HYPOTHESES:
-        node, total = adapter.start(False), 0.0
+        node, total = root, 0.0
         for index in hypothesis:
             node, log_prob = adapter.score(node, index)
             total += log_prob
