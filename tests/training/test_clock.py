@@ -16,6 +16,7 @@ from lm.training.clock import Clock, Progress
 from lm.training.metrics import read_metrics
 from tests.conftest import Train
 from tests.training.conftest import BeforeCall
+from tests.training.tiny_runs import LAST
 
 BY_TIME = ["--train.max_steps=null", "--optim.schedule=cosine", "--optim.lr=1"]
 BY_TIME += ["--optim.optimizer=sgd", "--log.every_steps=1"]
@@ -29,11 +30,6 @@ def seconds(monkeypatch: pytest.MonkeyPatch, before_call: BeforeCall) -> list[fl
     before_call(LanguageModel, "loss", lambda *_: passed.append(2.0))
     before_call(state, "evaluate", lambda *_, **__: passed.append(10.0))
     return passed
-
-
-def progress_of(run: Path) -> dict[str, Any]:
-    progress: dict[str, Any] = load_checkpoint(run / "checkpoints" / "last.ckpt")["progress"]
-    return progress
 
 
 def test_seconds_and_speed_leave_out_validation_and_checkpoints(
@@ -71,7 +67,7 @@ def test_a_continued_run_keeps_counting_and_says_if_no_step_is_left(
     options, resume = [*BY_TIME, "--train.val_every_steps=10"], "--resume=auto"
     train(tmp_path, *options, "--train.max_minutes=1")
     steps = len(read_metrics(tmp_path / "metrics.csv"))
-    assert progress_of(tmp_path)["elapsed_seconds"] == sum(seconds) == 60
+    assert load_checkpoint(tmp_path / LAST)["progress"]["elapsed_seconds"] == sum(seconds) == 60
     caplog.set_level("INFO")
     train(tmp_path, *options, "--train.max_minutes=1", resume)  # nothing is left
     assert "train.max_minutes: 1 is spent: a larger one continues the training" in caplog.text
@@ -81,7 +77,7 @@ def test_a_continued_run_keeps_counting_and_says_if_no_step_is_left(
     assert "continues with" not in caplog.text
     assert sum(seconds) == 60
     train(tmp_path, *options, "--train.max_minutes=2", resume)
-    assert progress_of(tmp_path)["elapsed_seconds"] == sum(seconds) == 120
+    assert load_checkpoint(tmp_path / LAST)["progress"]["elapsed_seconds"] == sum(seconds) == 120
     assert len(read_metrics(tmp_path / "metrics.csv")) > steps
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from data_prep.prepared import open_prepared
 from lm.cli import main
-from lm.evaluation import evaluate
 from lm.model.language_model import LanguageModel
 from lm.output.rowwise import RowGradient
 from lm.training import loop
 from lm.training.batches import Batch
 from lm.training.metrics import read_metrics
 from lm.training.state import TrainingState
+from lm.training.validation import Validation
 from tests.conftest import Train, corpus_of
 from tests.training.conftest import BeforeCall
 
@@ -118,14 +118,8 @@ def test_the_precision_of_matrix_products_is_set_for_the_run_and_restored_after_
 def test_a_plateau_lowers_the_rate_with_each_validation_that_did_not_improve(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    perplexities = iter([9.0, 8.0, 8.0, 8.5, 7.0, 7.0])
-
-    def rigged(*args: Any, **options: Any) -> Any:
-        result = evaluate(*args, **options)
-        object.__setattr__(result, "perplexity", next(perplexities))
-        return result
-
-    monkeypatch.setattr("lm.training.state.evaluate", rigged)
+    validations = map(Validation, [9.0, 8.0, 8.0, 8.5, 7.0, 7.0])
+    monkeypatch.setattr(TrainingState, "validate", lambda _: next(validations))
     options = ["--optim.schedule=plateau", "--optim.decay=0.5", "--train.val_every_steps=1"]
     options += ["--log.every_steps=1", "--optim.lr=1", "--train.max_steps=6"]
     lines = read_metrics(train(tmp_path / "run", *options) / "metrics.csv")
