@@ -265,35 +265,18 @@ ARPA: NGrams = {
     **{("<s>",): (-1.0, -1.0), ("</s>",): (-1.0, 0.0), ("<unk>",): (-0.2, -1.0)},
     **{("the",): (-0.5, -1.0), ("qu",): (-1.0, 0.0), ("the", "</s>"): (-0.3, 0.0)},
 }
-FILES = {
-    "binary": b"\xff\xfe\0",
-    "empty": b"",
-    "text": b"the cat\n",
-    "list": b"- 1\n",
-    "tree": TREE.encode(),
-    "utf16": TREE.encode("utf-16"),
-    "latin1": TREE.encode("latin-1"),
-    "gzip": gzip.compress(TREE.encode()),
-    "ids": b"a\tthe cat\n\tthe dog\n",
-    "nbest": b"u1\t-1\tthe cat\n",
-    "said": b"u1 the cat\n",
-    "twice": b"u1 the\n\nu1 cat\n",
-    "other": b"u2\tthe\n",
-    "other_said": b"u2 the\n",
-    "costs": b"u1 1\n",
-    "wordless": b"u1\n",
-    "abc": b"name: abc\ndata: {files: {train: x}}\ntrain: {max_steps: 1, seq_len: 2}\n",
-    "shop": b"""\
+FILES = {"binary": b"\xff\xfe\0", "empty": b"", "text": b"the cat\n", "list": b"- 1\n"}
+FILES |= {"tree": TREE.encode(), "utf16": TREE.encode("utf-16"), "latin1": TREE.encode("latin-1")}
+FILES |= {"gzip": gzip.compress(TREE.encode()), "ids": b"a\tthe cat\n\tthe dog\n"}
+FILES |= {"nbest": b"u1\t-1\tthe cat\n", "said": b"u1 the cat\n", "twice": b"u1 the\n\nu1 cat\n"}
+FILES |= {"other": b"u2\tthe\n", "other_said": b"u2 the\n", "costs": b"u1 1\n", "wordless": b"u1\n"}
+FILES |= {"words": b"a b c a b c\n", "lines": b"the dog\n" * 40, "user": b'["item 3"]\n'}
+FILES |= {"many.json": b'{"n": 1}\n' * 300 + b'{"text": 1}', "nested.json": b"[" * 100_000}
+FILES |= {"nested.yaml": b"name: " + b"[" * 1200 + b"]" * 1200, "codes": b"u\t-1\titem%203\n"}
+FILES["abc"] = b"name: abc\ndata: {files: {train: x}}\ntrain: {max_steps: 1, seq_len: 2}\n"
+FILES["shop"] = b"""\
 name: shop
 data: {files: {train: x}, format: csv, sequences: independent, user_field: u, item_field: i,
   time_field: t}
 train: {max_steps: 1}
-""",
-    "words": b"a b c a b c\n",
-    "lines": b"the dog\n" * 40,
-    "many.json": b'{"n": 1}\n' * 300 + b'{"text": 1}',
-    "nested.json": b"[" * 100_000,
-    "nested.yaml": b"name: " + b"[" * 1200 + b"]" * 1200,
-    "user": b'["item 3"]\n',
-    "codes": b"u\t-1\titem%203\n",
-}
+"""

@@ -79,15 +79,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     cache = TemporaryDirectory(prefix="cache-")
     config.add_cleanup(cache.cleanup)
-    os.environ |= {
-        "HF_HOME": f"{cache.name}/hf",
-        "WANDB_CACHE_DIR": f"{cache.name}/wandb",
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        "WANDB_SILENT": "true",
-        "WANDB_ERROR_REPORTING": "false",
-    }
+    os.environ |= {"HF_HOME": f"{cache.name}/hf", "WANDB_CACHE_DIR": f"{cache.name}/wandb"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "WANDB_ERROR_REPORTING": "false"}
+    os.environ["WANDB_SILENT"] = "true"
     os.environ["NUMBA_CACHE_DIR"] = str(config.rootpath / ".pytest_cache" / "numba")
     if find_spec("hypothesis"):  # which GPU tests do without
         from hypothesis import HealthCheck, settings

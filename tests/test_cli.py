@@ -60,16 +60,12 @@ def test_verbs_that_compute_take_a_device_and_by_default_the_threads_of_the_run(
 
 
 @pytest.mark.parametrize(
-    ("command", "what"),
-    [
-        ("evaluate RUN --text", "text"),
-        ("score RUN", "text"),
-        ("rescore RUN --lm-weight=1 --non-words=", "hypotheses"),
-    ],
+    "command", ["evaluate RUN --text", "score RUN", "rescore RUN --lm-weight=1 --non-words="]
 )
 def test_special_words_of_a_text_are_reported(
-    lstm_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, what: str
+    lstm_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str
 ) -> None:
+    what = "hypotheses" if command.startswith("rescore") else "text"
     counted = f"{what}: the text contains <eos> (1) and <unk> (3), counted as special words"
     for text, is_reported in (("the <unk> cat <eos>", True), ("the cat", False)):
         (tmp_path / "list").write_text(f"u\t-1\t{text}\nu\t-2\t{text.replace('eos', 'unk')}\n")

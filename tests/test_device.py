@@ -104,17 +104,11 @@ def test_processors_and_memory_are_those_that_the_cgroups_allow(
     assert module.available_bytes(torch.device("cpu")) == free + 10
 
 
-@pytest.mark.parametrize(
-    ("asked", "processes", "torchs", "expected"),
-    [
-        (None, 1, 8, 3),
-        (None, 1, 2, 2),
-        (None, 2, 8, 1),
-        (None, 9, 8, 1),
-        (2, 2, 8, 2),
-        (8, 1, 8, 3),
-    ],
-)
+THREADS: Any = [(None, 1, 8, 3), (None, 1, 2, 2), (None, 2, 8, 1), (None, 9, 8, 1)]
+THREADS += [(2, 2, 8, 2), (8, 1, 8, 3)]
+
+
+@pytest.mark.parametrize(("asked", "processes", "torchs", "expected"), THREADS)
 def test_threads_are_at_most_as_many_as_the_processors_of_a_process(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

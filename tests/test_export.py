@@ -14,10 +14,8 @@ import lm
 from data_prep.storage import sha256_file
 from tests.conftest import LETTERS, OTHER_LETTERS, PIECES_WITH_BYTES, Printed, Train, python
 
-NEW = [  # as `lm new` writes it
-    "--word_table.tied=true",
-    "--model={hidden: 8, layers: 1, input_embedding: path_sum, input_pieces: 12}",
-]
+NEW = ["--word_table.tied=true"]  # as `lm new` writes it
+NEW += ["--model={hidden: 8, layers: 1, input_embedding: path_sum, input_pieces: 12}"]
 KINDS = {
     "lstm": NEW,
     "untied": ["--model.layers=2", "--model.embedding=6"],

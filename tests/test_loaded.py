@@ -5,7 +5,6 @@ import math
 import pydoc
 import re
 import warnings
-from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
@@ -296,11 +295,7 @@ def test_results_are_of_classes_of_the_package_and_printed_without_numbers(lstm_
     ],
 )
 def test_a_word_with_the_probability_of_all_unknown_ones_warns_once(
-    lstm_run: Path,
-    ask: Callable[[LoadedModel, Any], object],
-    options: dict[str, Any],
-    word: str | None,
-    warns: bool,
+    lstm_run: Path, ask: Any, options: dict[str, Any], word: str | None, warns: bool
 ) -> None:
     loaded = lm.load(lstm_run, **options)
     word_or_id = loaded.unk_id if word is None else word

@@ -13,7 +13,6 @@ import pytest
 import lm
 from data_prep.errors import UserError
 from lm.evaluation import evaluate_split, evaluate_text
-from lm.loaded import LoadedModel
 from lm.rescoring.models import ArpaScores
 from lm.run import TrainedRun
 from lm.scoring import Scorer
@@ -29,19 +28,9 @@ def run(letters: Train) -> Path:
     return letters("words")
 
 
-@pytest.fixture(scope="module")
-def bytes_run(letters: Train) -> Path:
-    return letters("bytes", *PIECES_WITH_BYTES)
-
-
-@pytest.fixture(scope="module")
-def loaded(run: Path) -> LoadedModel:
+def test_known_words_and_all_spellings_add_up_to_1(run: Path) -> None:
     loaded = lm.load(run, open_vocabulary=True)
     loaded.model.double()
-    return loaded
-
-
-def test_known_words_and_all_spellings_add_up_to_1(loaded: LoadedModel) -> None:
     types = list(dict.fromkeys(word for line in LETTERS for word in line.split()))
     definition = Definition([word for word in types if word != "<unk>"], 7)
     known = [loaded.tokenizer.token(id) for id in range(loaded.vocab_size)]
@@ -113,8 +102,9 @@ def test_bits_per_byte_require_every_byte_in_tokens_and_spellings(
 
 
 def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
-    bytes_run: Path, letters: Train, printed: Printed
+    letters: Train, printed: Printed
 ) -> None:
+    bytes_run = letters("bytes", *PIECES_WITH_BYTES)
     plain = evaluate_split(TrainedRun(bytes_run), "test", progress=False)
     spelled = evaluate_split(TrainedRun(bytes_run), "test", progress=False, open_vocabulary=True)
     assert (plain.bits_per_byte, plain.oov) == (None, 1)  # `<unk>` itself

@@ -16,20 +16,11 @@ TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
 FOLDERS = ("lm", "data_prep", "configs", "scripts")
 PAGES = [*TOP.glob("*.md"), *(page for name in FOLDERS for page in (TOP / name).glob("**/*.md"))]
-VALUES = {
-    "CONFIG": "mine.yaml",
-    "RUN": "runs/mine",
-    "[KEY]": "model.hidden",
-    "TEXT": "my.txt",
-    "NBEST": "list.nbest",
-    "FILE": "names.txt",
-    "DIR": "exported",
-}
+VALUES = {"CONFIG": "mine.yaml", "RUN": "runs/mine", "[KEY]": "model.hidden", "TEXT": "my.txt"}
+VALUES |= {"NBEST": "list.nbest", "FILE": "names.txt", "DIR": "exported"}
 """Arguments for the placeholders in the table of commands."""
-SMALL = {
-    "train": ["--model.hidden=8", "--train.max_steps=2", "--no-progress"],
-    "rescore": ["--lm-weight=1"],
-}
+SMALL = {"train": ["--model.hidden=8", "--train.max_steps=2", "--no-progress"]}
+SMALL["rescore"] = ["--lm-weight=1"]
 
 
 def blocks(language: str, page: str = README) -> list[str]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from lm.model.files import load_model
 from lm.output import ClassTree
 from lm.run import Run
 from lm.training.metrics import read_metrics
+from tests.conftest import Printed, Train
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("**/*.yaml"))
-Evaluated = Callable[[Path], float]
 SMALL = """\
 data.hub=null data.hub_config=null data.format=text data.prepared_dir=null data.user_field=null
 data.split=files classes.num_word_classes=null classes.max_words=null model.hidden=16
@@ -51,15 +50,9 @@ def small(config: Config, corpus: Path) -> list[str]:
     return [f"--{each}" for each in [*SMALL.split(), *options]]
 
 
-@pytest.fixture
-def validated(printed: Callable[..., str]) -> Evaluated:
-    """`validated(run)`: perplexity of the validation split as `lm evaluate` prints it."""
-
-    def run(folder: Path) -> float:
-        values = json.loads(printed("evaluate", folder, "--split=valid", "--json"))
-        return float(values["perplexity"])
-
-    return run
+def validated(printed: Printed, run: Path) -> float:
+    """Perplexity of the validation split as `lm evaluate` prints it."""
+    return float(json.loads(printed("evaluate", run, "--split=valid", "--json"))["perplexity"])
 
 
 def assert_trained(run: Path, perplexity: float) -> None:
@@ -78,7 +71,7 @@ def assert_trained(run: Path, perplexity: float) -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_recipe_trains_and_is_named_after_its_file(
-    path: Path, corpus: Path, tmp_path: Path, validated: Evaluated
+    path: Path, corpus: Path, tmp_path: Path, printed: Printed
 ) -> None:
     config = load_config(path)
     assert config.name == path.stem
@@ -86,11 +79,11 @@ def test_every_recipe_trains_and_is_named_after_its_file(
     assert all(line.startswith("# ") for line in header.splitlines())
     overrides = [*small(config, corpus), f"--run_dir={tmp_path / 'run'}"]
     assert main(["train", str(path), "--no-progress", *overrides]) == 0
-    assert_trained(tmp_path / "run", validated(tmp_path / "run"))
+    assert_trained(tmp_path / "run", validated(printed, tmp_path / "run"))
 
 
 def test_a_tree_from_a_file_trains_like_the_same_tree_from_name(
-    train: Callable[..., Path], prepared_dir: Path, tmp_path: Path, validated: Evaluated
+    train: Train, prepared_dir: Path, tmp_path: Path, printed: Printed
 ) -> None:
     steps = "--train.max_steps=2"
     from_name = train(tmp_path / "name", steps)  # makes its classes, if another test made others
@@ -103,9 +96,9 @@ def test_a_tree_from_a_file_trains_like_the_same_tree_from_name(
             members[number] = members.get(number, -1) + 1
             file.write(f"{tokenizer.token(word)} {number} {members[number]}\n")
     from_file = train(tmp_path / "file", f"--output.tree={tmp_path / 'tree.txt'}", steps)
-    assert_trained(from_file, validated(from_file))
+    assert_trained(from_file, validated(printed, from_file))
     assert [(run / "classes.npy").exists() for run in (from_name, from_file)] == [True, False]
-    assert validated(from_file) == pytest.approx(validated(from_name), rel=1e-4)
+    assert validated(printed, from_file) == pytest.approx(validated(printed, from_name), rel=1e-4)
     (tmp_path / "tree.txt").unlink()  # the run has a copy
     assert main(["classes", str(from_file), "--json"]) == 0
     more = ["--train.max_steps=4", "--resume=auto", "--no-progress"]

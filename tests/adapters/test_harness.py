@@ -12,16 +12,9 @@ from lm.loaded import LoadedModel
 from tests.conftest import PIECES_WITH_BYTES, Train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* the probability of all unknown words")
-PAIRS = [
-    ("", "the old cat"),
-    ("the old", " cat sees a dog"),
-    ("the old ", "cat"),
-    ("the cat sees a dog today\n", "the old"),
-    ("the old cat", " finds zebra\nthe quagga"),
-    ("a zebra", " zebra"),
-    ("the", " "),
-    ("a", ""),
-]
+PAIRS = [("", "the old cat"), ("the old", " cat sees a dog"), ("the old ", "cat"), ("the", " ")]
+PAIRS += [("the cat sees a dog today\n", "the old"), ("a zebra", " zebra"), ("a", "")]
+PAIRS += [("the old cat", " finds zebra\nthe quagga")]
 
 
 @pytest.fixture(scope="module", params=["lstm", "transformer", "pieces"])

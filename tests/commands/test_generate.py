@@ -17,12 +17,8 @@ from lm.cli import main
 from lm.output import HierarchicalSoftmax
 from tests.conftest import Printed, corpus_of
 
-SONG = [
-    "one man went to mow",
-    "he went to mow a meadow",
-    "his dog came along and slept",
-    "until the moon rose over them",
-]
+SONG = ["one man went to mow", "he went to mow a meadow"]
+SONG += ["his dog came along and slept", "until the moon rose over them"]
 
 
 @pytest.fixture

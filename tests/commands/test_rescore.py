@@ -128,19 +128,12 @@ def test_tuning_recovers_the_weights_that_the_references_were_made_with(
     assert (again, fixed["report"]) == (rows, report)
 
 
-UNKNOWN = """\
-a\t-3\tthe zebra sees a gnu
-a\t-1\tthe cat sees a zebra
-b\t-2\tthe okapi
-b\t-3\tthe dog
-"""
-
-
 @pytest.fixture
 def unknown(tmp_path: Path) -> Path:
     """An n-best list with three unknown words, in four places."""
     path = tmp_path / "unknown.nbest"
-    path.write_text(UNKNOWN)
+    rows = ["a\t-3\tthe zebra sees a gnu", "a\t-1\tthe cat sees a zebra", "b\t-2\tthe okapi"]
+    path.write_text("\n".join([*rows, "b\t-3\tthe dog\n"]))
     return path
 
 

@@ -8,14 +8,8 @@ import pytest
 import yaml
 
 from data_prep.errors import UserError
-from lm.config import (
-    WordTable,
-    differences,
-    load_config,
-    load_run_config,
-    resolve_word_table,
-    validate,
-)
+from lm.config import WordTable, differences, load_config, load_run_config, validate
+from lm.config.word_table import resolve_word_table
 
 MINIMAL = {"name": "run", "train": {"max_steps": 5}}
 CONFLICTS = """\

@@ -13,11 +13,8 @@ from lm.output import ClassTree
 from tests.models import log_probs, small_model
 
 PROMPT, EOS = [0, 2], 0
-TREES = {
-    "full": ClassTree.full(4),
-    "two_level": ClassTree.two_level([0, 1, 1, 0]),
-    "huffman": ClassTree.huffman([5, 3, 1, 1]),
-}
+TREES = {"full": ClassTree.full(4), "two_level": ClassTree.two_level([0, 1, 1, 0])}
+TREES["huffman"] = ClassTree.huffman([5, 3, 1, 1])
 
 
 def log_prob(model: LanguageModel, tokens: list[int]) -> float:

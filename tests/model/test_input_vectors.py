@@ -15,11 +15,8 @@ N, P = 11, 9
 PIECES_OF_WORD = [[0], [1, 2], [], [1, 3, 4], [5], [5, 2], [6, 6], [7, 0, 1], [2], [8, 3], [4]]
 PIECES = torch.tensor([row + [-1] * (3 - len(row)) for row in PIECES_OF_WORD], dtype=torch.int32)
 COUNTS = torch.arange(N) ** 2
-TREES = {
-    "full": ClassTree.full(N),
-    "shortlist": ClassTree.two_level(torch.arange(N) % 3, shortlist=2),
-    "huffman": ClassTree.huffman(COUNTS),
-}
+TREES = {"full": ClassTree.full(N), "huffman": ClassTree.huffman(COUNTS)}
+TREES["shortlist"] = ClassTree.two_level(torch.arange(N) % 3, shortlist=2)
 CLASSES = ClassTree.two_level(torch.arange(N) % 3, shortlist=2, counts=COUNTS)
 """Classes whose vectors are summed where the output layer has none."""
 

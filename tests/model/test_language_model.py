@@ -42,7 +42,6 @@ assert torch.equal(hidden, truth)
 
 
 def make(backbone: str = "lstm", tree: ClassTree = TREE, **settings: Any) -> Any:
-    """A model of two layers."""
     parts = {"pieces": PIECES, "counts": COUNTS}
     return new_model(tree, parts, backbone=backbone, layers=2, **settings)
 

@@ -52,16 +52,13 @@ def raw_weights_hh(model: LSTM) -> list[Tensor]:
     return [layer.get_parameter("weight_hh_l0") for layer in model.layers]
 
 
-@pytest.fixture(params=["layers", "at once"])
-def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers one by one, and by one call as on a GPU."""
-    monkeypatch.setattr("lm.model.lstm._runs_at_once", lambda _: request.param == "at once")
-
-
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("at_once", [False, True])  # as on a GPU
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_equals_the_equations_step_by_step_with_dropped_weights(p: float) -> None:
+def test_equals_the_equations_step_by_step_with_dropped_weights(
+    p: float, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The masks are redrawn from the same seed, so that the definition gets the same W_hh."""
+    monkeypatch.setattr("lm.model.lstm._runs_at_once", lambda _: at_once)
     model, (embedded, state) = make(dropout_weight=p), inputs()
     torch.manual_seed(3)
     actual = model(embedded, state)

@@ -61,20 +61,16 @@ def measure(folder: Path) -> dict[str, float]:
     evaluate(model, tokens, counts, eos_id=description.eos_id, unk_id=1, context=8)
     figures = {"evaluate": (process_bytes("VmHWM") - start) / TABLE_BYTES}
     before = process_bytes("VmRSS")
-    continue_run(folder / "run")
+    opened = Run.read(folder / "run" / "config.yaml", ["--train.max_steps=2"])
+    reached = patch.object(Batches, "__getitem__", side_effect=KeyError("the first batch"))
+    with reached, pytest.raises(KeyError, match="the first batch"):
+        train_run(opened, resume="auto", progress=False)
     figures["resume"] = (process_bytes("VmHWM") - before) / DEEP_BYTES
     save_model(folder, model.state_dict(), description)
     figures["save"] = (process_bytes("VmHWM") - start) / TABLE_BYTES
     save_checkpoint({"model": model.state_dict()}, folder / "table.ckpt")
     figures["checkpoint"] = (process_bytes("VmHWM") - start) / TABLE_BYTES
     return figures
-
-
-def continue_run(run: Path) -> None:
-    opened = Run.read(run / "config.yaml", ["--train.max_steps=2"])
-    reached = patch.object(Batches, "__getitem__", side_effect=KeyError("the first batch"))
-    with reached, pytest.raises(KeyError, match="the first batch"):
-        train_run(opened, resume="auto", progress=False)
 
 
 @pytest.fixture

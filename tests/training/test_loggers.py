@@ -64,16 +64,9 @@ def a_clock(num_steps: int) -> Clock:
 
 
 def figures(step: int, valid: float | None) -> Metrics:
-    return Metrics(
-        step=step,
-        epoch=12.5,
-        tokens=9,
-        learning_rate=1e-3 / 3,
-        train_perplexity=123.45,
-        valid_perplexity=valid,
-        seconds=1.0,
-        tokens_per_second=13061.0,
-    )
+    perplexities: Any = {"train_perplexity": 123.45, "valid_perplexity": valid}
+    rates: Any = {"learning_rate": 1e-3 / 3, "tokens_per_second": 13061.0}
+    return Metrics(step=step, epoch=12.5, tokens=9, seconds=1.0, **perplexities, **rates)
 
 
 def test_a_continuation_rewrites_the_lines_of_later_steps(tmp_path: Path) -> None:

@@ -48,12 +48,6 @@ def run(tmp_path: Path) -> Configured:
     return configured
 
 
-@pytest.fixture
-def available(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """`available(num_bytes)`: this much memory is available from now on."""
-    return lambda num: monkeypatch.setattr(Run, "available_bytes", num)
-
-
 @pytest.mark.parametrize(
     ("overrides", "weights", "gradients", "optimizer"),
     [
@@ -99,13 +93,13 @@ def test_a_recorded_step_keeps_its_memory_next_to_that_of_a_shorter_batch(
 
 
 def test_a_run_that_does_not_fit_is_refused_with_changes_that_add_up_until_they_suffice(
-    run: Configured, available: Callable[[int], None]
+    run: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adam, adagrad = run(*ROW_WISE_ADAM), estimate_memory(run(*ROW_WISE_ADAGRAD))
     need, least = estimate_memory(adam), enough(estimate_memory(adam))
-    available(least)
+    monkeypatch.setattr(Run, "available_bytes", least)
     check_memory(adam)
-    available(least - 2)
+    monkeypatch.setattr(Run, "available_bytes", least - 2)
     with pytest.raises(UserError) as caught:
         check_memory(adam)
     assert str(caught.value) == (
@@ -116,18 +110,18 @@ def test_a_run_that_does_not_fit_is_refused_with_changes_that_add_up_until_they_
     )
     least = enough(estimate_memory(run(*ROW_WISE_ADAGRAD, *BF16)))
     options = "--word_table.optimizer=adagrad --word_table.tied=true --word_table.dtype=bf16"
-    available(least)
+    monkeypatch.setattr(Run, "available_bytes", least)
     with pytest.raises(UserError, match=f": {options} --train.precision=bf16-mixed would fit"):
         check_memory(adam)
-    available(least - 2)
+    monkeypatch.setattr(Run, "available_bytes", least - 2)
     with pytest.raises(UserError, match=rf"even {options} .* would need .*; use fewer words"):
         check_memory(adam)
 
 
 def test_settings_that_would_be_refused_or_need_more_are_not_proposed(
-    run: Configured, available: Callable[[int], None]
+    run: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    available(1000)
+    monkeypatch.setattr(Run, "available_bytes", 1000)
     prepared = SimpleNamespace(vocab_size=NUM_WORDS, counts=lambda: [1] * NUM_WORDS)
     adaptive = Run.of(run("output.tree=adaptive").config, prepared=prepared)
     with pytest.raises(UserError, match=r": even --word_table\.optimizer=adagrad would need"):
