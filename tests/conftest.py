@@ -200,8 +200,7 @@ def transformer_run(train: Callable[..., Path], tmp_path_factory: pytest.TempPat
 @pytest.fixture(scope="session", params=["lstm_run", "transformer_run"])
 def run(request: pytest.FixtureRequest) -> Path:
     """A trained model of each backbone, read-only."""
-    folder: Path = request.getfixturevalue(request.param)
-    return folder
+    return Path(request.getfixturevalue(request.param))
 
 
 @pytest.fixture

@@ -24,10 +24,9 @@ def test_a_run_whose_training_is_not_complete_names_the_command_that_continues_i
     copied_run: Path, complaint: Printed
 ) -> None:
     (copied_run / "model.json").unlink()
-    assert complaint("evaluate", copied_run) == (
-        f"{copied_run}: no trained model here (model.json is missing);"
-        f" `lm train {copied_run} --resume auto` continues the training"
-    )
+    expected = "no trained model here (model.json is missing); `lm train"
+    expected += f" {copied_run} --resume auto` continues the training"
+    assert complaint("evaluate", copied_run) == f"{copied_run}: {expected}"
     options = ["--resume=auto", "--no-progress", "--train.max_steps=30"]
     tokenizer = copied_run / "tokenizer.json"
     content = tokenizer.read_text()
@@ -67,9 +66,8 @@ def test_data_prepared_with_another_tokenizer_are_an_error(
     tiny: Path, copied_run: Path, complaint: Printed
 ) -> None:
     assert main(["prepare", str(tiny), f"--run_dir={copied_run}", "--tokenizer.vocab_size=9"]) == 0
-    assert complaint("evaluate", copied_run) == (
-        f"{copied_run}/data was prepared again, with another tokenizer than that of {copied_run}"
-    )
+    expected = f"data was prepared again, with another tokenizer than that of {copied_run}"
+    assert complaint("evaluate", copied_run) == f"{copied_run}/{expected}"
 
 
 @pytest.mark.parametrize("verb", ["classes", "info"])
@@ -79,9 +77,8 @@ def test_data_prepared_with_other_classes_are_an_error(
     data = copied_run / "data"
     classes = np.load(copied_run / "classes.npy")
     np.save(copied_run / "classes.npy", classes[::-1])
-    assert untouched(verb, copied_run) == (
-        f"{data} was prepared again: its classes are not those of {copied_run}/classes.npy"
-    )
+    expected = f"{data} was prepared again: its classes are not those of {copied_run}/classes.npy"
+    assert untouched(verb, copied_run) == expected
     content = bytearray((copied_run / "classes.npy").read_bytes())
     content[8] ^= 0x40  # the size of the header
     for damaged in (content, b"not an array"):

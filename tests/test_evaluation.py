@@ -126,8 +126,7 @@ def evaluated(printed: Printed) -> Iterator[Evaluated]:
 
     def evaluate_command(run: Path, *options: object) -> dict[str, Any]:
         runs.append(run)
-        values: dict[str, Any] = json.loads(printed("evaluate", run, *options, "--json"))
-        return values
+        return dict(json.loads(printed("evaluate", run, *options, "--json")))
 
     yield evaluate_command
     for path in {path for run in runs for path in run.glob("evaluate-*.json")}:
@@ -189,10 +188,8 @@ def test_figures_that_cannot_be_written_are_printed(
 @pytest.mark.parametrize("context", [5, 6])
 def test_the_stated_context_is_that_of_the_windows(context: int) -> None:
     model, tokens, few = make("transformer", context), text(40), context - context // 2 + 1
-    assert measured(model, tokens, context).context == (
-        f"each token is predicted from {few} to {context} tokens before it, and from fewer at the"
-        " start of the text"
-    )
+    stated = f"from {few} to {context} tokens before it, and from fewer at the start of the text"
+    assert measured(model, tokens, context).context == f"each token is predicted {stated}"
     first, *rest = [before for _, _, before in reader.read_text(model, [tokens], EOS, context)]
     assert first.tolist() == list(range(1, few))
     assert {*np.concatenate(rest).tolist()} == {*range(few, context + 1)}

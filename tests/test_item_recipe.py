@@ -56,9 +56,8 @@ def test_a_table_becomes_a_ranking_in_three_commands(
     model = lm.load("runs/my", device="cpu")
     assert model.topk([3, 11], 5) == model.topk(["3", "11"], 5)  # as the table has them
     assert (model.id(11), model.word(model.id(11))) == (model.id("11"), "11")
-    torch.testing.assert_close(
-        model.candidate_log_prob([3], [0, 7]), model.candidate_log_prob(["3"], ["0", "7"])
-    )
+    by_number = model.candidate_log_prob([3], [0, 7])
+    torch.testing.assert_close(by_number, model.candidate_log_prob(["3"], ["0", "7"]))
     assert main(["prepare", "runs/my"]) == 0
     assert "runs/my/data is up to date" in caplog.text
 

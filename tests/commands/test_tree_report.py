@@ -35,8 +35,7 @@ def test_info_counts_the_parameters_of_the_model(lstm_run: Path, printed: Printe
     command += ["--output.tree=adaptive", "--output.cutoffs=[9]"]
     adaptive = json.loads(printed(*command, "--json"))
     assert "tree_depth" not in adaptive
-    rest = vocab_size - 9  # projected to a fourth of the hidden size
-    tail = (hidden + rest) * (hidden // 4)
+    tail = (hidden + vocab_size - 9) * (hidden // 4)  # projected to a fourth of the hidden size
     assert adaptive["output_parameters"] == (9 + 1) * (hidden + 1) + tail
 
 

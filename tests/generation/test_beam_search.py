@@ -54,9 +54,8 @@ def test_excluded_tokens_are_conditioned_on(tree: str, bias: float) -> None:
     model = small_model(TREES[tree])
     for _, row in TREES[tree].path(2):
         model.get_parameter("output.bias").data[row] += bias
-    found = beam_search(
-        model, PROMPT, num_tokens=3, num_beams=99, length_penalty=0, eos_id=EOS, excluded=[2, 2]
-    )
+    sizes: Any = {"num_tokens": 3, "num_beams": 99}
+    found = beam_search(model, PROMPT, length_penalty=0, eos_id=EOS, excluded=[2, 2], **sizes)
     assert len(found) == 1 + 2 + 4 * 3
     assert all(2 not in each.tokens for each in found)
     assert sum(math.exp(each.log_prob) for each in found) == pytest.approx(1, abs=1e-10)

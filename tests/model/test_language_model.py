@@ -101,9 +101,7 @@ def test_the_default_number_of_heads_fits_the_hidden_size(hidden: int, heads: in
 
 
 @BACKBONES
-@pytest.mark.parametrize(
-    "settings", [{"input_pieces": 8}, {"input_embedding": "path_sum"}], ids=["pieces", "path_sum"]
-)
+@pytest.mark.parametrize("settings", [{"input_pieces": 8}, {"input_embedding": "path_sum"}])
 def test_compiled_loss_and_gradients_equal_eager_ones(backbone: str, settings: Any) -> None:
     model, (tokens, targets) = make(backbone, **settings), words(N)
     expected, _ = model.loss(tokens, targets)

@@ -133,10 +133,8 @@ def test_the_mean_of_the_losses_of_all_devices_is_the_loss_of_one(num: int) -> N
 @pytest.mark.parametrize(("kind", "shortest"), [("streams", 3), ("windows", 15)])
 def test_a_short_text_is_refused_with_the_length_that_would_do(kind: str, shortest: int) -> None:
     assert make(kind, shortest, batch_size=3).per_epoch == 1
-    message = (
-        f"the training split has {shortest - 1} tokens; train.batch_size = 3 and"
-        f" train.seq_len = 4 require at least {shortest}"
-    )
+    message = f"the training split has {shortest - 1} tokens; train.batch_size = 3"
+    message += f" and train.seq_len = 4 require at least {shortest}"
     with pytest.raises(UserError, match=f"^{message}$"):
         make(kind, shortest - 1, batch_size=3)
 

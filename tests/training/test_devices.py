@@ -127,8 +127,6 @@ def test_the_processes_that_a_launcher_has_started_train_one_run(
     assert len(load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["devices"]) == 2
 
 
-STOPPED = 7
-"""Batches before one of the processes receives a signal."""
 CONTINUED = recipes("""\
 lstm | model.dropout_weight=0.3 model.dropout_variational=true
 lstm, row-wise in bf16, accumulate | word_table.optimizer=adagrad train.strategy=shard_output \
@@ -160,7 +158,7 @@ def train_and_continue(folder: Path, arguments: list[str]) -> None:
         command = [*arguments, *options, "--output.backend=reference", "--train.val_every_steps=6"]
         assert main([*command, f"--run_dir={folder}/{name}/whole"]) == 0
         command += [f"--run_dir={folder}/{name}/stopped", "--resume=auto"]
-        before[0] = STOPPED
+        before[0] = 7  # one of the processes receives a signal before this batch
         with pytest.raises(SystemExit, match="143"):
             main(command)
         before[0] = -1
@@ -230,9 +228,8 @@ def test_launchers_are_known_by_their_variables(
         with pytest.raises(SystemExit if found.rank else UserError) as caught:
             run.num_devices  # noqa: B018
         if not found.rank:  # the first process reports
-            assert str(caught.value).startswith(
-                f"train.devices: 3, but {found.launcher} started {found.per_machine} on each"
-            )
+            expected = f"3, but {found.launcher} started {found.per_machine} on each"
+            assert str(caught.value).startswith(f"train.devices: {expected}")
 
 
 def test_a_process_on_each_of_several_machines_is_not_alone(

@@ -113,9 +113,7 @@ def test_interrupted_again_and_again_equals_uninterrupted(
 def test_a_longer_training_continues_where_the_shorter_ended(
     change: str, train: Train, failed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `last.ckpt`, `best.ckpt` is the last one. `auto` depends on a size that versions may
-    change: gradients remain dense.
-    """
+    """Without `last.ckpt`, `best.ckpt` is the last one; `auto` may change between versions."""
     options = ["--log.every_steps=4", "--train.val_every_steps=4"]
     options += ["--optim.optimizer=sgd", "--optim.lr=0.5", "--optim.weight_decay=0"]
     truth = train(tmp_path / "truth", *options, "--train.max_steps=12")

@@ -103,10 +103,8 @@ def test_a_checkpoint_without_its_run_is_refused_if_it_does_not_fit(
         assert message.startswith("the checkpoint does not fit the configuration: ")
         assert problem in message
     message = failed(tmp_path / "run", more, "--train.precision=64-true", "--resume", alone)
-    assert message == (
-        "backbone.layers.0.weight_ih_l0 is torch.float32 in the checkpoint, and torch.float64"
-        " under train.precision: 64-true"
-    )
+    types = "torch.float32 in the checkpoint, and torch.float64 under train.precision: 64-true"
+    assert message == f"backbone.layers.0.weight_ih_l0 is {types}"
     message = failed(tmp_path / "run", "--resume", alone)
     assert message == f"{alone}: training is already complete"
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -147,10 +145,8 @@ def test_a_changed_configuration_is_refused_naming_the_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = contents(lstm_run)
-    expected = (
-        f"{lstm_run} was started with another configuration ({keys}): set these back to continue"
-        " it, or start a new run in another folder"
-    )
+    back = "set these back to continue it, or start a new run in another folder"
+    expected = f"{lstm_run} was started with another configuration ({keys}): {back}"
     allowed = ["--train.max_steps=99", "--log.every_steps=2", "--train.val_every_steps=3"]
     assert failed(lstm_run, "--resume", "auto", *allowed, *options) == expected
     checkpoint = lstm_run / "checkpoints" / "last.ckpt"
