@@ -134,6 +134,9 @@ a value (data.user_field u: 1, the first in row 2, data.item_field i: 2, the fir
 1 is the first): remove them
 2 | prepare shop.txt --data.split=leave_one_out | x
   u,i,t\nu0,0,1\n | no user has three events
+2 | train shop.txt --data.split=leave_one_out | x
+  u,i,t\n1,1,1\n1,2,2\n1,3,3\n1,4,4\n2,1,1\n2,2,2\n2,3,3\n2,4,4\n | \
+2 items to predict, of which the training split has none
 2 | prepare shop.txt --data.split=time | x
   u,i,t\n1,1,2024-02-01\n1,1,2024-02-03\n1,1,2024-02-03\n1,1,2024-02-03\n1,1,2024-02-03\n | \
 data.valid_from 2024-02-03T00:00:00 and data.test_from 2024-02-03T00:00:00 leave a split empty: \
@@ -186,7 +189,9 @@ a.jsonl: name the column … --text-field=NAME, of 'title', 'body'; those of
   text\na\na, b | a.csv cannot be read: Error: row 2 has more cells than the fi
   userId,film\n1,So What\n2,So\n | name … of 'userId', 'film'; those of a table of events
   u,film\na,So What\na,So Be It\n | name … of 'u', 'film'; those of a table of events
-  u,i,t\n1,2,3\n | name … of 'u', 'i', 't'; … --items USER ITEM TIME, of 'u', 'i'
+  u,i,t\n1,2,3\n | a.csv: name the column of the text: --text-field=NAME, of 'u', 'i', 't'; those \
+of a table of events: --items USER ITEM TIME, of 'u', 'i', 't'$
+  u0,i0,17\nu1,i1,18\n | a.csv: the first row looks like data, not names: name
 3 | new my.yaml --text=a.csv --text-field=body | a.csv
   id,title,text\n0,t0,the cat sat\n | 'body' is no column of text: … , of 'id', 'title', 'text'
 2 | new my.yaml --text=a.csv --items u i t | a.csv

@@ -2,6 +2,8 @@
 
 import gzip
 
+from tests.scoring.arpa_files import NGrams
+
 WRONG_VALUES = """\
 --model.hidden=0 --model.hidden=-4 --model.hidden=1.5 --model.hidden=many --model.hidden=1e99
 --model.hidden=99999999999999999999 --model.layers=0 --model.layers=20000 --model.dropout=1.5
@@ -26,7 +28,6 @@ WRONG_VALUES = """\
 BAD_INPUTS = """\
 2 |  | the following arguments are required: COMMAND
 2 | fly | unknown command fly: the commands are new, prepare, train, evaluate,
-2 | sing {run} | unknown command sing
 2 | new {folder}/new.yaml | the following arguments are required: --text$
 3 | new {folder}/new.yaml --text={absent} | absent
 3 | new {folder}/new.yaml --text={binary} | binary.txt
@@ -74,15 +75,13 @@ BAD_INPUTS = """\
 2 | train {tiny} --init-from | argument --init-from: expected one argument
 4 | train {tiny} {data} --init-from={absent} | no trained model here
 4 | train {tiny} {data} --init-from={tiny} | tiny.yaml is a file, not the folder of a run
-2 | train {tiny} --init-from={run} --model.hidden=16 | has another model (model.hidden: 12 → 16)
-2 | train {tiny} --init-from={run} --model.layers=1 | has another model (model.layers: 2 → 1)
 2 | train {tiny} --init-from={run} --output.tree=full | (output.tree: two_level → full)
-2 | train {tiny} --init-from={run} --word_table.tied=true | (word_table.tied: False → True)
-2 | train {tiny} --init-from={run} --classes.shortlist=2 | (classes.shortlist: 0 → 2)
-2 | train {tiny} --init-from={run} --tokenizer.lowercase=true | (tokenizer.lowercase: False → True
-2 | train {tiny} --init-from={run} --model.backbone=transformer | model.backbone: lstm → transformer
-2 | train {tiny} --init-from={run} --train.precision=64-true | train.precision: 32-true → 64-true
-2 | train {tiny} --init-from={run} --data.sequences=independent | data.sequences: stream → indep
+2 | train {tiny} --init-from={run} --model.hidden=16 --model.layers=1 --classes.shortlist=2 \
+--model.backbone=transformer --tokenizer.lowercase=true --word_table.tied=true \
+--data.sequences=independent --train.precision=64-true | has another model \
+(classes.shortlist: 0 → 2, model.backbone: lstm → transformer, model.hidden: 12 → 16, \
+model.layers: 2 → 1, tokenizer.lowercase: False → True, word_table.tied: False → True, \
+data.sequences: stream → independent, train.precision: 32-true → 64-true)
 2 | train {tiny} --init-from={pieces} | tokenizer.kind: sentencepiece → words
 3 | train {tiny} {data} --init-from={run} | has data already, and --init-from prepares others
 2 | evaluate | the following arguments are required: RUN
@@ -262,53 +261,22 @@ Transformer's text depend on its length$
 """
 """The exit code, a command, and what its message has."""
 TREE = "thé 0 0\ncat 0 1\n"
-ARPA = r"""a comment
-\data\
-ngram 1=5
-ngram 2=1
-
-\1-grams:
--1	<s>	-1
--1	</s>
--0.2	<unk>	-1
--0.5	the	-1
--1	qu
-
-\2-grams:
--0.3	the </s>
-
-\end\
-"""
-FILES = {
-    "binary": b"\xff\xfe\0",
-    "empty": b"",
-    "text": b"the cat\n",
-    "list": b"- 1\n",
-    "tree": TREE.encode(),
-    "utf16": TREE.encode("utf-16"),
-    "latin1": TREE.encode("latin-1"),
-    "gzip": gzip.compress(TREE.encode()),
-    "ids": b"a\tthe cat\n\tthe dog\n",
-    "nbest": b"u1\t-1\tthe cat\n",
-    "said": b"u1 the cat\n",
-    "twice": b"u1 the\n\nu1 cat\n",
-    "other": b"u2\tthe\n",
-    "other_said": b"u2 the\n",
-    "costs": b"u1 1\n",
-    "wordless": b"u1\n",
-    "arpa": ARPA.replace("\\t", "\t").encode(),
-    "abc": b"name: abc\ndata: {files: {train: x}}\ntrain: {max_steps: 1, seq_len: 2}\n",
-    "shop": b"""\
+ARPA: NGrams = {
+    **{("<s>",): (-1.0, -1.0), ("</s>",): (-1.0, 0.0), ("<unk>",): (-0.2, -1.0)},
+    **{("the",): (-0.5, -1.0), ("qu",): (-1.0, 0.0), ("the", "</s>"): (-0.3, 0.0)},
+}
+FILES = {"binary": b"\xff\xfe\0", "empty": b"", "text": b"the cat\n", "list": b"- 1\n"}
+FILES |= {"tree": TREE.encode(), "utf16": TREE.encode("utf-16"), "latin1": TREE.encode("latin-1")}
+FILES |= {"gzip": gzip.compress(TREE.encode()), "ids": b"a\tthe cat\n\tthe dog\n"}
+FILES |= {"nbest": b"u1\t-1\tthe cat\n", "said": b"u1 the cat\n", "twice": b"u1 the\n\nu1 cat\n"}
+FILES |= {"other": b"u2\tthe\n", "other_said": b"u2 the\n", "costs": b"u1 1\n", "wordless": b"u1\n"}
+FILES |= {"words": b"a b c a b c\n", "lines": b"the dog\n" * 40, "user": b'["item 3"]\n'}
+FILES |= {"many.json": b'{"n": 1}\n' * 300 + b'{"text": 1}', "nested.json": b"[" * 100_000}
+FILES |= {"nested.yaml": b"name: " + b"[" * 1200 + b"]" * 1200, "codes": b"u\t-1\titem%203\n"}
+FILES["abc"] = b"name: abc\ndata: {files: {train: x}}\ntrain: {max_steps: 1, seq_len: 2}\n"
+FILES["shop"] = b"""\
 name: shop
 data: {files: {train: x}, format: csv, sequences: independent, user_field: u, item_field: i,
   time_field: t}
 train: {max_steps: 1}
-""",
-    "words": b"a b c a b c\n",
-    "lines": b"the dog\n" * 40,
-    "many.json": b'{"n": 1}\n' * 300 + b'{"text": 1}',
-    "nested.json": b"[" * 100_000,
-    "nested.yaml": b"name: " + b"[" * 1200 + b"]" * 1200,
-    "user": b'["item 3"]\n',
-    "codes": b"u\t-1\titem%203\n",
-}
+"""

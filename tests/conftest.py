@@ -3,11 +3,15 @@
 import hashlib
 import os
 import random
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import copytree
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +27,9 @@ optim: {{lr: 0.01}}
 train: {{max_steps: 24, batch_size: 4, seq_len: 8, threads: 1}}
 log: {{every_steps: 5}}
 """
-ITEMS = """\
-name: items
-data: {{dir: {folder}, files: {{train: events.csv}}, format: csv, sequences: independent,
-  user_field: user, split: leave_one_out}}
-model: {{hidden: 12, layers: 1}}
-optim: {{lr: 0.01}}
-train: {{max_steps: 30, batch_size: 4, seq_len: 8, threads: 1}}
-"""
+ITEMS = ["--data.files={train: events.csv}", "--data.format=csv", "--data.sequences=independent"]
+ITEMS += ["--data.user_field=user", "--data.split=leave_one_out", "--model.layers=1"]
+ITEMS += ["--model.dropout=0", "--train.max_steps=30", "--no-progress"]
 LETTERS = ["ab b ba", "b aab ab", "", "ba b <unk> ab bé", "b bab abb b ab", "aab abaab"] * 4
 LETTERS += ["abba baa bbab", "abab baab <unk>"]
 OTHER_LETTERS = ["ab baba b", "bbb é <unk> aba", "", "b ab", "日本"]
@@ -40,6 +39,9 @@ PIECES_WITH_BYTES = [*PIECES, "--tokenizer.byte_fallback=true", "--tokenizer.voc
 NOUNS = ("cat", "dog", "bird", "man", "woman", "child", "horse", "fish")
 VERBS = ("sees", "hears", "likes", "follows", "finds")
 ADVERBS = ("today", "now", "again", "often", "slowly")
+Train = Callable[..., Path]
+Printed = Callable[..., str]
+"""Types of fixtures that run a command: they return the folder of a run, or what is printed."""
 
 
 def main(arguments: list[str]) -> int:
@@ -47,6 +49,17 @@ def main(arguments: list[str]) -> int:
     from lm.cli import main as command
 
     return command(arguments)
+
+
+def recipes(table: str) -> dict[str, list[str]]:
+    """Options of the command, by name, of lines `name | key=value key=value …`."""
+    rows = (line.split(" | ") for line in table.splitlines())
+    return {name: [f"--{each}" for each in keys.split()] for name, keys in rows}
+
+
+def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The outcome of a process of Python, whose output is text."""
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
 
 
 def corpus_of(folder: Path, text: str) -> list[str]:
@@ -66,15 +79,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     cache = TemporaryDirectory(prefix="cache-")
     config.add_cleanup(cache.cleanup)
-    os.environ |= {
-        "HF_HOME": f"{cache.name}/hf",
-        "WANDB_CACHE_DIR": f"{cache.name}/wandb",
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        "WANDB_SILENT": "true",
-        "WANDB_ERROR_REPORTING": "false",
-    }
+    os.environ |= {"HF_HOME": f"{cache.name}/hf", "WANDB_CACHE_DIR": f"{cache.name}/wandb"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "WANDB_ERROR_REPORTING": "false"}
+    os.environ["WANDB_SILENT"] = "true"
     os.environ["NUMBA_CACHE_DIR"] = str(config.rootpath / ".pytest_cache" / "numba")
     if find_spec("hypothesis"):  # which GPU tests do without
         from hypothesis import HealthCheck, settings
@@ -97,7 +105,6 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip GPU tests without a GPU."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 
@@ -127,7 +134,6 @@ def _same_random_numbers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def toy_sentences(seed: int, count: int) -> list[str]:
-    """Sentences of a small grammar."""
     rng = random.Random(seed)
 
     def phrase() -> str:
@@ -191,6 +197,22 @@ def transformer_run(train: Callable[..., Path], tmp_path_factory: pytest.TempPat
     return train(tmp_path_factory.mktemp("transformer_run"), "--model.backbone=transformer")
 
 
+@pytest.fixture(scope="session", params=["lstm_run", "transformer_run"])
+def run(request: pytest.FixtureRequest) -> Path:
+    """A trained model of each backbone, read-only."""
+    return Path(request.getfixturevalue(request.param))
+
+
+@pytest.fixture
+def copied_run(lstm_run: Path, prepared_dir: Path, tmp_path: Path) -> Path:
+    """A copy of a trained LSTM, with its data in its folder."""
+    run = copytree(lstm_run, tmp_path / "copy")
+    copytree(prepared_dir, run / "data")
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace(f"prepared_dir: {prepared_dir}", ""))
+    return run
+
+
 @pytest.fixture(scope="session")
 def pieces_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An LSTM that reads pieces of words, after one step, read-only."""
@@ -222,7 +244,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def items_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def items_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on users who go through 20 items, from a place of their own on."""
     folder = tmp_path_factory.mktemp("items")
     rows = ["user,item,time"]
@@ -234,15 +256,13 @@ def items_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows += ["u61,item 3,1", "u61,rare,2", "u61,item 4,3"]  # the second is in no event of training
     rows += ["u60,item 3,1", "u60,item 4,2", "u60,never seen before,3"]
     (folder / "events.csv").write_text("\n".join(rows))
-    config = folder / "items.yaml"
-    config.write_text(ITEMS.format(folder=folder))
-    assert main(["train", str(config), f"--run_dir={folder / 'run'}", "--no-progress"]) == 0
+    places = [f"--data.dir={folder}", f"--run_dir={folder / 'run'}"]
+    assert main(["train", str(tiny), *places, *ITEMS]) == 0
     return folder / "run"
 
 
 @pytest.fixture
 def current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder is a new one."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -295,7 +315,7 @@ def flip_bit() -> Callable[[Path], None]:
     return _flip_bit
 
 
-def _contents(folder: Path) -> dict[str, str]:
+def contents(folder: Path) -> dict[str, str]:
     """SHA-256 of every file under a folder, by name; "" for a folder."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -305,16 +325,8 @@ def _contents(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="session")
-def contents() -> Callable[[Path], dict[str, str]]:
-    """`contents(folder)`: SHA-256 of every file under it, by name; "" for a folder."""
-    return _contents
-
-
 @pytest.fixture
-def untouched(
-    tmp_path: Path, complaint: Callable[..., str], contents: Callable[[Path], dict[str, str]]
-) -> Callable[..., str]:
+def untouched(tmp_path: Path, complaint: Printed) -> Printed:
     """`complaint`, after which `tmp_path` must be unchanged."""
 
     def run(*arguments: object) -> str:

@@ -2,9 +2,7 @@
 
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +10,7 @@ import torch
 from lm import __version__
 from lm.cli import _VERBS, main
 from lm.config.reference import USUAL_KEYS, describe_keys
-
-Complaint = Callable[..., str]
+from tests.conftest import Printed, Train
 
 
 @pytest.mark.parametrize("verb", _VERBS)
@@ -41,18 +38,14 @@ def test_version_and_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    "command", ["evaluate RUN", "generate RUN", "score RUN TEXT", "rescore RUN TEXT --lm-weight=1"]
+    "verb", ["evaluate RUN", "generate RUN", "score RUN TEXT", "rescore RUN TEXT --lm-weight=1"]
 )
 def test_verbs_that_compute_take_a_device_and_by_default_the_threads_of_the_run(
-    command: str,
-    lstm_run: Path,
-    tmp_path: Path,
-    complaint: Complaint,
-    monkeypatch: pytest.MonkeyPatch,
+    verb: str, lstm_run: Path, tmp_path: Path, complaint: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, counts = tmp_path / "text", list[int]()
     text.write_text("u\t-1\tthe cat\n")
-    arguments = command.replace("RUN", str(lstm_run)).replace("TEXT", str(text)).split()
+    arguments = verb.replace("RUN", str(lstm_run)).replace("TEXT", str(text)).split()
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
     for option in ([], ["--threads=2"]):
         assert main([*arguments, *option]) == 0
@@ -67,16 +60,12 @@ def test_verbs_that_compute_take_a_device_and_by_default_the_threads_of_the_run(
 
 
 @pytest.mark.parametrize(
-    ("command", "what"),
-    [
-        ("evaluate RUN --text", "text"),
-        ("score RUN", "text"),
-        ("rescore RUN --lm-weight=1 --non-words=", "hypotheses"),
-    ],
+    "command", ["evaluate RUN --text", "score RUN", "rescore RUN --lm-weight=1 --non-words="]
 )
 def test_special_words_of_a_text_are_reported(
-    lstm_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, what: str
+    lstm_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str
 ) -> None:
+    what = "hypotheses" if command.startswith("rescore") else "text"
     counted = f"{what}: the text contains <eos> (1) and <unk> (3), counted as special words"
     for text, is_reported in (("the <unk> cat <eos>", True), ("the cat", False)):
         (tmp_path / "list").write_text(f"u\t-1\t{text}\nu\t-2\t{text.replace('eos', 'unk')}\n")
@@ -111,7 +100,7 @@ def test_a_terminal_shows_progress_bars_unless_they_are_switched_off(
 
 @pytest.mark.parametrize("tree", ["full", "balanced", "huffman", "adaptive"])
 def test_a_tree_without_classes_neither_prepares_nor_reports_them(
-    tiny: Path, tmp_path: Path, printed: Callable[..., str], tree: str
+    tiny: Path, tmp_path: Path, printed: Printed, tree: str
 ) -> None:
     options = [f"--output.tree={tree}", f"--run_dir={tmp_path / 'run'}"]
     assert main(["prepare", str(tiny), *options]) == 0
@@ -125,17 +114,14 @@ class Refused(BaseException):
 
 
 def test_commands_make_no_connection(
-    train: Callable[..., Path], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: socket.socket, address: Any, *__: object) -> None:
+    def refuse(*address: object, **_: object) -> None:
         raise Refused(address)
-
-    def refuse_name(name: Any, *_: object, **__: object) -> None:
-        raise Refused(name)
 
     for name in ("connect", "connect_ex", "sendto"):
         monkeypatch.setattr(socket.socket, name, refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse_name)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
     for offline in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.delenv(offline)
     with pytest.raises(Refused), socket.socket() as one:
@@ -145,6 +131,6 @@ def test_commands_make_no_connection(
     train(run, f"--data.prepared_dir={run / 'data'}", "--train.max_steps=2")
     text = tmp_path / "text.txt"
     text.write_text("the cat sees a dog today\n")
-    for arguments in (["evaluate", run], ["score", run, text], ["generate", run, "--tokens=3"]):
-        assert main([str(argument) for argument in arguments]) == 0
+    for command in (f"evaluate {run}", f"score {run} {text}", f"generate {run} --tokens=3"):
+        assert main(command.split()) == 0
     assert main(["info", str(run)]) == 0

@@ -9,24 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 import pytest
 
 import lm
 from lm.cli import main
-from tests.conftest import corpus_of
+from tests.conftest import corpus_of, python
 
-
-def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The outcome of a process of Python, whose output is text."""
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)
-
-
-HEAVY = [
-    *("torch", "torch._dynamo", "lightning", "matplotlib", "numba", "scipy", "sklearn"),
-    *("pandas", "datasets", "pyarrow", "sentencepiece", "wandb", "fsspec", "tqdm"),
-]
+HEAVY = "torch torch._dynamo lightning matplotlib numba scipy sklearn pandas datasets pyarrow"
+HEAVY += " sentencepiece wandb fsspec tqdm"
 LOOPS = ("numba", "scipy")
 """What compiled loops import."""
 
@@ -49,11 +40,10 @@ def test_a_command_imports_only_the_libraries_that_it_uses(
 ) -> None:
     code = (
         "import sys\nfrom lm.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
-        f"print([name for name in {HEAVY} if name in sys.modules])"
+        f"print([name for name in {HEAVY.split()} if name in sys.modules])"
     )
     given = arguments.replace("RUN", str(lstm_run)).replace("TEXT", str(corpus / "test.txt"))
-    done = python("-c", code, *given.split(), check=True)
-    *printed, imported = done.stdout.splitlines()
+    *printed, imported = python("-c", code, *given.split(), check=True).stdout.splitlines()
     assert set(ast.literal_eval(imported)) == needed
     keys = "model.hidden: int > 0, ≤ 1048576 = 200\n    H: size of the backbone's output"
     assert (keys in "\n".join(printed)) == (arguments == "config")
@@ -173,10 +163,8 @@ def test_the_end_of_a_training_run_names_its_model_and_the_next_command(
     peak = re.fullmatch(r"most memory of the process: ([\d,]+) MB", caplog.messages[-3])
     assert peak
     assert 100 < int(peak[1].replace(",", "")) < 10_000
-    assert caplog.messages[-2:] == [
-        f"{run} has the model of step 6 of 6: no validation split",
-        f"next: lm evaluate {run} --split train",
-    ]
+    trained = f"{run} has the model of step 6 of 6: no validation split"
+    assert caplog.messages[-2:] == [trained, f"next: lm evaluate {run} --split train"]
 
 
 def test_libraries_log_errors_only() -> None:
@@ -214,9 +202,7 @@ def test_a_file_of_the_user_that_hides_a_package_is_named(
             assert last == f"ImportError: {message}"
 
 
-def test_another_checkout_in_the_current_folder_is_not_to_be_renamed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_checkout_here_is_not_to_be_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm, "__file__", "/site-packages/lm/__init__.py")
     with pytest.raises(ImportError, match=f": import lm from {os.getcwd()} too, or leave that fo"):
         lm.check_packages()

@@ -1,9 +1,7 @@
 """Runs that were moved, are not complete or have a damaged file: a result, or one line."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from shutil import copytree
 
 import numpy as np
 import pytest
@@ -11,22 +9,11 @@ import pytest
 from data_prep.errors import UserError
 from lm.cli import main
 from lm.model.files import read_description
-
-Complaint = Callable[..., str]
-
-
-@pytest.fixture
-def copied_run(lstm_run: Path, prepared_dir: Path, tmp_path: Path) -> Path:
-    """A copy of a trained run, with its data in its folder."""
-    run = copytree(lstm_run, tmp_path / "run")
-    copytree(prepared_dir, run / "data")
-    config = run / "config.yaml"
-    config.write_text(config.read_text().replace(f"prepared_dir: {prepared_dir}", ""))
-    return run
+from tests.conftest import Printed
 
 
 def test_a_run_that_was_moved_is_evaluated_on_the_data_that_moved_with_it(
-    lstm_run: Path, copied_run: Path, printed: Callable[..., str]
+    lstm_run: Path, copied_run: Path, printed: Printed
 ) -> None:
     results = [json.loads(printed("evaluate", run, "--json")) for run in (lstm_run, copied_run)]
     assert results[0] == results[1]
@@ -34,14 +21,12 @@ def test_a_run_that_was_moved_is_evaluated_on_the_data_that_moved_with_it(
 
 
 def test_a_run_whose_training_is_not_complete_names_the_command_that_continues_it(
-    copied_run: Path, complaint: Complaint
+    copied_run: Path, complaint: Printed
 ) -> None:
     (copied_run / "model.json").unlink()
-    message = complaint("evaluate", copied_run)
-    assert message == (
-        f"{copied_run}: no trained model here (model.json is missing);"
-        f" `lm train {copied_run} --resume auto` continues the training"
-    )
+    expected = "no trained model here (model.json is missing); `lm train"
+    expected += f" {copied_run} --resume auto` continues the training"
+    assert complaint("evaluate", copied_run) == f"{copied_run}: {expected}"
     options = ["--resume=auto", "--no-progress", "--train.max_steps=30"]
     tokenizer = copied_run / "tokenizer.json"
     content = tokenizer.read_text()
@@ -78,24 +63,22 @@ def test_the_rule_of_empty_lines_of_a_run_without_a_configuration_is_reported(
 
 
 def test_data_prepared_with_another_tokenizer_are_an_error(
-    tiny: Path, copied_run: Path, complaint: Complaint
+    tiny: Path, copied_run: Path, complaint: Printed
 ) -> None:
     assert main(["prepare", str(tiny), f"--run_dir={copied_run}", "--tokenizer.vocab_size=9"]) == 0
-    assert complaint("evaluate", copied_run) == (
-        f"{copied_run}/data was prepared again, with another tokenizer than that of {copied_run}"
-    )
+    expected = f"data was prepared again, with another tokenizer than that of {copied_run}"
+    assert complaint("evaluate", copied_run) == f"{copied_run}/{expected}"
 
 
 @pytest.mark.parametrize("verb", ["classes", "info"])
 def test_data_prepared_with_other_classes_are_an_error(
-    copied_run: Path, untouched: Complaint, verb: str
+    copied_run: Path, untouched: Printed, verb: str
 ) -> None:
     data = copied_run / "data"
     classes = np.load(copied_run / "classes.npy")
     np.save(copied_run / "classes.npy", classes[::-1])
-    assert untouched(verb, copied_run) == (
-        f"{data} was prepared again: its classes are not those of {copied_run}/classes.npy"
-    )
+    expected = f"{data} was prepared again: its classes are not those of {copied_run}/classes.npy"
+    assert untouched(verb, copied_run) == expected
     content = bytearray((copied_run / "classes.npy").read_bytes())
     content[8] ^= 0x40  # the size of the header
     for damaged in (content, b"not an array"):

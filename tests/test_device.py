@@ -2,8 +2,6 @@
 
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ import torch
 import lm
 from lm import device as module
 from lm.run import TrainedRun
+from tests.conftest import python
 
 
 @pytest.fixture
@@ -32,9 +31,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return pretend
 
 
-def test_auto_is_the_gpu_with_the_most_free_memory_if_the_model_fits(
-    gpus: Callable[..., None],
-) -> None:
+def test_auto_is_the_gpu_with_most_free_memory_if_the_model_fits(gpus: Callable[..., None]) -> None:
     assert module.choose_device("auto", 1) == torch.device("cpu")
     gpus(100, 1000)
     assert module.choose_device("auto", 800) == torch.device("cuda", 1)
@@ -60,6 +57,7 @@ def test_a_run_on_a_gpu_moves_the_model_there(
 
 
 V1, V2 = "7:x:/a\n4:cpuacct,cpu:/a/b\n3:memory:/a/b\n", "0::/a/b\n"
+LIMIT, USAGE = "memory/a/memory.limit_in_bytes", "memory/a/memory.usage_in_bytes"
 STAT = "anon 700\ninactive_file 5\ntotal_inactive_file 7\n"
 
 
@@ -80,16 +78,7 @@ STAT = "anon 700\ninactive_file 5\ntotal_inactive_file 7\n"
         (V2, {"a/b/memory.max": "100000"}, 8, 100000 - 10),  # what the process has
         (V2, {"a/b/memory.max": "3000", "a/b/memory.current": "4"}, 8, 3000 - 10),
         (V2, {"memory.max": "3000", "memory.current": "12", "memory.stat": STAT}, 8, 3000 - 10),
-        (
-            V1,
-            {
-                "memory/a/memory.limit_in_bytes": "3000",
-                "memory/a/memory.usage_in_bytes": "900",
-                "memory/a/memory.stat": STAT,
-            },
-            8,
-            3000 - 900 + 7,
-        ),
+        (V1, {LIMIT: "3000", USAGE: "900", "memory/a/memory.stat": STAT}, 8, 3000 - 900 + 7),
     ],
 )
 def test_processors_and_memory_are_those_that_the_cgroups_allow(
@@ -115,17 +104,11 @@ def test_processors_and_memory_are_those_that_the_cgroups_allow(
     assert module.available_bytes(torch.device("cpu")) == free + 10
 
 
-@pytest.mark.parametrize(
-    ("asked", "processes", "torchs", "expected"),
-    [
-        (None, 1, 8, 3),
-        (None, 1, 2, 2),
-        (None, 2, 8, 1),
-        (None, 9, 8, 1),
-        (2, 2, 8, 2),
-        (8, 1, 8, 3),
-    ],
-)
+THREADS: Any = [(None, 1, 8, 3), (None, 1, 2, 2), (None, 2, 8, 1), (None, 9, 8, 1)]
+THREADS += [(2, 2, 8, 2), (8, 1, 8, 3)]
+
+
+@pytest.mark.parametrize(("asked", "processes", "torchs", "expected"), THREADS)
 def test_threads_are_at_most_as_many_as_the_processors_of_a_process(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -175,16 +158,11 @@ print(*faults)
 """
     names = [name for name in os.environ if name.startswith("MALLOC_")]
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
-    )
-    first, *_, last = map(int, done.stdout.split())
+    first, *_, last = map(int, python("-c", code, env=environment, check=True).stdout.split())
     assert last < first / 20
 
 
-def test_freed_memory_is_kept_unless_the_user_has_set_malloc(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_freed_memory_is_kept_unless_the_user_sets_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
     library = SimpleNamespace(mallopt=lambda *call: calls.append(call), gnu_get_libc_version=str)
     monkeypatch.setattr("lm.device.ctypes.CDLL", lambda _: library)

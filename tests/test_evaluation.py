@@ -33,8 +33,7 @@ FIELDS = (
 
 
 def make(backbone: str, context: int = 6) -> LanguageModel:
-    tree = ClassTree.two_level(torch.arange(N) % 3)
-    return small_model(tree, backbone, context, dropout=0.3)
+    return small_model(ClassTree.two_level(torch.arange(N) % 3), backbone, context, dropout=0.3)
 
 
 def text(n: int) -> NDArray[np.uint16]:
@@ -45,13 +44,11 @@ def measured(model: LanguageModel, tokens: NDArray[np.uint16], context: int = 6)
     return evaluate(model, tokens, COUNTS, eos_id=EOS, unk_id=UNK, context=context)
 
 
-def by_hand(
-    model: LanguageModel, tokens: NDArray[Any], context: int, eos_id: int = EOS
-) -> list[float]:
+def by_hand(model: LanguageModel, tokens: NDArray[Any], context: int) -> list[float]:
     """The nll of each token by the documented rule: an LSTM sees everything before, a Transformer
     its window, where windows are half a context apart and the last one ends with the text.
     """
-    inputs = np.concatenate([[eos_id], tokens[:-1]]).astype(np.int64)
+    inputs = np.concatenate([[EOS], tokens[:-1]]).astype(np.int64)
     nll = []
     for place in range(len(tokens)):
         begin = 0
@@ -101,14 +98,10 @@ def test_the_figures_follow_from_sums_and_counts(backbone: str) -> None:
     total = sum(nll)
     assert (result.tokens, result.words, result.oov) == (40, 7, 40 - len(known))
     assert result.oov > 0
-    expected = {
-        "perplexity": math.exp(total / 40),
-        "perplexity_excluding_oov": math.exp(sum(known) / len(known)),
-        "word_perplexity": math.exp(total / (7 + 3)),
-    }
     assert result.bits_per_byte is None  # unknown words are not spelled
-    for name, value in expected.items():
-        assert getattr(result, name) == pytest.approx(value, rel=1e-11)
+    found = result.perplexity, result.perplexity_excluding_oov, result.word_perplexity
+    per_token = total / 40, sum(known) / len(known), total / (7 + 3)
+    assert found == pytest.approx(tuple(map(math.exp, per_token)), rel=1e-11)
     product = result.class_perplexity * result.within_class_perplexity
     assert result.perplexity == pytest.approx(product, rel=1e-12)
 
@@ -133,23 +126,18 @@ def evaluated(printed: Printed) -> Iterator[Evaluated]:
 
     def evaluate_command(run: Path, *options: object) -> dict[str, Any]:
         runs.append(run)
-        values: dict[str, Any] = json.loads(printed("evaluate", run, *options, "--json"))
-        return values
+        return dict(json.loads(printed("evaluate", run, *options, "--json")))
 
     yield evaluate_command
     for path in {path for run in runs for path in run.glob("evaluate-*.json")}:
         path.unlink()
 
 
-@pytest.mark.parametrize("run", ["lstm_run", "transformer_run"])
-def test_validation_during_training_equals_evaluate(
-    run: str, request: pytest.FixtureRequest, evaluated: Evaluated
-) -> None:
+def test_validation_during_training_equals_evaluate(run: Path, evaluated: Evaluated) -> None:
     """The alignment of a file's tensors in memory may decide in which order numbers are summed."""
-    folder: Path = request.getfixturevalue(run)
-    lines = read_metrics(folder / "metrics.csv")
+    lines = read_metrics(run / "metrics.csv")
     best = min(line.valid_perplexity for line in lines if line.valid_perplexity is not None)
-    perplexity = evaluated(folder, "--split=valid")["perplexity"]
+    perplexity = evaluated(run, "--split=valid")["perplexity"]
     assert perplexity == pytest.approx(best, rel=1e-7)
 
 
@@ -160,16 +148,13 @@ def test_json_has_every_field_and_is_saved_in_the_run(
     assert list(values) == [*FIELDS.split(), "step", "num_steps", "checkpoint"]
     assert json.loads((lstm_run / "evaluate-test.json").read_text()) == values
     content = (corpus / "test.txt").read_bytes()
-    lines = content.decode().splitlines()
     assert values["words"] == len(content.split())
-    assert values["tokens"] == len(content.split()) + len(lines)
+    assert values["tokens"] == len(content.split()) + len(content.decode().splitlines())
     assert values["oov"] == content.count(b"zebra") == 1
     assert (values["bits_per_byte"], values["unit"]) == (None, "word")
 
 
-def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words_in_the_table(
-    lstm_run: Path,
-) -> None:
+def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words(lstm_run: Path) -> None:
     opened = TrainedRun(lstm_run, "cpu")
     malayalam = "നിയന്ത്രണം"  # a long word of 30 bytes
     japanese = "猫が犬を見ている。そして"
@@ -179,14 +164,12 @@ def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words_in_the_t
         (row,) = re.findall("per word  +(.*)", result.table("text"))
         expected = f"not printed: the text has a space every {size} bytes, so no words"
         assert (row == expected) == (size > 0)
-        assert (row == f"{result.word_perplexity:.2f}, of {result.words} words + 1 line ends") == (
-            size == 0
-        )
+        expected = f"{result.word_perplexity:.2f}, of {result.words} words + 1 line ends"
+        assert (row == expected) == (size == 0)
         assert "within classes" in result.table("text")
         huge = replace(result, nll_nats=2e3, words=1, word_perplexity=math.inf)
         assert "10^434.3, of 1 words" in huge.table("text") or size
-        full = replace(result, within_class_perplexity=1.0)
-        assert "within classes" not in full.table("text")
+        assert "within classes" not in replace(result, within_class_perplexity=1.0).table("text")
 
 
 def test_figures_that_cannot_be_written_are_printed(
@@ -205,10 +188,8 @@ def test_figures_that_cannot_be_written_are_printed(
 @pytest.mark.parametrize("context", [5, 6])
 def test_the_stated_context_is_that_of_the_windows(context: int) -> None:
     model, tokens, few = make("transformer", context), text(40), context - context // 2 + 1
-    assert measured(model, tokens, context).context == (
-        f"each token is predicted from {few} to {context} tokens before it, and from fewer at the"
-        " start of the text"
-    )
+    stated = f"from {few} to {context} tokens before it, and from fewer at the start of the text"
+    assert measured(model, tokens, context).context == f"each token is predicted {stated}"
     first, *rest = [before for _, _, before in reader.read_text(model, [tokens], EOS, context)]
     assert first.tolist() == list(range(1, few))
     assert {*np.concatenate(rest).tolist()} == {*range(few, context + 1)}
@@ -223,8 +204,7 @@ def test_the_rule_for_line_ends_is_that_of_the_corpus(
     assert without["tokens"] == with_them["tokens"] - 1
     text = corpus / "test.txt"
     for run, split in ((tmp_path / "run", without), (lstm_run, with_them)):
-        of_text = evaluated(run, "--text", text)
-        assert of_text | {"num_steps": split["num_steps"]} == split
+        assert evaluated(run, "--text", text) | {"num_steps": split["num_steps"]} == split
         stream = ["--stream", "--format=json", "--level=summary", "--unit=nats"]
         summary = json.loads(printed("score", run, text, *stream))["summary"]
         assert summary["tokens"] == split["tokens"]

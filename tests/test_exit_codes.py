@@ -5,41 +5,34 @@ import re
 import resource
 import shlex
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from shutil import copytree, rmtree
+from shutil import rmtree
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from data_prep.storage import locked
 from lm.cli import main
+from lm.training.metrics import Metrics
 from tests.bad_files import BAD_FILES
-from tests.bad_inputs import BAD_INPUTS, FILES, WRONG_VALUES
+from tests.bad_inputs import ARPA, BAD_INPUTS, FILES, WRONG_VALUES
+from tests.conftest import Printed, Train, contents
+from tests.scoring.arpa_files import write
 
 
 @pytest.fixture
-def run(lstm_run: Path, tmp_path: Path) -> Path:
-    return copytree(lstm_run, tmp_path / "run")
-
-
-@pytest.fixture
-def code_of(tiny: Path, prepared_dir: Path, run: Path) -> Callable[..., int]:
+def code_of(copied_run: Path) -> Callable[..., int]:
     """`code_of(*options)`: the exit code of continuing the run with options of the command."""
-    options = [f"--run_dir={run}", f"--data.prepared_dir={prepared_dir}", "--no-progress"]
-    length = ["--train.max_steps=26", "--resume=auto"]
-    return lambda *more: main(["train", str(tiny), *options, *length, *more])
+    options = ["--no-progress", "--train.max_steps=26", "--resume=auto"]
+    return lambda *more: main(["train", str(copied_run), *options, *more])
 
 
-def fail(error: Exception) -> Callable[..., Any]:
-    def raises(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return raises
-
-
+METRICS = (",".join(field.name for field in fields(Metrics)) + "\n1,2,\xff,4\n").encode("latin-1")
 NAN = torch.tensor(float("nan"))
-NO_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes")
+NO_MEMORY = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"))
 
 
 @pytest.fixture
@@ -49,12 +42,13 @@ def problem(
     transformer_run: Path,
     pieces_run: Path,
     items_run: Path,
-    letters: Callable[..., Path],
+    letters: Train,
     prepared_dir: Path,
+    copied_run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> Callable[..., str]:
+) -> Printed:
     """`problem(code, command, message)`: "" if the command ends so and changes nothing.
 
     The current folder has `FILES`, `empty/`, and a run with its data in `copy/`.
@@ -66,17 +60,14 @@ def problem(
     places: dict[str, object] = {name: tmp_path / file for name, file in names.items()}
     places |= {"tiny": tiny, "run": lstm_run, "pieces": pieces_run, "items": items_run}
     places |= {"transformer": transformer_run, "folder": tmp_path / "empty"}
-    places["letters"] = letters("letters")
+    places |= {"letters": letters("letters"), "lower": "--tokenizer.lowercase=true"}
     places["ends"] = letters("ends", "--data.sequences=independent", "--data.predict_eos=true")
     places |= {"words": "--data.files.train=words.txt", "json": "--data.format=json"}
-    places["lower"] = "--tokenizer.lowercase=true"
     places["data"] = f"--data.prepared_dir={prepared_dir}"
     Path("empty").mkdir()
+    write(Path("arpa.txt"), ARPA, 2)
     for name, content in FILES.items():
         Path(names[name]).write_bytes(content)
-    config = copytree(lstm_run, Path("copy")) / "config.yaml"
-    copytree(prepared_dir, "copy/data")
-    config.write_text(config.read_text().replace(f"prepared_dir: {prepared_dir}", ""))
 
     def stamps() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
@@ -103,12 +94,10 @@ def problem(
 
 
 def test_bad_inputs_end_with_one_line_that_names_them_and_change_nothing(
-    problem: Callable[..., str], lstm_run: Path, contents: Callable[[Path], dict[str, str]]
+    problem: Printed, lstm_run: Path
 ) -> None:
     before = contents(lstm_run)
-    rows = [
-        f"2 | train {{tiny}} {each} | {each[2:].split('=')[0]}" for each in WRONG_VALUES.split()
-    ]
+    rows = [f"2 | train {{tiny}} {key} | {key[2:].split('=')[0]}" for key in WRONG_VALUES.split()]
     rows += BAD_INPUTS.splitlines()
     assert "".join(problem(*row.split(" | ")) for row in rows) == ""
     assert contents(lstm_run) == before
@@ -127,9 +116,7 @@ def changed(base: bytes | None, change: str) -> bytes:
     return base
 
 
-def test_bad_files_end_with_one_line_that_says_what_is_wrong_in_them(
-    problem: Callable[..., str],
-) -> None:
+def test_bad_files_end_with_one_line_that_says_what_is_wrong_in_them(problem: Printed) -> None:
     found = []
     for line in BAD_FILES.replace("\\\n", "").splitlines():
         if not line.startswith("  "):
@@ -150,10 +137,11 @@ def test_bad_files_end_with_one_line_that_says_what_is_wrong_in_them(
     [
         (2, "--model.hidden=16", "", b"", "model.hidden: 12 → 16"),
         (3, "--train.max_steps=26", "tokenizer.json", b"step\n1\n", "tokenizer.json"),
-        (3, "--train.max_steps=26", "metrics.csv", b"step\n1\n", "metrics.csv"),
+        (3, "--train.max_steps=26", "metrics.csv", b"step\n1\n", "metrics.csv, line 1, is damaged"),
+        (3, "--train.max_steps=26", "metrics.csv", METRICS, "metrics.csv, line 2, is damaged"),
         (4, "--train.max_steps=26", "checkpoints/*.ckpt", b"step\n1\n", ".ckpt"),
         (5, "--optim.lr=0.01", "lm.training.loop.clip_gradients", lambda *_: NAN, "step 25"),
-        (7, "--train.batch_size=4", "lm.training.loop.update", fail(NO_MEMORY), "out of memory"),
+        (7, "--train.batch_size=4", "lm.training.loop.update", NO_MEMORY, "out of memory"),
         (7, "--train.max_steps=26", "lm.run.Run.available_bytes", 1000, ""),
     ],
 )
@@ -163,7 +151,7 @@ def test_a_run_that_cannot_continue_says_why(
     what: str,
     value: Any,
     named: str,
-    run: Path,
+    copied_run: Path,
     code_of: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -171,7 +159,7 @@ def test_a_run_that_cannot_continue_says_why(
     """`what` is a name that is patched, or files that are overwritten."""
     if what.startswith("lm."):
         monkeypatch.setattr(what, value)
-    for path in run.glob(what or "-"):
+    for path in copied_run.glob(what or "-"):
         path.write_bytes(value)
     assert code_of(option) == code
     err = capsys.readouterr().err
@@ -188,14 +176,15 @@ def test_full_disks(code_of: Callable[..., int]) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_busy_folders(run: Path, code_of: Callable[..., int]) -> None:
-    with locked(run / ".lock"):
+def test_busy_folders(copied_run: Path, code_of: Callable[..., int]) -> None:
+    with locked(copied_run / ".lock"):
         assert code_of() == 8
 
 
 def test_mistakes_of_the_program_have_a_traceback(
     code_of: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lm.training.loop.update", fail(RuntimeError("a mistake")))
+    mistake = Mock(side_effect=RuntimeError("a mistake"))
+    monkeypatch.setattr("lm.training.loop.update", mistake)
     with pytest.raises(RuntimeError, match=r"^a mistake$"):
         code_of()

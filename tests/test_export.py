@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +12,10 @@ from safetensors.torch import load_file
 
 import lm
 from data_prep.storage import sha256_file
-from tests.conftest import LETTERS, OTHER_LETTERS, PIECES_WITH_BYTES
+from tests.conftest import LETTERS, OTHER_LETTERS, PIECES_WITH_BYTES, Printed, Train, python
 
-NEW = [  # as `lm new` writes it
-    "--word_table.tied=true",
-    "--model={hidden: 8, layers: 1, input_embedding: path_sum, input_pieces: 12}",
-]
+NEW = ["--word_table.tied=true"]  # as `lm new` writes it
+NEW += ["--model={hidden: 8, layers: 1, input_embedding: path_sum, input_pieces: 12}"]
 KINDS = {
     "lstm": NEW,
     "untied": ["--model.layers=2", "--model.embedding=6"],
@@ -38,9 +33,7 @@ TEXT = [*LETTERS[:6], *OTHER_LETTERS, "ab, «Ba». ab?! (b)", "▁ab <unk>,b", "
 
 def loaded(folder: Path) -> Any:
     """The model of an exported folder, by its own script."""
-    spec = importlib.util.spec_from_file_location("score", folder / "score.py")
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location("score", folder / "score.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.Model(folder)
@@ -48,7 +41,7 @@ def loaded(folder: Path) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_has_the_probabilities_of_the_model(
-    kind: str, letters: Callable[..., Path], tmp_path: Path, printed: Callable[..., str]
+    kind: str, letters: Train, tmp_path: Path, printed: Printed
 ) -> None:
     run = letters("export", *KINDS[kind])
     folder = Path(printed("export", run, tmp_path / "export").strip())
@@ -70,7 +63,7 @@ def test_an_export_has_the_probabilities_of_the_model(
 
 
 def test_an_export_is_computed_where_this_package_is_absent(
-    lstm_run: Path, tmp_path: Path, printed: Callable[..., str]
+    lstm_run: Path, tmp_path: Path, printed: Printed
 ) -> None:
     """And its manifest has the checksums of its files; weights in bf16 take half of the bytes."""
     folders = tmp_path / "fp32", tmp_path / "bf16"
@@ -83,54 +76,36 @@ def test_an_export_is_computed_where_this_package_is_absent(
     expected = [each.log_prob.sum() for each in lm.load(lstm_run).score(lines)]
     sizes = []
     for folder, error in zip(folders, (1e-5, 0.1), strict=True):
-        out = subprocess.run(
-            [sys.executable, "-c", program],
-            input="\n".join(lines),
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        out = python("-c", program, input="\n".join(lines), cwd=folder, check=True).stdout
         np.testing.assert_allclose(np.array(out.split(), float), expected, atol=error)
         files = json.loads((folder / "manifest.json").read_text())["files"]
-        assert files == {
-            path.name: sha256_file(path) for path in folder.iterdir() if path.name in files
-        }
+        sums = {path.name: sha256_file(path) for path in folder.iterdir() if path.name in files}
+        assert files == sums
         assert {"score.py", "model.safetensors", "model.json", "README.md"} < files.keys()
         weights = load_file(folder / "model.safetensors").values()
         sizes.append(sum(value.nbytes for value in weights if value.is_floating_point()))
     assert sizes[1] * 2 == sizes[0]
 
 
-def test_items_outside_the_catalogue_are_left_out(
-    tmp_path: Path, printed: Callable[..., str]
-) -> None:
-    (tmp_path / "lines.txt").write_text("a b c d\nb c d a\nc d a b\n" * 5)
-    (tmp_path / "items.yaml").write_text(
-        f"name: items\ndata: {{dir: {tmp_path}, files: {{train: lines.txt}}, split: files,\n"
-        "  sequences: independent, predict_eos: true}\nmodel: {hidden: 8, layers: 1}\n"
-        f"run_dir: {tmp_path / 'run'}\ntrain: {{max_steps: 3, batch_size: 4, seq_len: 8}}\n"
-    )
-    printed("train", tmp_path / "items.yaml", "--no-progress")
-    printed("export", tmp_path / "run", tmp_path / "export")
-    (score,) = lm.load(tmp_path / "run").score(["a x b c"])
-    found = loaded(tmp_path / "export").score("a x b c")
+def test_unknown_items_are_left_out(letters: Train, tmp_path: Path, printed: Printed) -> None:
+    run = letters("items", "--data.sequences=independent", "--data.predict_eos=true")
+    printed("export", run, tmp_path / "export")
+    (score,) = lm.load(run).score(["ab x b aab"])
+    found = loaded(tmp_path / "export").score("ab x b aab")
     np.testing.assert_allclose(found, score.tokens.log_prob, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["lstm", "transformer", "pieces", "huffman"])
 def test_onnx_files_have_the_probabilities_of_the_model(
-    kind: str, letters: Callable[..., Path], tmp_path: Path, printed: Callable[..., str]
+    kind: str, letters: Train, tmp_path: Path, printed: Printed
 ) -> None:
     """For texts of several lengths at once, and word by word with states; 8 bits are close."""
     pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     run = letters("onnx", *KINDS[kind])
     printed("export", run, tmp_path / "export", "--onnx", "--int8")
-    model, files = (
-        lm.load(run),
-        json.loads((tmp_path / "export/manifest.json").read_text())["files"],
-    )
+    files = json.loads((tmp_path / "export/manifest.json").read_text())["files"]
+    model = lm.load(run)
 
     def session(name: str) -> Any:
         assert files[name] == sha256_file(tmp_path / "export" / name)
@@ -152,12 +127,10 @@ def test_onnx_files_have_the_probabilities_of_the_model(
     step, state = session("step.onnx"), model.start()
     meta = step.get_modelmeta().custom_metadata_map
     assert int(meta["sos_id"]) == model.eos_id
-    shape = (int(meta["num_layers"]), 2, int(meta["hidden_size"]))
-    h = c = np.zeros(shape, np.float32)
+    h = c = np.zeros((int(meta["num_layers"]), 2, int(meta["hidden_size"])), np.float32)
     for id in [model.eos_id, *ids[0]]:
         names = ["log_softmax", "next_h0", "next_c0"]
-        both = np.full((2, 1), id)
-        log_softmax, h, c = step.run(names, {"x": both, "h0": h, "c0": c})
+        log_softmax, h, c = step.run(names, {"x": np.full((2, 1), id), "h0": h, "c0": c})
         state = model.start() if id == model.eos_id else model.step(state, id).state
         for row in log_softmax[:, 0]:
             np.testing.assert_allclose(row, model.log_prob(state), atol=1e-4)
@@ -166,7 +139,7 @@ def test_onnx_files_have_the_probabilities_of_the_model(
 @pytest.mark.filterwarnings("default")  # transformers has some
 @pytest.mark.parametrize("kind", ["transformer", "projected", "summed"])
 def test_a_transformer_is_one_of_transformers(
-    kind: str, letters: Callable[..., Path], tmp_path: Path, printed: Callable[..., str]
+    kind: str, letters: Train, tmp_path: Path, printed: Printed
 ) -> None:
     """Past its context; `generate` has the most probable words; other classes refuse the folder."""
     transformers = pytest.importorskip("transformers")
@@ -182,5 +155,4 @@ def test_a_transformer_is_one_of_transformers(
         torch.testing.assert_close(log_prob[t], expected, rtol=1e-4, atol=1e-5)
     found = own.generate(words, max_new_tokens=1, do_sample=False)[0, -1]
     assert int(found) == int(expected.argmax())
-    loaded_tokenizer = (tmp_path / "hf" / "vocab.txt").read_bytes()
-    assert loaded_tokenizer == (run / "vocab.txt").read_bytes()
+    assert (tmp_path / "hf" / "vocab.txt").read_bytes() == (run / "vocab.txt").read_bytes()

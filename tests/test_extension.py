@@ -2,8 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ import lm
 from lm.cli import main
 from lm.extension.rows import PENALTY
 from lm.loaded import LoadedModel
-from lm.output import HierarchicalSoftmax
+from tests.conftest import Printed, contents, recipes
+from tests.models import softmax_of
 
 RECIPE = """\
 name: shop
@@ -27,34 +28,32 @@ train: {max_steps: 5, batch_size: 4, seq_len: 8, threads: 1}
 """
 OLD = [f"old {number}" for number in range(9)]
 NEW = ["new 1", "new 2"]
-SHAPES = {
-    "tied": ["word_table.tied=true", "model.input_embedding=path_sum"],
-    "untied": ["model.input_embedding=path_sum"],
-    "words": ["model.embedding=5"],
-}
+Lines = list[list[str]]
+SHAPES = recipes("""\
+tied | word_table.tied=true model.input_embedding=path_sum
+untied | model.input_embedding=path_sum
+words | model.embedding=5
+""")
 
 
 @pytest.fixture(autouse=True)
-def sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def sequences(current_folder: None, monkeypatch: pytest.MonkeyPatch) -> Lines:
     """The items of users, with new ones; `new.csv` has all, `old.csv` lacks the new ones."""
-    monkeypatch.chdir(tmp_path)
+    Path("shop.yaml").write_text(RECIPE)
     monkeypatch.setattr("lm.extension.contexts.LINES", 2)  # some parts have no new item
     rng = np.random.default_rng(0)
     items = np.array([*OLD, *NEW])
     users = [rng.choice(items, size=rng.integers(3, 9)).tolist() for _ in range(30)]
     users[0] = [NEW[0], NEW[0], *OLD]
     for name, left_out in (("new", ()), ("old", NEW)):
-        rows = [
-            f"{u},{item}" for u, line in enumerate(users) for item in line if item not in left_out
-        ]
+        lines = [[item for item in line if item not in left_out] for line in users]
+        rows = [f"{user},{item}" for user, line in enumerate(lines) for item in line]
         Path(f"{name}.csv").write_text("\n".join(["user,item", *rows]) + "\n")
     return users
 
 
 def extended(*options: str) -> tuple[LoadedModel, LoadedModel]:
-    """A run and its extension."""
-    Path("shop.yaml").write_text(RECIPE)
-    assert main(["train", "shop.yaml", "--no-progress", *(f"--{each}" for each in options)]) == 0
+    assert main(["train", "shop.yaml", "--no-progress", *options]) == 0
     assert main(["extend", "runs/shop", "--run_dir=both", "--data.files.train=new.csv"]) == 0
     models = lm.load("runs/shop", threads=1), lm.load("both", threads=1)
     for model in models:
@@ -62,43 +61,31 @@ def extended(*options: str) -> tuple[LoadedModel, LoadedModel]:
     return models
 
 
-def softmax(model: LoadedModel) -> HierarchicalSoftmax:
-    assert isinstance(model.model.output, HierarchicalSoftmax)
-    return model.model.output
-
-
 def class_of(model: LoadedModel, items: list[str]) -> list[int]:
-    tree = softmax(model).tree
+    tree = softmax_of(model.model).tree
     return [tree.path(model.id(item))[-1][0] for item in items]
 
 
 def mean_of_class(
-    model: LoadedModel,
-    node: int,
-    training: list[list[str]],
-    table: Tensor,
-    *,
-    by_word: bool = False,
+    model: LoadedModel, node: int, training: Lines, table: Tensor, *, by_word: bool = False
 ) -> Tensor:
     """The mean of the rows of a class's words, weighted by one more than their events."""
-    tree = softmax(model).tree
+    tree = softmax_of(model.model).tree
     ids = torch.arange(model.vocab_size)[tree.node_of_row[tree.row_of_word] == node]
     events = Counter(model.id(item) for line in training for item in line if item in OLD)
     weights = torch.tensor([1.0 + events[id] for id in ids.tolist()])
     return weights @ table[ids if by_word else tree.row_of_word[ids]] / weights.sum()
 
 
-def gradient(
-    model: LoadedModel, node: int, training: list[list[str]], mean: Tensor, of_new: Tensor
-) -> Tensor:
+def gradient(model: LoadedModel, node: int, lines: Lines, mean: Tensor, of_new: Tensor) -> Tensor:
     """The gradient of the objective in the rows and biases [m, 9] of new items of a class."""
-    layer, of_new = softmax(model), of_new.clone().requires_grad_()
+    layer: Any = softmax_of(model.model)
+    of_new = of_new.clone().requires_grad_()
     first, num_children = int(layer.tree.first_row[node]), int(layer.tree.num_children[node])
-    assert layer.bias is not None
     table = torch.cat([layer.weight[:, :8], layer.bias[:, None]], dim=1)
     table = torch.cat([table[first : first + num_children - len(of_new)], of_new])
     total = PENALTY / 2 * (of_new[:, :8] - mean).square().sum()
-    for line in training:
+    for line in lines:
         for place, item in enumerate(line):
             if class_of(model, [item]) == [node]:
                 hidden = torch.cat([model.start(line[:place]).hidden, torch.ones(1)])
@@ -109,13 +96,13 @@ def gradient(
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_new_items_have_the_likeliest_class_and_rows_and_old_ones_keep_their_ratios(
-    shape: str, sequences: list[list[str]]
+    shape: str, sequences: Lines
 ) -> None:
     before, after = extended(*SHAPES[shape])
     assert [after.id(item) for item in OLD] == [before.id(item) for item in OLD]
     training = [line[:-2] for line in sequences]
-    old, new = softmax(before), softmax(after)
-    assert new.bias is not None
+    old: Any = softmax_of(before.model)
+    new: Any = softmax_of(after.model)
     node = old.tree.node_of_row[old.tree.row_of_word]
     for item in NEW:
         score = torch.zeros(3)
@@ -149,18 +136,12 @@ def test_new_items_have_the_likeliest_class_and_rows_and_old_ones_keep_their_rat
 
 
 def test_an_extended_run_is_a_run(
-    printed: Callable[..., str],
-    complaint: Callable[..., str],
-    contents: Callable[[Path], dict[str, str]],
-    sequences: list[list[str]],
-    caplog: pytest.LogCaptureFixture,
+    printed: Printed, complaint: Printed, sequences: Lines, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Path("shop.yaml").write_text(RECIPE)
     assert main(["train", "shop.yaml", "--no-progress"]) == 0
     before = contents(Path("runs/shop"))
-    assert (
-        printed("extend", "runs/shop", "--name=next", "--data.files.train=new.csv") == "runs/next\n"
-    )
+    extend = ("extend", "runs/shop", "--name=next", "--data.files.train=new.csv")
+    assert printed(*extend) == "runs/next\n"
     assert contents(Path("runs/shop")) == before
     assert "all so far should be in it" not in caplog.text
     header, *rows = Path("new.csv").read_text().splitlines(keepends=True)
@@ -195,12 +176,9 @@ def test_an_extended_run_is_a_run(
     ("limit", "precision"), [("vocab_size=9", "32-true"), ("min_count=12", "64-true")]
 )
 def test_items_outside_the_catalogue_are_no_events_and_all_others_are_counted(
-    limit: str, precision: str, sequences: list[list[str]], caplog: pytest.LogCaptureFixture
+    limit: str, precision: str, sequences: Lines, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Path("shop.yaml").write_text(RECIPE)
-    options = [f"--tokenizer.{limit}", f"--train.precision={precision}"]
-    assert main(["train", "shop.yaml", "--no-progress", *options]) == 0
-    assert main(["extend", "runs/shop", "--run_dir=both", "--data.files.train=new.csv"]) == 0
+    extended(f"--tokenizer.{limit}", f"--train.precision={precision}")
     assert "all so far should be in it" not in caplog.text
     counts = Counter(item for line in sequences for item in line[:-2])
     rows = [line.split("\t") for line in Path("both/vocab.txt").read_text().splitlines()]
@@ -210,8 +188,7 @@ def test_items_outside_the_catalogue_are_no_events_and_all_others_are_counted(
     assert items == {item: counts[item] for item in items}
 
 
-def test_an_adaptive_softmax_is_not_extended(complaint: Callable[..., str]) -> None:
-    Path("shop.yaml").write_text(RECIPE)
+def test_an_adaptive_softmax_is_not_extended(complaint: Printed) -> None:
     assert main(["train", "shop.yaml", "--no-progress", "--output.tree=adaptive"]) == 0
     message = "output.tree: full, two_level or multi_lev"
     assert message in complaint("extend", "runs/shop", "--run_dir=x")

@@ -115,13 +115,10 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 
 
 def table(path: Path, field: str | None = None) -> object:
-    """The text of a table."""
     return list(find_text(path, field).lines())
 
 
 def text_readers(folder: Path) -> Iterator[tuple[str, Reader]]:
-    """Readers of text files."""
-
     def tree(path: Path) -> object:
         with suppress(ValueError):  # which names the file where the command reads it
             return ClassTree.from_file(path, WORDS)
@@ -134,19 +131,11 @@ def text_readers(folder: Path) -> Iterator[tuple[str, Reader]]:
         costs = {"u1-1": 1.0, "u1-2": 2.0, "u2-1": 1.5}
         return read_nbest(str(path), [costs, costs])
 
-    readers: dict[str, Callable[[Path], object]] = {
-        "tree": tree,
-        "nbest": lambda path: read_nbest(str(path)),
-        "kaldi nbest": kaldi,
-        "costs": lambda path: read_costs(str(path)),
-        "vectors": partial(read_vectors, words=WORDS),
-        "csv": partial(table, field="text"),
-        "json": table,
-        "slf": lattices,
-        "kaldi lattice": lattices,
-        "arpa": lambda path: read_arpa(path, {}),
-        "metrics": read_metrics,
-    }
+    readers: Any = {"tree": tree, "json": table, "csv": partial(table, field="text")}
+    readers |= {"slf": lattices, "kaldi lattice": lattices, "kaldi nbest": kaldi}
+    readers |= {"nbest": lambda path: read_nbest(str(path)), "metrics": read_metrics}
+    readers |= {"costs": lambda path: read_costs(str(path))}
+    readers |= {"vectors": partial(read_vectors, words=WORDS), "arpa": lambda p: read_arpa(p, {})}
     for name in ("mkcls", "brown", "srilm", "taxonomy"):
         format: Any = name
         readers[name] = partial(read_class_levels, file_format=format, words=WORDS, depth=3)
@@ -215,14 +204,6 @@ def pickle_reader(checkpoint: Path, path: Path) -> Reader:
     return Reader(path, read, 100, entries[pickled])
 
 
-@pytest.fixture(scope="module")
-def readers(
-    lstm_run: Path, prepared_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Reader]:
-    folder = tmp_path_factory.mktemp("fuzz")
-    return dict([*text_readers(folder), *run_readers(lstm_run, prepared_dir, folder)])
-
-
 class Hang(Exception):
     """A reader takes too long."""
 
@@ -249,8 +230,9 @@ def problem(reader: Reader, content: bytes) -> str:
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_a_reader_of_a_damaged_file_has_a_result_or_a_message_that_names_the_file(
-    readers: dict[str, Reader], monkeypatch: pytest.MonkeyPatch
+    lstm_run: Path, prepared_dir: Path, tmp_path: Path
 ) -> None:
+    readers = dict([*text_readers(tmp_path), *run_readers(lstm_run, prepared_dir, tmp_path)])
     num_executions, problems = 0, dict[str, bytes]()
     before = signal.signal(signal.SIGVTALRM, hang)
     try:

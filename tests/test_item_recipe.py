@@ -2,8 +2,8 @@
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +12,13 @@ import lm
 from lm.cli import main
 from lm.config import load_config
 from lm.recipe.texts import ITEMS, fit
+from tests.conftest import Printed
 from tests.data_prep.conftest import write_table
 
 pytestmark = pytest.mark.usefixtures("current_folder")
 
 
-def write(name: str, user: str, item: str, time: str, lengths: list[int]) -> None:
+def write(name: str, user: str, item: str, time: str, *, lengths: list[int]) -> None:
     """Users with so many events, of the items 1, 2, …, 11, 0, 1, …, the last event first."""
     rows = [
         {user: f"u{number}", item: place % 12, time: place}
@@ -35,21 +36,15 @@ def write(name: str, user: str, item: str, time: str, lengths: list[int]) -> Non
     ],
 )
 def test_a_table_becomes_a_ranking_in_three_commands(
-    name: str,
-    columns: tuple[str, str, str],
-    options: list[str],
-    printed: Callable[..., str],
-    caplog: pytest.LogCaptureFixture,
+    name: str, columns: Any, options: Any, printed: Printed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(name, *columns, [14] * 10 + [2, 1])
+    write(name, *columns, lengths=[14] * 10 + [2, 1])
     name = str(Path(name).rename(name.replace("csv", "dat")))  # whose first line tells what it is
-    summary = printed("new", "my.yaml", f"--text={name}", *options)
-    assert (
-        f"{name}, 143 events of 12 users with 12 items, in the order of {columns[2]}\n" in summary
-    )
-    assert "2 users with fewer than three events are in train alone\n" in summary
-    assert Path("my.yaml").read_text().startswith(f"# {summary.splitlines()[0]}\n# split: ")
-    train, evaluate = (line.removeprefix("then: ").split() for line in summary.splitlines()[3:5])
+    out = printed("new", "my.yaml", f"--text={name}", *options)
+    assert f"{name}, 143 events of 12 users with 12 items, in the order of {columns[2]}\n" in out
+    assert "2 users with fewer than three events are in train alone\n" in out
+    assert Path("my.yaml").read_text().startswith(f"# {out.splitlines()[0]}\n# split: ")
+    train, evaluate = (line.removeprefix("then: ").split() for line in out.splitlines()[3:5])
     caplog.set_level("INFO")
     assert main([*train[1:], "--no-progress", "--train.max_steps=2"]) == 0
     assert "2 of 12 users have fewer than three events and are in training alone" in caplog.text
@@ -61,24 +56,14 @@ def test_a_table_becomes_a_ranking_in_three_commands(
     model = lm.load("runs/my", device="cpu")
     assert model.topk([3, 11], 5) == model.topk(["3", "11"], 5)  # as the table has them
     assert (model.id(11), model.word(model.id(11))) == (model.id("11"), "11")
-    torch.testing.assert_close(
-        model.candidate_log_prob([3], [0, 7]), model.candidate_log_prob(["3"], ["0", "7"])
-    )
+    by_number = model.candidate_log_prob([3], [0, 7])
+    torch.testing.assert_close(by_number, model.candidate_log_prob(["3"], ["0", "7"]))
     assert main(["prepare", "runs/my"]) == 0
     assert "runs/my/data is up to date" in caplog.text
 
 
-def test_a_validation_without_items_of_the_catalogue_is_a_mistake_of_the_user(
-    complaint: Callable[..., str],
-) -> None:
-    write("a.csv", "user", "item", "time", [4] * 3)
-    assert main(["new", "my.yaml", "--text=a.csv"]) == 0
-    train = ("train", "my.yaml", "--no-progress", "--train.max_steps=1")
-    assert "3 items to predict, of which the training split has none" in complaint(*train)
-
-
-def test_without_a_time_the_order_is_that_of_the_rows(printed: Callable[..., str]) -> None:
-    write("a.jsonl", "u", "i", "t", [3, 4])
+def test_without_a_time_the_order_is_that_of_the_rows(printed: Printed) -> None:
+    write("a.jsonl", "u", "i", "t", lengths=[3, 4])
     summary = printed("new", "my.yaml", "--text=a.jsonl", "--items", "u", "i")
     assert "with 4 items (2 in valid and test alone), in the order of the rows\n" in summary
     assert "runs/my --ranking\n" in summary
@@ -88,18 +73,15 @@ def test_without_a_time_the_order_is_that_of_the_rows(printed: Callable[..., str
 
 
 def test_lines_of_a_user_and_items_become_a_table_as_the_error_says(
-    printed: Callable[..., str], complaint: Callable[..., str]
+    printed: Printed, complaint: Printed
 ) -> None:
     Path("toys.txt").write_text("7 1 2 3\n8 2 9 1\n8 4\n")
     new, columns = ("new", "my.yaml"), ("--items", "user", "item")
     problem = complaint(*new, "--text=toys.txt", *columns)
     command = problem[problem.index("awk") : problem.index(", --items")]
     subprocess.run(command.replace("FILE", "toys.txt"), shell=True, check=True)
-    summary = printed(*new, "--text=NEW.csv", *columns)
-    assert (
-        "7 events of 2 users with 5 items (2 in valid and test alone), in the order of the rows\n"
-        in summary
-    )
+    found = "7 events of 2 users with 5 items (2 in valid and test alone), in the order of the rows"
+    assert f"{found}\n" in printed(*new, "--text=NEW.csv", *columns)
 
 
 def test_more_events_have_the_settings_of_the_recipe_for_items() -> None:
@@ -127,22 +109,9 @@ def test_more_events_have_the_settings_of_the_recipe_for_items() -> None:
 def test_tables_with_few_events_per_item_have_settings_of_their_own(
     events: int, items: int, expected: tuple[object, ...]
 ) -> None:
-    columns = {"sequences": "independent"}
-    content, _ = fit(Path("my.yaml"), {}, events, items, ITEMS, events=columns)
+    content, _ = fit(Path("my.yaml"), {}, events, items, ITEMS, events={"sequences": "independent"})
     Path("my.yaml").write_text(content)
     config = load_config("my.yaml")
     model, train, shortlist = config.model, config.train, config.classes.shortlist
     found = (model.hidden, config.optim.optimizer, train.batch_size, train.max_epochs)
     assert (*found, model.dropout, model.residual, shortlist) == expected
-
-
-def test_columns_are_named_once(complaint: Callable[..., str]) -> None:
-    write("a.csv", "who", "what", "when", [2, 1])
-    Path("c.csv").write_text("u0,i0,17\nu1,i1,18\n")
-    new = ("new", "my.yaml", "--text=a.csv", "--items", "who", "who", "when")
-    assert "are one column, 'who'" in complaint(*new)
-    few_words = "a.csv: name the column of the text: --text-field=NAME, of 'who', 'what', 'when'; "
-    few_words += "those of a table of events: --items USER ITEM TIME, of 'who', 'what', 'when'"
-    assert few_words in complaint(*new[:3])
-    problem = "c.csv: the first row looks like data, not names: name"
-    assert problem in complaint("new", "my.yaml", "--text=c.csv")

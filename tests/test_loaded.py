@@ -5,7 +5,6 @@ import math
 import pydoc
 import re
 import warnings
-from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,11 @@ from lm.evaluation import evaluate_text
 from lm.figures import Evaluation
 from lm.loaded import LoadedModel, Word
 from lm.run import TrainedRun
+from tests.conftest import Printed, Train
 from tests.models import log_probs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* the probability of all unknown words")
 SENTENCE = "the old cat sees a zebra today\na dog finds the horse again"  # zebra is unknown
-
-
-@pytest.fixture(scope="module", params=["lstm_run", "transformer_run"])
-def run(request: pytest.FixtureRequest) -> Path:
-    folder = request.getfixturevalue(request.param)
-    assert isinstance(folder, Path)
-    return folder
 
 
 @pytest.fixture
@@ -41,9 +34,7 @@ def loaded(run: Path) -> LoadedModel:
     return loaded
 
 
-def test_topk_is_the_start_of_the_sorted_distribution_without_unknown_words(
-    loaded: LoadedModel,
-) -> None:
+def test_topk_begins_the_sorted_distribution_without_unknown_words(loaded: LoadedModel) -> None:
     log_prob = loaded.log_prob(SENTENCE)
     log_prob[loaded.unk_id] = -torch.inf
     best = log_prob.topk(4)
@@ -51,8 +42,7 @@ def test_topk_is_the_start_of_the_sorted_distribution_without_unknown_words(
     assert list(words) == [loaded.tokenizer.token(word) for word in best.indices.tolist()]
     torch.testing.assert_close(torch.tensor(found).double(), best.values, rtol=0, atol=1e-6)
     assert loaded.topk(loaded.start(SENTENCE), 1) == loaded.topk(SENTENCE, 1)
-    rest = loaded.topk(SENTENCE, 3, exclude=[words[0]])
-    assert [word for word, _ in rest] == list(words[1:])
+    assert [word for word, _ in loaded.topk(SENTENCE, 3, exclude=[words[0]])] == list(words[1:])
 
 
 def test_step_by_step_equals_one_pass(loaded: LoadedModel) -> None:
@@ -63,25 +53,19 @@ def test_step_by_step_equals_one_pass(loaded: LoadedModel) -> None:
         torch.testing.assert_close(loaded.log_prob(state), truth[place], rtol=0, atol=1e-12)
         log_prob, state = loaded.step(state, token)
         assert log_prob == pytest.approx(float(truth[place, token]), abs=1e-12)
-    torch.testing.assert_close(loaded.log_prob(state), truth[-1], rtol=0, atol=1e-12)
-    torch.testing.assert_close(loaded.log_prob(SENTENCE), truth[-1], rtol=0, atol=1e-12)
-    torch.testing.assert_close(loaded.log_prob(ids), truth[-1], rtol=0, atol=1e-12)
+    for prefix in (state, SENTENCE, ids):
+        torch.testing.assert_close(loaded.log_prob(prefix), truth[-1], rtol=0, atol=1e-12)
     assert (state.num_tokens, state.num_unknown) == (len(ids), 1)
 
 
 def test_a_model_with_pieces_of_words_is_used_without_finding_them_again(
-    train: Callable[..., Path],
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    printed: Callable[..., str],
+    train: Train, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Printed
 ) -> None:
     run = train(tmp_path / "run", "--model.input_pieces=40", "--train.max_steps=8")
     monkeypatch.setattr("data_prep.tokenizer.pieces.find_pieces", None)
     loaded = lm.load(run)
-    text = (corpus / "valid.txt").read_text()
     trained = json.loads((run / "model.json").read_text())["valid_perplexity"]
-    assert loaded.perplexity(text) == pytest.approx(trained, rel=1e-6)
+    assert loaded.perplexity((corpus / "valid.txt").read_text()) == pytest.approx(trained, rel=1e-6)
     assert json.loads(printed("info", run, "--json"))["input_pieces_parameters"] == 40 * 12
     loaded.model.double()
     test_step_by_step_equals_one_pass(loaded)
@@ -90,11 +74,9 @@ def test_a_model_with_pieces_of_words_is_used_without_finding_them_again(
 def test_forks_do_not_change_the_state_they_start_from(loaded: LoadedModel) -> None:
     state = loaded.start("the old")
     before = loaded.log_prob(state)
-    cat, dog = (loaded.step(state, word) for word in ("cat", "dog"))
-    for word, step in (("cat", cat), ("dog", dog)):
-        assert step.log_prob == pytest.approx(float(before[loaded.encode(word)[0]]), abs=1e-12)
-        truth = loaded.log_prob(f"the old {word}")
-        torch.testing.assert_close(loaded.log_prob(step.state), truth, rtol=0, atol=1e-12)
+    for word in ("cat", "dog"):
+        found = loaded.log_prob(loaded.step(state, word).state)
+        torch.testing.assert_close(found, loaded.log_prob(f"the old {word}"), rtol=0, atol=1e-12)
     assert torch.equal(loaded.log_prob(state), before)
     with pytest.raises(FrozenInstanceError):
         state.num_tokens = 0  # type: ignore[misc]
@@ -107,9 +89,8 @@ def test_many_steps_equal_single_ones(loaded: LoadedModel) -> None:
     for prefix, word, step in zip(prefixes, words, loaded.step_many(states, words), strict=True):
         single = loaded.step(loaded.start(prefix), word)
         assert step.log_prob == pytest.approx(single.log_prob, abs=1e-12)
-        torch.testing.assert_close(
-            loaded.log_prob(step.state), loaded.log_prob(single.state), rtol=0, atol=1e-12
-        )
+        found, truth = map(loaded.log_prob, (step.state, single.state))
+        torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
         assert step.state.num_tokens == single.state.num_tokens
         assert step.state.num_unknown == single.state.num_unknown
     assert loaded.step_many([], []) == []
@@ -125,9 +106,8 @@ def test_perplexity_is_that_of_evaluate(run: Path, corpus: Path) -> None:
 
 def test_candidates_equal_the_whole_distribution(loaded: LoadedModel) -> None:
     words: list[Word] = ["cat", "zebra", "the", "cat", loaded.eos_id]
-    ids = [*loaded.encode("cat zebra the cat"), loaded.eos_id]
     state = loaded.start("the old")
-    expected = loaded.log_prob(state)[ids]
+    expected = loaded.log_prob(state)[[*loaded.encode("cat zebra the cat"), loaded.eos_id]]
     for prefix in (state, "the old", loaded.encode("the old")):
         actual = loaded.candidate_log_prob(prefix, words)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
@@ -148,7 +128,7 @@ def test_unknown_words_are_listed(loaded: LoadedModel) -> None:
     assert torch.equal(loaded.log_prob("zebra"), loaded.log_prob("gnu"))
 
 
-def test_generation_equals_that_of_the_command(run: Path, printed: Callable[..., str]) -> None:
+def test_generation_equals_that_of_the_command(run: Path, printed: Printed) -> None:
     (text,) = lm.load(run).generate("the cat", num_tokens=12, seed=3, temperature=0.7)
     arguments = ["--prompt=the cat", "--tokens=12", "--temperature=0.7", "--seed=3"]
     assert printed("generate", run, *arguments) == f"the cat{text}\n"
@@ -165,9 +145,7 @@ def test_words_that_a_call_excludes_are_added_to_unknown_ones(lstm_run: Path) ->
     assert any("<unk>" in text for text in drawn)
 
 
-def test_independent_sequences_end_as_those_of_the_command(
-    letters: Callable[..., Path], printed: Callable[..., str]
-) -> None:
+def test_independent_sequences_end_as_in_the_command(letters: Train, printed: Printed) -> None:
     run = letters("ends", "--data.sequences=independent", "--data.predict_eos=true")
     found = lm.load(run).generate("aab", num_tokens=20, num_samples=9, stop=["d"])
     arguments = ["--prompt=aab", "--tokens=20", "--samples=9", "--stop=d"]
@@ -180,10 +158,7 @@ def test_independent_sequences_end_as_those_of_the_command(
         (lambda m: m.step(m.start(), ""), "'' has no token"),
         (lambda m: m.candidate_log_prob("", [-1]), "token id -1 is outside the vocabulary of .*"),
         (lambda m: m.start([m.vocab_size]), "token id .* is outside the vocabulary of .*"),
-        (
-            lambda m: m.step_many([m.start()], ["a", "b"]),
-            "expected a word for each state, got 1 .*",
-        ),
+        (lambda m: m.step_many([m.start()], ["a", "b"]), "expected a word for each state, got 1.*"),
         (lambda m: m.step_many([m.start()] * 3, "the"), "expected a list of words, got 'the'"),
         (lambda m: m.candidate_log_prob("the", "fox"), "expected a list of words, got 'fox'"),
         (lambda m: m.score("the fox"), "expected a list of sentences, got 'the fox'"),
@@ -217,9 +192,7 @@ def test_independent_sequences_end_as_those_of_the_command(
         (lambda m: m.perplexity(""), "text: there is no line to evaluate"),
     ],
 )
-def test_mistakes_are_named(
-    lstm_run: Path, call: Callable[[LoadedModel], object], message: str
-) -> None:
+def test_mistakes_are_named(lstm_run: Path, call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         call(lm.load(lstm_run))
 
@@ -232,9 +205,7 @@ def test_a_state_of_another_model_is_refused(lstm_run: Path, transformer_run: Pa
 
 
 @pytest.mark.parametrize("spelled", [False, True])
-def test_all_ways_to_score_agree_where_unknown_words_are_told_apart(
-    run: Path, spelled: bool
-) -> None:
+def test_all_ways_to_score_agree_if_unknown_words_are_told_apart(run: Path, spelled: bool) -> None:
     plain, num_unseen = lm.load(run), 7
     size = None if spelled else plain.vocab_size - 1 + num_unseen
     apart = lm.load(run, vocabulary_size=size, open_vocabulary=spelled)
@@ -287,9 +258,7 @@ def test_a_vocabulary_size_leaves_texts_and_their_perplexity_unchanged(run: Path
             lm.load(run, vocabulary_size=size)  # type: ignore[arg-type]
 
 
-def test_results_are_of_classes_of_the_package_and_printed_without_their_numbers(
-    lstm_run: Path,
-) -> None:
+def test_results_are_of_classes_of_the_package_and_printed_without_numbers(lstm_run: Path) -> None:
     model = lm.load(lstm_run, device=torch.device("cpu"))
     assert repr(model) == f"LoadedModel('{lstm_run}', lstm, {model.vocab_size} words)"
     assert repr(model.start("the zebra")) == "State(num_tokens=2, num_unknown=1)"
@@ -325,11 +294,7 @@ def test_results_are_of_classes_of_the_package_and_printed_without_their_numbers
     ],
 )
 def test_a_word_with_the_probability_of_all_unknown_ones_warns_once(
-    lstm_run: Path,
-    ask: Callable[[LoadedModel, Any], object],
-    options: dict[str, Any],
-    word: str | None,
-    warns: bool,
+    lstm_run: Path, ask: Any, options: dict[str, Any], word: str | None, warns: bool
 ) -> None:
     loaded = lm.load(lstm_run, **options)
     word_or_id = loaded.unk_id if word is None else word
@@ -361,11 +326,10 @@ def test_ids_and_words_are_converted(lstm_run: Path) -> None:
 def test_masks_and_tables_are_no_lists_of_words(lstm_run: Path) -> None:
     loaded = lm.load(lstm_run)
     excluded = [loaded.id(word) for word, _ in loaded.topk("the", 2)]
-    best = loaded.topk("the", 3)[2:]
     wrong: list[Any] = [torch.zeros(loaded.vocab_size, dtype=torch.bool), [True], np.array([False])]
     right: list[Any] = [excluded, np.array(excluded), torch.tensor(excluded)]
     for ids in right:
-        assert loaded.topk("the", 1, exclude=ids) == best
+        assert loaded.topk("the", 1, exclude=ids) == loaded.topk("the", 3)[2:]
     for mask in wrong:
         with pytest.raises(ValueError, match=r"expected text or token ids, got .*(Fals|Tru)e"):
             loaded.topk("the", 3, exclude=mask)

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,35 +13,24 @@ import pytest
 import lm
 from data_prep.errors import UserError
 from lm.evaluation import evaluate_split, evaluate_text
-from lm.loaded import LoadedModel
 from lm.rescoring.models import ArpaScores
 from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.arpa_model import ArpaModel
-from tests.conftest import LETTERS, PIECES, PIECES_WITH_BYTES
+from tests.conftest import LETTERS, PIECES, PIECES_WITH_BYTES, Printed, Train
 from tests.conftest import OTHER_LETTERS as SENTENCES
 from tests.data_prep.tokenizer.spelling import Definition
 from tests.scoring.arpa_files import write
 
 
 @pytest.fixture(scope="module")
-def run(letters: Callable[..., Path]) -> Path:
+def run(letters: Train) -> Path:
     return letters("words")
 
 
-@pytest.fixture(scope="module")
-def bytes_run(letters: Callable[..., Path]) -> Path:
-    return letters("bytes", *PIECES_WITH_BYTES)
-
-
-@pytest.fixture(scope="module")
-def loaded(run: Path) -> LoadedModel:
+def test_known_words_and_all_spellings_add_up_to_1(run: Path) -> None:
     loaded = lm.load(run, open_vocabulary=True)
     loaded.model.double()
-    return loaded
-
-
-def test_known_words_and_all_spellings_add_up_to_1(loaded: LoadedModel) -> None:
     types = list(dict.fromkeys(word for line in LETTERS for word in line.split()))
     definition = Definition([word for word in types if word != "<unk>"], 7)
     known = [loaded.tokenizer.token(id) for id in range(loaded.vocab_size)]
@@ -70,29 +58,26 @@ def test_evaluation_and_stream_add_the_spellings(run: Path) -> None:
     text = "\n".join(SENTENCES)
     plain = lm.load(run).evaluate(text)
     opened = TrainedRun(run)
-    unknown = ["baba", "bbb", "é", "<unk>", "aba", "日本"]
-    spelling = float(-opened.speller.log_prob(unknown).sum())
+    spelling = float(-opened.speller.log_prob(["baba", "bbb", "é", "<unk>", "aba", "日本"]).sum())
     nll = plain.nll_nats + spelling
-    num_bytes = len(text.encode()) + 1
-    figures: dict[str, Any] = {
+    figures = {
         "nll_nats": nll,
         "spelling_nats": spelling,
         "perplexity": math.exp(nll / plain.tokens),
         "word_perplexity": math.exp(nll / (plain.words + plain.lines)),
-        "bits_per_byte": nll / math.log(2) / num_bytes,
+        "bits_per_byte": nll / math.log(2) / (len(text.encode()) + 1),
     }
-    approximate: dict[str, Any] = {name: pytest.approx(each) for name, each in figures.items()}
-    expected = replace(plain, **approximate)
+    found: Any = {name: pytest.approx(each) for name, each in figures.items()}
+    expected = replace(plain, **found)
     assert evaluate_text(opened, SENTENCES, progress=False, open_vocabulary=True) == expected
     assert evaluate_split(opened, "test", progress=False, open_vocabulary=True) == expected
     assert lm.load(run, open_vocabulary=True).evaluate(text) == expected
     scores = Scorer.of(opened, open_vocabulary=True).stream(SENTENCES)
-    total = sum(score.log_prob.sum() for score in scores)
-    assert total == pytest.approx(-nll)
+    assert sum(score.log_prob.sum() for score in scores) == pytest.approx(-nll)
 
 
-def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
-    run: Path, letters: Callable[..., Path]
+def test_bits_per_byte_require_every_byte_in_tokens_and_spellings(
+    run: Path, letters: Train
 ) -> None:
     def bits(folder: Path, line: str, open_vocabulary: bool = True) -> float | None:
         lines, run = ["", line, "b"], TrainedRun(folder)
@@ -110,20 +95,18 @@ def test_bits_per_byte_are_known_if_tokens_and_spellings_have_every_byte(
     marks = letters("marks", "--tokenizer.split_punctuation=true")
     opened = TrainedRun(marks)
     spelled = evaluate_text(opened, ["zebra, b"], progress=False, open_vocabulary=True)
-    expected = -opened.speller.log_prob(["zebra", ","]).sum()
-    assert spelled.spelling_nats == pytest.approx(expected)
+    assert spelled.spelling_nats == pytest.approx(-opened.speller.log_prob(["zebra", ","]).sum())
     assert spelled.bits_per_byte is None
     reason = "not known: marks are separated (tokenizer.split_punctuation: true)"
     assert reason in spelled.table("text")
 
 
 def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
-    bytes_run: Path, letters: Callable[..., Path], printed: Callable[..., str]
+    letters: Train, printed: Printed
 ) -> None:
-    plain, spelled = (
-        evaluate_split(TrainedRun(bytes_run), "test", progress=False, open_vocabulary=is_open)
-        for is_open in (False, True)
-    )
+    bytes_run = letters("bytes", *PIECES_WITH_BYTES)
+    plain = evaluate_split(TrainedRun(bytes_run), "test", progress=False)
+    spelled = evaluate_split(TrainedRun(bytes_run), "test", progress=False, open_vocabulary=True)
     assert (plain.bits_per_byte, plain.oov) == (None, 1)  # `<unk>` itself
     assert spelled.nll_nats == plain.nll_nats
     assert spelled.bits_per_byte == plain.nll_nats / math.log(2) / plain.utf8_bytes
@@ -141,20 +124,17 @@ def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
         assert one.log_prob.tolist() == other.log_prob.tolist()
 
 
-def test_commands_spell_on_request(run: Path, printed: Callable[..., str], tmp_path: Path) -> None:
+def test_commands_spell_on_request(run: Path, printed: Printed, tmp_path: Path) -> None:
     opened = TrainedRun(run)
     expected = evaluate_split(opened, "test", progress=False, open_vocabulary=True)
     found: dict[str, Any] = json.loads(printed("evaluate", run, "--open-vocabulary", "--json"))
-    weights = {"step": 9, "num_steps": 9, "checkpoint": None}
-    assert found == expected.to_dict() | weights
+    assert found == expected.to_dict() | {"step": 9, "num_steps": 9, "checkpoint": None}
     assert json.loads((run / "evaluate-test-open.json").read_text()) == found
     for text in ([], [f"--text={opened.config.data.dir}/test.txt"]):
         options = [run, "--open-vocabulary", "--by-frequency", "--json", *text]
         bins = json.loads(printed("evaluate", *options))["by_frequency"]
-        assert (bins["num_spelled"], bins["spelling_nats"]) == (
-            expected.oov,
-            expected.spelling_nats,
-        )
+        assert bins["num_spelled"] == expected.oov
+        assert bins["spelling_nats"] == expected.spelling_nats
         for each in (bins["target"], bins["previous"]):
             nats = sum(part["nll_nats"] for part in each) + bins["spelling_nats"]
             assert nats == pytest.approx(expected.nll_nats)
@@ -177,9 +157,7 @@ def test_commands_spell_on_request(run: Path, printed: Callable[..., str], tmp_p
     assert [found[line] for line in SENTENCES] == pytest.approx(expected_rows, rel=1e-5)
 
 
-def test_an_arpa_model_spells_the_words_that_it_lacks(
-    run: Path, tmp_path: Path, printed: Callable[..., str]
-) -> None:
+def test_an_arpa_model_spells_words_it_lacks(run: Path, tmp_path: Path, printed: Printed) -> None:
     known = {"<s>": -99.0, "</s>": -0.7, "<unk>": -1.0, "ab": -0.5, "bbb": -0.9}
     path = write(tmp_path / "model.arpa", {(w,): (value, 0.0) for w, value in known.items()}, 1)
     speller, ngram = TrainedRun(run).speller, ArpaModel(path)
@@ -198,8 +176,7 @@ def test_an_arpa_model_spells_the_words_that_it_lacks(
     (tmp_path / "list").write_text("a\t0\tb 日本\n")
     options = ["--lm-weight=1", "--open-vocabulary", "--arpa", path, "--mixture=0", "--all"]
     row = printed("rescore", run, tmp_path / "list", *options).split("\t")
-    expected = nats["b"] + nats["日本"] + nats["<eos>"]
-    assert float(row[2]) == pytest.approx(expected, rel=1e-5)
+    assert float(row[2]) == pytest.approx(nats["b"] + nats["日本"] + nats["<eos>"], rel=1e-5)
 
 
 def test_drawn_unknown_words_are_spelled(run: Path) -> None:
@@ -211,8 +188,7 @@ def test_drawn_unknown_words_are_spelled(run: Path) -> None:
     assert spelled == model.generate(spell_unk=True, **options)
     drawn: list[str] = []
     for before, after in zip(plain, spelled, strict=True):
-        pattern = re.escape(before).replace("<unk>", r"([ab]+)")
-        match = re.fullmatch(pattern, after)
+        match = re.fullmatch(re.escape(before).replace("<unk>", r"([ab]+)"), after)
         assert match
         drawn += match.groups()
     assert len(set(drawn)) > 3
@@ -220,7 +196,7 @@ def test_drawn_unknown_words_are_spelled(run: Path) -> None:
 
 
 def test_a_run_without_a_speller_takes_that_of_its_prepared_data(
-    run: Path, tmp_path: Path, complaint: Callable[..., str]
+    run: Path, tmp_path: Path, complaint: Printed
 ) -> None:
     words = ["baba", "é"]
     expected = TrainedRun(run).speller.log_prob(words).tolist()
@@ -234,9 +210,8 @@ def test_a_run_without_a_speller_takes_that_of_its_prepared_data(
         lm.load(run, open_vocabulary=True, vocabulary_size=99)
 
 
-def test_a_split_whose_text_changed_is_refused(letters: Callable[..., Path]) -> None:
-    folder = letters("changed", "--train.max_steps=1")
-    opened = TrainedRun(folder)
+def test_a_split_whose_text_changed_is_refused(letters: Train) -> None:
+    opened = TrainedRun(letters("changed", "--train.max_steps=1"))
     text = Path(opened.config.data.dir, "test.txt")
     content = text.read_text()
     try:

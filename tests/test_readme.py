@@ -16,20 +16,11 @@ TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
 FOLDERS = ("lm", "data_prep", "configs", "scripts")
 PAGES = [*TOP.glob("*.md"), *(page for name in FOLDERS for page in (TOP / name).glob("**/*.md"))]
-VALUES = {
-    "CONFIG": "mine.yaml",
-    "RUN": "runs/mine",
-    "[KEY]": "model.hidden",
-    "TEXT": "my.txt",
-    "NBEST": "list.nbest",
-    "FILE": "names.txt",
-    "DIR": "exported",
-}
+VALUES = {"CONFIG": "mine.yaml", "RUN": "runs/mine", "[KEY]": "model.hidden", "TEXT": "my.txt"}
+VALUES |= {"NBEST": "list.nbest", "FILE": "names.txt", "DIR": "exported"}
 """Arguments for the placeholders in the table of commands."""
-SMALL = {
-    "train": ["--model.hidden=8", "--train.max_steps=2", "--no-progress"],
-    "rescore": ["--lm-weight=1"],
-}
+SMALL = {"train": ["--model.hidden=8", "--train.max_steps=2", "--no-progress"]}
+SMALL["rescore"] = ["--lm-weight=1"]
 
 
 def blocks(language: str, page: str = README) -> list[str]:
@@ -56,23 +47,17 @@ def test_the_scripts_exist() -> None:
 
 @pytest.mark.filterwarnings("ignore:.* the probability of all unknown words")
 def test_the_example_of_training_on_your_own_text_and_all_commands_run(
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    corpus: Path, current_folder: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copy(corpus / "train.txt", tmp_path / "my.txt")
-    monkeypatch.chdir(tmp_path)
+    shutil.copy(corpus / "train.txt", "my.txt")
     found = (block for block in blocks("sh") if "lm train" in block)
     example, items = ([shlex.split(each)[1:] for each in commands(block)] for block in found)
     assert [verb for verb, *_ in example] == ["new", "train", "generate"]
     assert [verb for verb, *_ in items] == ["new", "train"]
     events = [{"user": n % 9, "item": n % 12, "time": n} for n in range(120)]
     write_table(Path("events.parquet"), events)
-    new_item = [
-        {"user": n, "item": 12, "time": 200 + place} for n in range(9) for place in range(4)
-    ]
-    write_table(Path("newer.parquet"), events + new_item)
+    later = [{"user": n, "item": 12, "time": 200 + place} for n in range(9) for place in range(4)]
+    write_table(Path("newer.parquet"), events + later)
     Path("names.txt").write_text("the zebra sees a gnu\n")
     Path("list.nbest").write_text("a-1 the cat\na-2 a cat\n")
     of_text, of_items = tabled("text"), tabled("items")
@@ -80,10 +65,7 @@ def test_the_example_of_training_on_your_own_text_and_all_commands_run(
     assert len(of_items) >= 3
     of_items = [[verb, run.replace("RUN", "runs/shop"), *rest] for verb, run, *rest in of_items]
     for verb, *arguments in example + items + of_text + of_items:
-        values = [
-            VALUES.get(argument, argument.replace("TABLE", "newer.parquet"))
-            for argument in arguments
-        ]
+        values = [VALUES.get(each, each.replace("TABLE", "newer.parquet")) for each in arguments]
         assert main([verb, *values, *SMALL.get(verb, [])]) == 0, verb
     assert "tokens predicted" in capsys.readouterr().out
     names: dict[str, object] = {}
@@ -116,8 +98,7 @@ def test_the_examples_of_the_layer_run(block: str, tmp_path: Path) -> None:
         nll = -log_prob[:, :-1].gather(2, words[:, 1:, None]).mean()
         torch.testing.assert_close(model(words, labels=words).loss, nll)
         model.save_pretrained(tmp_path)
-        loaded = type(model).from_pretrained(tmp_path)
-        assert torch.equal(loaded(words).logits, log_prob)
+        assert torch.equal(type(model).from_pretrained(tmp_path)(words).logits, log_prob)
         found = model.generate(words[:, :9], max_new_tokens=1, do_sample=False)
         assert torch.equal(found[:, 9], log_prob[:, 8].argmax(-1))
 

@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -21,11 +20,10 @@ from lm.config import Config, OptimConfig, load_config, validate
 from lm.recipe import texts as recipe
 from lm.recipe.texts import MAX_WORDS, fit
 from lm.run import Run
-from tests.conftest import toy_sentences
+from tests.conftest import Printed, toy_sentences
 from tests.data_prep.conftest import write_table
 
-Complaint = Callable[..., str]
-Printed = Callable[..., str]
+Backbone = Literal["lstm", "transformer"]
 pytestmark = pytest.mark.usefixtures("current_folder")
 
 
@@ -35,13 +33,10 @@ def new(text: str, *options: str) -> Config:
     return load_config("my.yaml")
 
 
-@pytest.mark.parametrize(
-    "text", ["word", "the quick brown fox jumps over the lazy dog\n", "a\na\n"]
-)
+@pytest.mark.parametrize("text", ["word", "the quick brown fox jumps over a lazy dog\n", "a\na\n"])
 def test_the_shortest_texts_train(text: str, printed: Printed) -> None:
     Path("my.txt").write_text(text)
-    summary = printed("new", "my.yaml", "--text=my.txt")
-    assert "fewer than 20 lines: no valid and no test" in summary
+    assert "fewer than 20 lines: no valid and no test" in printed("new", "my.yaml", "--text=my.txt")
     files = load_config("my.yaml").data.files
     assert (files.train, files.valid) == ("my.txt", None)
     assert main(["train", "my.yaml", "--no-progress", "--train.max_steps=60"]) == 0
@@ -74,8 +69,7 @@ def test_a_recipe_with_splits_trains_and_is_better_than_the_unigram_model(printe
 
 def test_given_splits_are_used_as_they_are() -> None:
     Path("valid.txt").write_text("the cat\n")
-    config = new("the dog\n" * 60, "--valid=valid.txt")
-    files = config.data.files
+    files = new("the dog\n" * 60, "--valid=valid.txt").data.files
     assert (files.train, files.valid) == ("runs/my/text/train.txt", "valid.txt")
     assert files.test == "runs/my/text/test.txt"
     assert Path("runs/my/text/test.txt").read_text() == "the dog\n" * 3
@@ -89,9 +83,8 @@ def test_the_text_of_a_column_is_copied(given: bool) -> None:
     Path("b.csv").write_text("text,n\nthe dog,1\n")
     options = ["--valid=b.csv", "--test=b.csv"] if given else []
     assert main(["new", "null.yaml", "--text=a.jsonl", *options]) == 0
-    config = load_config("null.yaml")
     splits = ("train", "valid", "test")
-    files = [str(getattr(config.data.files, split)) for split in splits]
+    files = [str(getattr(load_config("null.yaml").data.files, split)) for split in splits]
     assert files == [f"runs/null/text/{split}.txt" for split in splits]
     texts = [Path(file).read_text() for file in files]
     if given:
@@ -99,10 +92,7 @@ def test_the_text_of_a_column_is_copied(given: bool) -> None:
     written = "".join(texts[:1] if given else texts).splitlines()
     assert sorted(written) == sorted([f"line {i}" for i in range(40)] + ["the cat"] * 40)
     if not given:
-        assert texts[1:] == [
-            "line 9\nthe cat\nline 29\nthe cat\n",
-            "line 19\nthe cat\nline 39\nthe cat\n",
-        ]
+        assert texts[1:] == [f"line {n}\nthe cat\nline {n + 20}\nthe cat\n" for n in (9, 19)]
     assert main(["prepare", "null.yaml", "--no-progress"]) == 0
 
 
@@ -159,39 +149,36 @@ def test_long_units_of_large_texts_are_counted(
         assert path.read_text().strip()
 
 
-def test_names_with_control_characters_are_refused(complaint: Complaint) -> None:
+def test_names_with_control_characters_are_refused(untouched: Printed) -> None:
     Path("my.txt").write_text("the dog\n" * 40)
     for name in ("a\nb.yaml", "a\u2028b.yaml", "a\x1b.yaml", "a\udcff.yaml"):
-        message = complaint("new", name, "--text=my.txt")
+        message = untouched("new", name, "--text=my.txt")
         assert message == f"{name!a}: a name must not have control characters"
-    assert [path.name for path in Path().iterdir()] == ["my.txt"]
 
 
 def test_a_text_with_an_error_near_its_end_leaves_no_files(
-    complaint: Complaint, monkeypatch: pytest.MonkeyPatch
+    untouched: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sample has no line with an error."""
     monkeypatch.setattr("data_prep.corpus.split.SAMPLE_BYTES", 4096)
     Path("my.txt").write_bytes(b"the cat sat\n" * 5000 + b"the \xff dog\n" + b"it\n" * 1000)
-    message = complaint("new", "a/b/my.yaml", "--text=my.txt")
+    message = untouched("new", "a/b/my.yaml", "--text=my.txt")
     assert message.startswith("my.txt, line 5001: invalid UTF-8 at byte 5")
-    assert list(Path().iterdir()) == [Path("my.txt")]
 
 
 @pytest.mark.parametrize("num_lines", [1, 40], ids=["without splits", "with splits"])
 def test_a_recipe_that_cannot_be_written_leaves_no_files(
-    complaint: Complaint, monkeypatch: pytest.MonkeyPatch, num_lines: int
+    untouched: Printed, monkeypatch: pytest.MonkeyPatch, num_lines: int
 ) -> None:
     Path("my.txt").write_text("the dog\n" * num_lines)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
-    message = complaint("new", "my.yaml", "--text=my.txt")
+    message = untouched("new", "my.yaml", "--text=my.txt")
     assert message.endswith("cannot be written: No space left on device")
-    assert list(Path().iterdir()) == [Path("my.txt")]
 
 
 def test_a_text_that_changes_meanwhile_is_refused(
-    complaint: Complaint, monkeypatch: pytest.MonkeyPatch
+    untouched: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("my.txt").write_text("the dog\n" * 40)
 
@@ -200,9 +187,8 @@ def test_a_text_that_changes_meanwhile_is_refused(
         return "lines", {}
 
     monkeypatch.setattr(recipe, "split_text", grow)
-    message = complaint("new", "my.yaml", "--text=my.txt")
+    message = untouched("new", "my.yaml", "--text=my.txt")
     assert message == "my.txt changed while it was read: try again"
-    assert list(Path().iterdir()) == [Path("my.txt")]
 
 
 def test_names_of_files_with_special_characters_are_quoted(printed: Printed) -> None:
@@ -236,9 +222,7 @@ def test_the_vocabulary_announced_is_that_of_the_prepared_data(
     assert float(share) == round(100 * counts[prepared.unk_id] / counts.sum(), 1) > 0.5
 
 
-def fitted(
-    num_tokens: int, num_words: int, backbone: Literal["lstm", "transformer"] = "lstm"
-) -> Config:
+def fitted(num_tokens: int, num_words: int, backbone: Backbone = "lstm") -> Config:
     sizes = num_tokens, num_words, "kind: words"
     content, line = fit(Path("my.yaml"), {"train": Path("a")}, *sizes, backbone)
     config = validate(yaml.safe_load(content), "")
@@ -248,8 +232,7 @@ def fitted(
 
 
 def test_a_large_text_is_validated_ten_times_an_epoch() -> None:
-    intervals = {5_000_000: 500, 65_000_000: 1_586}  # steps of 64 · 64 tokens
-    for tokens, steps in intervals.items():
+    for tokens, steps in {5_000_000: 500, 65_000_000: 1_586}.items():
         assert fitted(tokens, 100_000).train.val_every_steps == steps
 
 
@@ -263,9 +246,7 @@ def test_words_of_an_lstm_have_pieces_from_20_000_tokens_on() -> None:
 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 @pytest.mark.parametrize("tokens", [1, 300, 20_000, 200_000, 5_000_000, 40_000_000, 10**10])
-def test_every_size_has_valid_settings(
-    tokens: int, backbone: Literal["lstm", "transformer"]
-) -> None:
+def test_every_size_has_valid_settings(tokens: int, backbone: Backbone) -> None:
     words = min(MAX_WORDS, 1 + tokens // 4)
     config = fitted(tokens, words, backbone)
     assert config.classes.clustered_words == (60_000 if words > 60_000 else None)
@@ -284,7 +265,7 @@ def test_every_size_has_valid_settings(
 @pytest.mark.parametrize("tokens", [2_000, 200_000, 40_000_000])
 @pytest.mark.parametrize("tree", ["adaptive", "full"])
 def test_another_tree_works_once_the_keys_of_the_message_are_set(
-    tree: str, tokens: int, backbone: Literal["lstm", "transformer"]
+    tree: str, tokens: int, backbone: Backbone
 ) -> None:
     content, _ = fit(Path("my.yaml"), {"train": Path("a")}, tokens, 1000, "kind: words", backbone)
     for other in ("input_embedding", "input_tree"):  # the message names two ways

@@ -10,17 +10,12 @@ import pytest
 from data_prep.corpus.split import Sample
 from data_prep.prepared import open_prepared
 from lm.cli import main
-from lm.config import Config, load_config
+from lm.config import load_config
 from lm.recipe import texts as recipe
 from lm.recipe.texts import measure
+from tests.test_recipe import new
 
 pytestmark = pytest.mark.usefixtures("current_folder")
-
-
-def new(text: str) -> Config:
-    Path("my.txt").write_text(text, encoding="utf-8")
-    assert main(["new", "my.yaml", "--text=my.txt"]) == 0
-    return load_config("my.yaml")
 
 
 def test_attached_punctuation_becomes_words_of_its_own() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,61 +16,43 @@ from lm.model.files import load_model
 from lm.output import ClassTree
 from lm.run import Run
 from lm.training.metrics import read_metrics
+from tests.conftest import Printed, Train
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("**/*.yaml"))
-Evaluated = Callable[[Path], float]
+SMALL = """\
+data.hub=null data.hub_config=null data.format=text data.prepared_dir=null data.user_field=null
+data.split=files classes.num_word_classes=null classes.max_words=null model.hidden=16
+model.feedforward=null train.max_steps=2 train.max_epochs=null train.batch_size=4 train.seq_len=8
+train.accelerator=cpu train.devices=1 train.strategy=auto train.val_every_steps=null train.threads=1
+log.wandb=disabled
+"""
 
 
 def small(config: Config, corpus: Path) -> list[str]:
     """Overrides that fit a recipe to the tiny corpus and to a CPU."""
     embedding = 12 if config.model.embedding and not config.word_table.tied else None
     num_pieces = 34 + (256 if config.tokenizer.byte_fallback else 0)
-    changes = {
-        "data.hub": None,
-        "data.hub_config": None,
-        "data.format": "text",
-        "data.prepared_dir": None,
-        "data.user_field": None,
-        "data.split": "files",
+    changes: dict[str, Any] = {
         "data.files": {split: str(corpus / f"{split}.txt") for split in ("train", "valid", "test")},
         "tokenizer.vocab_size": num_pieces if config.tokenizer.kind == "sentencepiece" else None,
-        "classes.num_word_classes": None,
-        "classes.max_words": None,
         "classes.dimensions": 8 if config.classes.method in ("exchange", "embedding") else 100,
         "classes.shortlist": min(config.classes.shortlist, 3),
-        "model.hidden": 16,
         "model.embedding": embedding,
         "model.layers": min(config.model.layers, 2),
         "model.heads": config.model.heads and 2,
-        "model.feedforward": None,
-        "train.max_steps": 2,
-        "train.max_epochs": None,
-        "train.batch_size": 4,
-        "train.seq_len": 8,
         "train.accumulate": min(config.train.accumulate, 2),
-        "train.accelerator": "cpu",
-        "train.devices": 1,
-        "train.strategy": "auto",
-        "train.val_every_steps": None,
-        "train.threads": 1,
-        "log.wandb": "disabled",
     }
     if config.classes.method == "file":
         changes |= {"classes.method": "uniform", "classes.file": None}
     if config.train.precision == "16-mixed":
         changes["train.precision"] = "bf16-mixed"
-    return [f"--{key}={json.dumps(value)}" for key, value in changes.items()]
+    options = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    return [f"--{each}" for each in [*SMALL.split(), *options]]
 
 
-@pytest.fixture
-def validated(printed: Callable[..., str]) -> Evaluated:
-    """`validated(run)`: perplexity of the validation split as `lm evaluate` prints it."""
-
-    def run(folder: Path) -> float:
-        values = json.loads(printed("evaluate", folder, "--split=valid", "--json"))
-        return float(values["perplexity"])
-
-    return run
+def validated(printed: Printed, run: Path) -> float:
+    """Perplexity of the validation split as `lm evaluate` prints it."""
+    return float(json.loads(printed("evaluate", run, "--split=valid", "--json"))["perplexity"])
 
 
 def assert_trained(run: Path, perplexity: float) -> None:
@@ -90,7 +71,7 @@ def assert_trained(run: Path, perplexity: float) -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_recipe_trains_and_is_named_after_its_file(
-    path: Path, corpus: Path, tmp_path: Path, validated: Evaluated
+    path: Path, corpus: Path, tmp_path: Path, printed: Printed
 ) -> None:
     config = load_config(path)
     assert config.name == path.stem
@@ -98,11 +79,11 @@ def test_every_recipe_trains_and_is_named_after_its_file(
     assert all(line.startswith("# ") for line in header.splitlines())
     overrides = [*small(config, corpus), f"--run_dir={tmp_path / 'run'}"]
     assert main(["train", str(path), "--no-progress", *overrides]) == 0
-    assert_trained(tmp_path / "run", validated(tmp_path / "run"))
+    assert_trained(tmp_path / "run", validated(printed, tmp_path / "run"))
 
 
 def test_a_tree_from_a_file_trains_like_the_same_tree_from_name(
-    train: Callable[..., Path], prepared_dir: Path, tmp_path: Path, validated: Evaluated
+    train: Train, prepared_dir: Path, tmp_path: Path, printed: Printed
 ) -> None:
     steps = "--train.max_steps=2"
     from_name = train(tmp_path / "name", steps)  # makes its classes, if another test made others
@@ -115,9 +96,9 @@ def test_a_tree_from_a_file_trains_like_the_same_tree_from_name(
             members[number] = members.get(number, -1) + 1
             file.write(f"{tokenizer.token(word)} {number} {members[number]}\n")
     from_file = train(tmp_path / "file", f"--output.tree={tmp_path / 'tree.txt'}", steps)
-    assert_trained(from_file, validated(from_file))
+    assert_trained(from_file, validated(printed, from_file))
     assert [(run / "classes.npy").exists() for run in (from_name, from_file)] == [True, False]
-    assert validated(from_file) == pytest.approx(validated(from_name), rel=1e-4)
+    assert validated(printed, from_file) == pytest.approx(validated(printed, from_name), rel=1e-4)
     (tmp_path / "tree.txt").unlink()  # the run has a copy
     assert main(["classes", str(from_file), "--json"]) == 0
     more = ["--train.max_steps=4", "--resume=auto", "--no-progress"]
@@ -144,9 +125,7 @@ def test_the_tree_is_the_one_that_its_options_name(tiny: Path, prepared_dir: Pat
             assert torch.equal(found.state_dict()[array], value), (name, options, array)
 
 
-def test_the_shortlist_has_the_most_frequent_pieces_whatever_their_ids(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_the_shortlist_has_the_most_frequent_pieces_of_any_ids(tiny: Path, tmp_path: Path) -> None:
     tokenizer = "--tokenizer={kind: sentencepiece, vocab_size: 34}"
     options = ["--classes.shortlist=5", "--train.max_steps=1", f"--run_dir={tmp_path}"]
     assert main(["train", str(tiny), "--no-progress", tokenizer, *options]) == 0

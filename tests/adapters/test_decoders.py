@@ -22,10 +22,6 @@ def model(lstm_run: Path) -> LoadedModel:
     return lm.load(lstm_run)
 
 
-class Base:
-    """As `CTCDecoderLM` is, for the adapter."""
-
-
 class Node:
     """As `CTCDecoderLMState` is: `child` returns the same object for the same word."""
 
@@ -37,7 +33,7 @@ class Node:
 
 
 def test_hypotheses_of_flashlight_have_the_probabilities_of_the_model(model: LoadedModel) -> None:
-    adapter = flashlight_class(Base, Node)(model, WORDS)
+    adapter = flashlight_class(object, Node)(model, WORDS)
     root = adapter.start(False)
     for hypothesis in HYPOTHESES:
         node, total = root, 0.0
@@ -91,14 +87,12 @@ def test_pyctcdecode_decodes_with_the_model(lstm_run: Path) -> None:
             logits[frame, labels.index(letter)] = math.log(0.9 / len(letters))
     logits[5, labels.index("o")] += 0.1  # "cot", an unknown word, is a little louder
     for language_model, expected in ((None, "the cot"), (FusedModel(model), "the cat")):
-        decoder = pyctcdecode.BeamSearchDecoderCTC(alphabet, language_model)
-        best = decoder.decode_beams(logits)[0]
+        best = pyctcdecode.BeamSearchDecoderCTC(alphabet, language_model).decode_beams(logits)[0]
         assert best[0] == expected
     fused = FusedModel(model)
     (score,) = model.score(["the cat"])
-    assert best[-1] - best[-2] == pytest.approx(
-        fused.alpha * score.total + 2 * fused.beta, abs=1e-4
-    )
+    expected_score = fused.alpha * score.total + 2 * fused.beta
+    assert best[-1] - best[-2] == pytest.approx(expected_score, abs=1e-4)
 
 
 @pytest.mark.parametrize("beginning", ["", "t", "th", "the", "f", "cat", "q", "<", "thex"])
@@ -113,13 +107,11 @@ def test_completions_are_the_best_of_all_words_that_begin_so(
     log_prob = model.log_prob(state)
     names = [model.word(id) for id in range(model.vocab_size)]
     known = [id for id, name in enumerate(names) if name not in ("<unk>", "<eos>")]
-    chosen = sorted(
-        (id for id in known if names[id].startswith(beginning)), key=lambda id: -log_prob[id]
-    )
+    chosen = [id for id in known if names[id].startswith(beginning)]
+    chosen.sort(key=lambda id: -log_prob[id])
     found = model.complete(state, beginning, 4)
     assert [word for word, _ in found] == [names[id] for id in chosen[:4]]
-    expected = log_prob[chosen[:4]].tolist()
-    assert [each for _, each in found] == pytest.approx(expected, abs=1e-5)
+    assert [each for _, each in found] == pytest.approx(log_prob[chosen[:4]].tolist(), abs=1e-5)
     mass = float(log_prob[chosen].logsumexp(0))
     assert model.prefix_log_prob("the old", beginning) == pytest.approx(mass, abs=1e-5)
     assert model.has_beginning(beginning) == bool(chosen)

@@ -1,6 +1,5 @@
 """Continuations, and the model of lm-evaluation-harness that scores them."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,23 +9,16 @@ import pytest
 import lm
 from lm.adapters.harness import HarnessModel, register
 from lm.loaded import LoadedModel
-from tests.conftest import PIECES_WITH_BYTES
+from tests.conftest import PIECES_WITH_BYTES, Train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* the probability of all unknown words")
-PAIRS = [
-    ("", "the old cat"),
-    ("the old", " cat sees a dog"),
-    ("the old ", "cat"),
-    ("the cat sees a dog today\n", "the old"),
-    ("the old cat", " finds zebra\nthe quagga"),
-    ("a zebra", " zebra"),
-    ("the", " "),
-    ("a", ""),
-]
+PAIRS = [("", "the old cat"), ("the old", " cat sees a dog"), ("the old ", "cat"), ("the", " ")]
+PAIRS += [("the cat sees a dog today\n", "the old"), ("a zebra", " zebra"), ("a", "")]
+PAIRS += [("the old cat", " finds zebra\nthe quagga")]
 
 
 @pytest.fixture(scope="module", params=["lstm", "transformer", "pieces"])
-def model(request: pytest.FixtureRequest, letters: Callable[..., Path]) -> LoadedModel:
+def model(request: pytest.FixtureRequest, letters: Train) -> LoadedModel:
     name = request.param
     run = letters("harness", *PIECES_WITH_BYTES) if name == "pieces" else None
     model = lm.load(run or request.getfixturevalue(f"{name}_run"), open_vocabulary=True)
@@ -81,7 +73,6 @@ def requests(*arguments: tuple[Any, ...]) -> list[SimpleNamespace]:
 
 
 def check(adapter: Any, run: Path) -> None:
-    """The three methods have the figures of the model."""
     model = lm.load(run, open_vocabulary=True)
     scores = model.continuation_log_prob(PAIRS)
     assert adapter.loglikelihood(requests(*PAIRS)) == [tuple(score[:2]) for score in scores]

@@ -4,7 +4,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,10 @@ from torch import Tensor
 import lm
 from lm.cli import main
 from lm.output import HierarchicalSoftmax
+from tests.conftest import Printed, corpus_of
 
-SONG = [
-    "one man went to mow",
-    "he went to mow a meadow",
-    "his dog came along and slept",
-    "until the moon rose over them",
-]
-Printed = Callable[..., str]
+SONG = ["one man went to mow", "he went to mow a meadow"]
+SONG += ["his dog came along and slept", "until the moon rose over them"]
 
 
 @pytest.fixture
@@ -31,32 +27,16 @@ def printed(printed: Printed) -> Printed:
     return partial(printed, "generate")
 
 
-@pytest.fixture(params=["lstm_run", "transformer_run"])
-def run(request: pytest.FixtureRequest) -> Path:
-    """A run folder, not to be changed."""
-    folder = request.getfixturevalue(request.param)
-    assert isinstance(folder, Path)
-    return folder
-
-
 @pytest.fixture(scope="module", params=["lstm", "transformer"])
-def song_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def song_run(
+    request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A model that has memorised one short text."""
     folder = tmp_path_factory.mktemp(f"song_{request.param}")
-    (folder / "song.txt").write_text("\n".join(SONG * 12) + "\n")
-    config = folder / "song.yaml"
-    config.write_text(
-        f"""\
-name: song
-run_dir: {folder / "run"}
-data: {{dir: {folder}, files: {{train: song.txt}}}}
-model: {{backbone: {request.param}, hidden: 24, layers: 1}}
-optim: {{lr: 0.02, schedule: cosine}}
-train: {{max_steps: 120, batch_size: 4, seq_len: 16, threads: 1}}
-log: {{every_steps: 10}}
-"""
-    )
-    assert main(["train", str(config), "--no-progress"]) == 0
+    options = corpus_of(folder, "\n".join(SONG * 12) + "\n")
+    options += [f"--model={{backbone: {request.param}, hidden: 24, layers: 1}}"]
+    options += ["--optim={lr: 0.02, schedule: cosine}", "--train.max_steps=120"]
+    assert main(["train", str(tiny), "--no-progress", "--train.seq_len=16", *options]) == 0
     return folder / "run"
 
 
@@ -98,9 +78,8 @@ def test_samples_differ_and_json_equals_the_printed_text(run: Path, printed: Pri
     for sample in values["samples"]:
         assert len(sample.split()) + sample.count("\n") == 20
     texts = [f"the cat{sample}\n" for sample in values["samples"]]
-    assert printed(run, *options) == "".join(
-        text + "---\n" * (text.count("\n") > 1) for text in texts
-    )
+    expected = [text + "---\n" * (text.count("\n") > 1) for text in texts]
+    assert printed(run, *options) == "".join(expected)
     assert any(text.count("\n") > 1 for text in texts)
     (sample,) = json.loads(printed(run, *options, "--samples=1", "--json"))["samples"]
     assert printed(run, *options, "--samples=1") == f"the cat{sample}\n"
@@ -121,7 +100,7 @@ def test_options_that_leave_one_word_are_greedy(lstm_run: Path, printed: Printed
 
 
 def test_a_prompt_that_is_not_unicode_is_refused_before_it_is_printed(
-    lstm_run: Path, complaint: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    lstm_run: Path, complaint: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the \xff cat"), "utf-8"))
     assert complaint("generate", lstm_run, "--prompt", "-").startswith("--prompt -: invalid UTF-8")
@@ -130,9 +109,8 @@ def test_a_prompt_that_is_not_unicode_is_refused_before_it_is_printed(
 def test_stop_strings_end_the_text_before_them(song_run: Path, printed: Printed) -> None:
     options = [song_run, "--temperature=0", "--tokens=30", "--prompt", "one man"]
     assert printed(*options, r"--stop=\n") == f"{SONG[0]}\n"
-    assert printed(*options, "--stop=along", "--stop=nowhere") == (
-        "\n".join([*SONG[:2], "his dog came "]) + "\n"
-    )
+    expected = "\n".join([*SONG[:2], "his dog came \n"])
+    assert printed(*options, "--stop=along", "--stop=nowhere") == expected
     (sample,) = json.loads(printed(*options, "--stop=along", "--json"))["samples"]
     assert sample.endswith("his dog came ")
 
@@ -167,18 +145,12 @@ def test_a_prompt_is_answered_before_the_next_one_is_read(
 def test_unknown_words_of_prompts_are_reported(
     lstm_run: Path, caplog: pytest.LogCaptureFixture, printed: Printed
 ) -> None:
-    printed(lstm_run, "--tokens=1", "--prompt", "the qwerty sees <unk> a unicorn qwerty")
-    assert [record.getMessage() for record in caplog.records] == [
-        "unknown words of the prompt, read as <unk>: qwerty, unicorn"
-    ]
-    caplog.clear()
-    many = " ".join(f"x{number}" for number in range(13))
-    printed(lstm_run, "--tokens=1", "--prompt", many)
-    (record,) = caplog.records
-    assert record.getMessage().endswith("x8, x9 and 3 more")
-    caplog.clear()
-    printed(lstm_run, "--tokens=1", "--prompt", "the cat")
-    assert caplog.records == []
+    many, known = " ".join(f"x{number}" for number in range(13)), "the cat"
+    for prompt in ("the qwerty sees <unk> a unicorn qwerty", many, known):
+        printed(lstm_run, "--tokens=1", "--prompt", prompt)
+    few, shortened = caplog.messages
+    assert few == "unknown words of the prompt, read as <unk>: qwerty, unicorn"
+    assert shortened.endswith("x8, x9 and 3 more")
 
 
 def test_best_beam_is_printed_and_its_samples_are_in_order(run: Path, printed: Printed) -> None:

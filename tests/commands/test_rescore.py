@@ -19,10 +19,10 @@ from lm.rescoring.word_errors import word_errors
 from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.arpa_model import ArpaModel
-from tests.conftest import toy_sentences
+from tests.conftest import Printed, toy_sentences
 from tests.scoring.arpa_files import THE_CAT, write
 
-Rescored = Callable[..., tuple[list[str], dict[str, Any]]]
+Rows = Callable[..., tuple[list[str], dict[str, Any]]]
 
 
 def hypotheses(random: Random, line: str, number: int) -> list[tuple[float, str]]:
@@ -61,7 +61,7 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def rescored(printed: Callable[..., str]) -> Rescored:
+def rescored(printed: Printed) -> Rows:
     """`rescored(*arguments)`: the lines and figures of `lm rescore --json`."""
 
     def run(*arguments: object) -> tuple[list[str], dict[str, Any]]:
@@ -72,11 +72,7 @@ def rescored(printed: Callable[..., str]) -> Rescored:
 
 
 def test_both_layouts_and_the_printed_list_give_the_same_choice(
-    lstm_run: Path,
-    lists: Path,
-    rescored: Rescored,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    lstm_run: Path, lists: Path, rescored: Rows, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     weights = ["--lm-weight=2", "--insertion-penalty=0.5"]
     references = ["--references", lists / "test.ref"]
@@ -99,7 +95,7 @@ def test_both_layouts_and_the_printed_list_give_the_same_choice(
 
 
 def test_files_of_costs_have_those_of_the_list_to_tune_on_too(
-    lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path, complaint: Callable[..., str]
+    lstm_run: Path, lists: Path, rescored: Rows, tmp_path: Path, complaint: Printed
 ) -> None:
     tuning = ["--tune", lists / "dev.kaldi", lists / "dev.ref"]
     arguments = [lstm_run, lists / "test.kaldi", *tuning, "--acoustic-costs"]
@@ -113,7 +109,7 @@ def test_files_of_costs_have_those_of_the_list_to_tune_on_too(
 
 
 def test_tuning_recovers_the_weights_that_the_references_were_made_with(
-    lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path
+    lstm_run: Path, lists: Path, rescored: Rows, tmp_path: Path
 ) -> None:
     for name in ("dev", "test"):
         rows, _ = rescored(lstm_run, lists / f"{name}.nbest", "--lm-weight=2")
@@ -132,19 +128,12 @@ def test_tuning_recovers_the_weights_that_the_references_were_made_with(
     assert (again, fixed["report"]) == (rows, report)
 
 
-UNKNOWN = """\
-a\t-3\tthe zebra sees a gnu
-a\t-1\tthe cat sees a zebra
-b\t-2\tthe okapi
-b\t-3\tthe dog
-"""
-
-
 @pytest.fixture
 def unknown(tmp_path: Path) -> Path:
     """An n-best list with three unknown words, in four places."""
     path = tmp_path / "unknown.nbest"
-    path.write_text(UNKNOWN)
+    rows = ["a\t-3\tthe zebra sees a gnu", "a\t-1\tthe cat sees a zebra", "b\t-2\tthe okapi"]
+    path.write_text("\n".join([*rows, "b\t-3\tthe dog\n"]))
     return path
 
 
@@ -154,7 +143,7 @@ def lm_column(rows: list[str]) -> dict[str, float]:
 
 
 def test_a_second_run_takes_its_share_and_a_vocabulary_size_applies_to_both(
-    lstm_run: Path, transformer_run: Path, unknown: Path, rescored: Rescored
+    lstm_run: Path, transformer_run: Path, unknown: Path, rescored: Rows
 ) -> None:
     num_words = TrainedRun(lstm_run, "cpu").model.vocab_size
     for size, option in ((num_words - 1 + NUM_UNSEEN, "--all"), (num_words + 9, None)):
@@ -171,7 +160,7 @@ def test_unknown_words_share_p_unk(
     lstm_run: Path,
     unknown: Path,
     lists: Path,
-    rescored: Rescored,
+    rescored: Rows,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -200,25 +189,22 @@ def test_unknown_words_share_p_unk(
 
 
 def test_unknown_pieces_have_all_of_p_unk(
-    pieces_run: Path, unknown: Path, rescored: Rescored, caplog: pytest.LogCaptureFixture
+    pieces_run: Path, unknown: Path, rescored: Rows, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows, values = rescored(pieces_run, unknown, "--lm-weight=1", "--all")
     texts, scores = zip(*lm_column(rows).items(), strict=True)
-    expected = [
-        score.log_prob.sum() for score in Scorer.of(TrainedRun(pieces_run)).sentences(texts)
-    ]
-    assert scores == pytest.approx(expected, rel=1e-5)
+    found = Scorer.of(TrainedRun(pieces_run)).sentences(texts)
+    assert scores == pytest.approx([each.log_prob.sum() for each in found], rel=1e-5)
     assert (values["unknown"][0]["vocabulary_size"], values["unknown"][0]["types"]) == (None, None)
     assert f"{pieces_run}: each unknown piece has P(<unk>)" in caplog.messages
 
 
 def test_unknown_words_of_references_and_of_first_and_chosen_hypotheses_are_counted(
-    lstm_run: Path, unknown: Path, rescored: Rescored, tmp_path: Path
+    lstm_run: Path, unknown: Path, rescored: Rows, tmp_path: Path
 ) -> None:
     references = tmp_path / "references"
     references.write_text("b the dog\na the zebra sees a gnu\n")
-    options = ["--lm-weight=1", "--references", references]
-    rows, values = rescored(lstm_run, unknown, *options)
+    rows, values = rescored(lstm_run, unknown, "--lm-weight=1", "--references", references)
     assert rows == ["a\tthe cat sees a zebra", "b\tthe dog"]
     counts = {"references": 2, "hypotheses": 4, "first": 3, "chosen": 1, "types": 3}
     assert counts.items() <= values["unknown"][0].items()
@@ -227,12 +213,7 @@ def test_unknown_words_of_references_and_of_first_and_chosen_hypotheses_are_coun
 
 
 def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
-    lstm_run: Path,
-    unknown: Path,
-    rescored: Rescored,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    complaint: Callable[..., str],
+    lstm_run: Path, unknown: Path, rescored: Rows, tmp_path: Path, complaint: Printed
 ) -> None:
     with_zebra = THE_CAT | {("zebra",): (-0.5, 0.0)}
     path = write(tmp_path / "model.arpa", with_zebra, 2)
@@ -249,10 +230,8 @@ def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
         for text, value in lm_column(rows).items():
             (score,) = scorer.sentences([text])
             (arpa,) = ArpaScores(ArpaModel(path))([text])
-            arpa -= [
-                0.0 if word in ("the", "cat", "zebra", "</s>") else math.log(expected_size - 4)
-                for word in [*text.split(), "</s>"]
-            ]
+            is_known = [word in ("the", "cat", "zebra", "</s>") for word in [*text.split(), "</s>"]]
+            arpa -= np.where(is_known, 0.0, math.log(expected_size - 4))
             unseen = expected_size - (size - 1)
             ours = np.exp(score.log_prob) / np.where(score.is_oov, unseen, 1)
             expected = np.log(0.3 * ours + 0.7 * np.exp(arpa)).sum()
@@ -266,21 +245,17 @@ def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
 
 
 def test_models_whose_tuned_weight_is_0_are_named(
-    lstm_run: Path,
-    lists: Path,
-    printed: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    lstm_run: Path, lists: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("lm.rescoring.weights.tune", lambda *_: Weights(lm_weight=0.0))
     caplog.set_level("INFO")
-    tuning = ["--tune", lists / "dev.nbest", lists / "dev.ref"]
-    printed("rescore", lstm_run, lists / "test.nbest", *tuning)
+    tuning = ["--tune", f"{lists}/dev.nbest", f"{lists}/dev.ref"]
+    assert main(["rescore", str(lstm_run), f"{lists}/test.nbest", *tuning]) == 0
     assert f"the tuned weight of {lstm_run} is 0: it is not used" in caplog.messages
 
 
 def test_lattices_are_rescored_tuned_and_reported_as_lists(
-    lstm_run: Path, lists: Path, rescored: Rescored, tmp_path: Path
+    lstm_run: Path, lists: Path, rescored: Rows, tmp_path: Path
 ) -> None:
     for name in ("dev", "test"):
         tabs, lattices = list[str](), dict[str, list[str]]()
@@ -310,7 +285,7 @@ def test_lattices_are_rescored_tuned_and_reported_as_lists(
 
 
 def test_labels_that_are_no_words_are_left_out_unless_they_are_words(
-    lstm_run: Path, rescored: Rescored, tmp_path: Path
+    lstm_run: Path, rescored: Rows, tmp_path: Path
 ) -> None:
     (tmp_path / "nbest").write_text("u\t-3\tthe [noise] cat\n")
     for options, text in (([], "the cat"), (["--non-words="], "the [noise] cat")):

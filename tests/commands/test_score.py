@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,15 +42,12 @@ def test_a_perplexity_beyond_a_float_is_infinite_and_in_json_null(
     assert (summary["perplexity"], summary["log_prob"] < -2000) == (None, True)
 
 
-def test_the_layout_is_that_of_kenlm_and_its_figures_add_up(
-    lstm_run: Path, printed: Printed
-) -> None:
+def test_the_layout_is_that_of_kenlm_and_figures_add_up(lstm_run: Path, printed: Printed) -> None:
     *sentences, including, excluding, oov, tokens = printed(lstm_run, LINES, "--level=word")
     total = oov_total = 0.0
     for line, row in zip(LINES, sentences, strict=True):
         units = UNIT.findall(row)
-        match = re.fullmatch(r"Total: (\S+) OOV: (\d+)", UNIT.sub("", row))
-        assert match is not None
+        match: Any = re.fullmatch(r"Total: (\S+) OOV: (\d+)", UNIT.sub("", row))
         assert [unit[0] for unit in units] == [*line.split(), "</s>"]
         assert [int(unit[2]) for unit in units] == list(range(2, len(units) + 2))
         assert int(match[2]) == line.count("zebra") == sum(unit[1] == "0" for unit in units)
@@ -57,12 +55,8 @@ def test_the_layout_is_that_of_kenlm_and_its_figures_add_up(
         total += float(match[1])
         oov_total += sum(float(unit[3]) for unit in units if unit[1] == "0")
     values = [row.split("\t") for row in (including, excluding, oov, tokens)]
-    assert [name for name, _ in values] == [
-        "Perplexity including OOVs:",
-        "Perplexity excluding OOVs:",
-        "OOVs:",
-        "Tokens:",
-    ]
+    names = ["Perplexity including OOVs:", "Perplexity excluding OOVs:", "OOVs:", "Tokens:"]
+    assert [name for name, _ in values] == names
     assert float(values[0][1]) == pytest.approx(10 ** (-total / 11), rel=1e-5)
     assert float(values[1][1]) == pytest.approx(10 ** (-(total - oov_total) / 10), rel=1e-5)
     assert (values[2][1], values[3][1]) == ("1", "11")
@@ -112,8 +106,7 @@ def test_units_layouts_and_ids_agree(lstm_run: Path, printed: Printed) -> None:
         _, *words = printed(lstm_run, with_ids, *options, "--format=tsv", option)
         cells = [row.split("\t") for row in words]
         assert all(float(row[4]) > 0 for row in cells)
-        ranks = {row[8] for row in cells if row[5] == "1"}
-        assert ("" in ranks) == (option == "--open-vocabulary")
+        assert ("" in {row[8] for row in cells if row[5] == "1"}) == (option == "--open-vocabulary")
     for total, sentence in zip(totals, sentences, strict=True):
         assert sentence["log_prob"] == pytest.approx(total * math.log(10), rel=1e-6)
 
@@ -132,23 +125,21 @@ def test_figures_of_words_of_several_pieces_are_sums(pieces_run: Path, printed: 
     table = ["--details", "--unit=nats"]  # implies --level=word --format=tsv
     rows = list(csv.DictReader(printed(pieces_run, lines, *table), delimiter="\t"))
     (score,) = Scorer.of(TrainedRun(pieces_run, "cpu")).sentences(lines, details=True)
+    figures: Any = score.tokens
     assert len(score.unit_of_token) > len(rows) == 6
     for place, row in enumerate(rows):
         tokens = score.unit_of_token == place
         assert int(row["tokens"]) == tokens.sum()
-        assert score.tokens.rank is not None
-        assert score.tokens.entropy is not None
-        assert int(row["rank"]) == score.tokens.rank[tokens].sum()
-        expected = score.tokens.entropy[tokens].sum()
-        assert float(row["entropy_nats"]) == pytest.approx(expected, rel=1e-6)
-        assert float(row["nats"]) == pytest.approx(score.tokens.log_prob[tokens].sum(), rel=1e-6)
+        assert int(row["rank"]) == figures.rank[tokens].sum()
+        found = float(row["entropy_nats"]), float(row["nats"])
+        expected = figures.entropy[tokens].sum(), figures.log_prob[tokens].sum()
+        assert found == pytest.approx(expected, rel=1e-6)
     rows = list(csv.DictReader(printed(pieces_run, lines, *table, "--level=token"), delimiter="\t"))
     assert [int(row["position"]) for row in rows] == (score.unit_of_token + 1).tolist()
     text = "".join(f"▁{word}" for word in lines[0].split())
     assert "".join(row["word"] for row in rows) == f"{text}<eos>"
-    for name, figures in (("nats", score.tokens.log_prob), ("entropy_nats", score.tokens.entropy)):
-        assert figures is not None
-        assert [float(row[name]) for row in rows] == pytest.approx(figures.tolist(), rel=1e-6)
+    for name, expected in (("nats", figures.log_prob), ("entropy_nats", figures.entropy)):
+        assert [float(row[name]) for row in rows] == pytest.approx(expected.tolist(), rel=1e-6)
     for line_end in ("", "\n"):  # which is no piece
         (same,) = lm.load(pieces_run).score([lines[0] + line_end])
         assert same.log_prob == pytest.approx(score.log_prob, abs=1e-5)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,12 @@ import torch
 from lm.cli import main
 from lm.commands.tree_report import top_words_below, tree_report
 from lm.output import ClassTree
-from tests.conftest import corpus_of
+from tests.conftest import Printed, corpus_of
 
 from ..output.decoding.truth import TREES
 
 
-def test_info_counts_the_parameters_of_the_model(
-    lstm_run: Path, printed: Callable[..., str]
-) -> None:
+def test_info_counts_the_parameters_of_the_model(lstm_run: Path, printed: Printed) -> None:
     command = ["info", lstm_run]
     info, table = json.loads(printed(*command, "--json")), printed(*command)
     assert re.search(rf"^parameters +{info['parameters']:,}$", table, re.MULTILINE)
@@ -38,8 +35,7 @@ def test_info_counts_the_parameters_of_the_model(
     command += ["--output.tree=adaptive", "--output.cutoffs=[9]"]
     adaptive = json.loads(printed(*command, "--json"))
     assert "tree_depth" not in adaptive
-    rest = vocab_size - 9  # projected to a fourth of the hidden size
-    tail = (hidden + rest) * (hidden // 4)
+    tail = (hidden + vocab_size - 9) * (hidden // 4)  # projected to a fourth of the hidden size
     assert adaptive["output_parameters"] == (9 + 1) * (hidden + 1) + tail
 
 
@@ -50,11 +46,8 @@ def test_figures_are_sums_over_the_paths_of_tokens(shape: str) -> None:
     report = tree_report(tree, counts, num_nodes=10**6, num_top_words=2)
     share = counts.double() / counts.sum()
     paths = [[node for node, _ in tree.path(word)] for word in range(23)]
-    columns = [int(tree.num_children[path].sum()) for path in paths]
-    for name, of_words in (
-        ("visits_per_token", [len(path) for path in paths]),
-        ("columns_per_token", columns),
-    ):
+    visits, columns = [*map(len, paths)], [int(tree.num_children[path].sum()) for path in paths]
+    for name, of_words in (("visits_per_token", visits), ("columns_per_token", columns)):
         expected = float(share @ torch.tensor(of_words).double())
         found = [report[name], sum(level[name] for level in report["levels"])]
         assert found == pytest.approx([expected, expected])
@@ -72,7 +65,7 @@ def test_figures_are_sums_over_the_paths_of_tokens(shape: str) -> None:
 
 
 def test_a_deep_tree_is_trained_used_and_reported(
-    tiny: Path, tmp_path: Path, printed: Callable[..., str]
+    tiny: Path, tmp_path: Path, printed: Printed
 ) -> None:
     options = ["--output.tree=multi_level", "--classes.depth=4", f"--run_dir={tmp_path / 'run'}"]
     assert main(["train", str(tiny), *options, "--train.max_steps=3", "--no-progress"]) == 0
@@ -90,7 +83,7 @@ def test_a_deep_tree_is_trained_used_and_reported(
 
 
 def test_the_tree_of_the_output_layer_is_reported_or_else_that_of_the_input(
-    lstm_run: Path, printed: Callable[..., str]
+    lstm_run: Path, printed: Printed
 ) -> None:
     command = ["classes", lstm_run, "--json", "--model.input_tree=two_level"]
     names = ("huffman", "full", "two_level")
@@ -99,7 +92,7 @@ def test_the_tree_of_the_output_layer_is_reported_or_else_that_of_the_input(
     assert trees[1] == trees[2]
 
 
-def test_a_taxonomy_is_a_tree(tiny: Path, tmp_path: Path, printed: Callable[..., str]) -> None:
+def test_a_taxonomy_is_a_tree(tiny: Path, tmp_path: Path, printed: Printed) -> None:
     (tmp_path / "shop").write_text("tea\tfood/drinks\nmilk\tfood/drinks/cold\nsaw\ttools\n")
     options = corpus_of(tmp_path, "tea milk tea saw tea\n" * 5)
     options += ["--output.tree=multi_level", "--classes.file=shop"]

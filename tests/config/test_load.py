@@ -1,46 +1,51 @@
 """Reading configurations: valid ones round-trip; mistakes are one line that names the key."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from data_prep.errors import UserError
-from lm.config import differences, load_config, load_run_config, to_dict, to_yaml, validate
+from lm.config import Config, differences, load_config, load_run_config, to_dict, to_yaml, validate
 
 MINIMAL = "name: run\ntrain: {max_steps: 5}\n"
+Load = Callable[..., Config]
 
 
-def written(folder: Path, text: str) -> Path:
-    path = folder / "c.yaml"
-    path.write_text(text, encoding="utf-8")
-    return path
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """`load(text, *overrides)`: the configuration of a file with that text."""
+
+    def read(text: str, *overrides: str) -> Config:
+        path = tmp_path / "c.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_config(path, overrides)
+
+    return read
 
 
-def test_keys_that_the_file_omits_have_their_defaults(tmp_path: Path) -> None:
-    config = load_config(written(tmp_path, MINIMAL))
+def test_keys_that_the_file_omits_have_their_defaults(load: Load) -> None:
+    config = load(MINIMAL)
     assert config.train.max_steps == 5
     assert (config.seed, config.model.hidden, config.output.tree) == (1, 200, "two_level")
     assert config.run_path == Path("runs/run")
     assert config.prepared_path == Path("runs/run/data")
-    config = load_config(written(tmp_path, MINIMAL + "run_dir: a\ndata: {prepared_dir: b}\n"))
+    config = load(MINIMAL + "run_dir: a\ndata: {prepared_dir: b}\n")
     assert (config.run_path, config.prepared_path) == (Path("a"), Path("b"))
 
 
-def test_overrides_are_yaml_the_last_one_wins_and_the_result_round_trips(tmp_path: Path) -> None:
-    config = load_config(
-        written(tmp_path, MINIMAL),
-        [
-            *("--model.hidden=64", "--model.hidden=32", "--optim.lr=1e-7"),
-            *("--optim.betas=[0.8, 0.9]", "--data.files.train=[é.txt, b.txt]"),
-            *("--train.max_steps=null", "--train.max_epochs=2", "--word_table.tied=true"),
-        ],
+def test_overrides_are_yaml_the_last_one_wins_and_the_result_round_trips(load: Load) -> None:
+    config = load(
+        *(MINIMAL, "--model.hidden=64", "--model.hidden=32", "--optim.lr=1e-7"),
+        *("--optim.betas=[0.8, 0.9]", "--data.files.train=[é.txt, b.txt]"),
+        *("--train.max_steps=null", "--train.max_epochs=2", "--word_table.tied=true"),
     )
     assert (config.model.hidden, config.optim.lr, config.optim.betas) == (32, 1e-7, (0.8, 0.9))
     assert config.data.files.train == ["é.txt", "b.txt"]
     assert (config.train.max_steps, config.train.max_epochs) == (None, 2)
     assert config.word_table.tied
-    assert load_config(written(tmp_path, to_yaml(config))) == config
+    assert load(to_yaml(config)) == config
     assert validate(to_dict(config), "c") == config
 
 
@@ -51,21 +56,19 @@ NOT_YAML = ["a: b", "a #b", "{a}", "*a", "&a b", "!b", "%a", "@a", "- a", "it's"
 
 
 @pytest.mark.parametrize("text", LOOKS_ELSE + NOT_YAML)
-def test_an_override_of_text_is_taken_as_it_is_written(tmp_path: Path, text: str) -> None:
-    path = written(tmp_path, MINIMAL)
-    config = load_config(path, [f"--data.dir={text}", f"--data.hub={text}"])
+def test_an_override_of_text_is_taken_as_it_is_written(load: Load, text: str) -> None:
+    config = load(MINIMAL, f"--data.dir={text}", f"--data.hub={text}")
     assert config.data.dir == text
     assert config.data.hub == (None if text in ("null", "~") else text)
-    quoted = load_config(path, [f"--data.dir={json.dumps(text)}"])
-    assert quoted.data.dir == text
-    assert load_config(written(tmp_path, to_yaml(config))) == config
+    assert load(MINIMAL, f"--data.dir={json.dumps(text)}").data.dir == text
+    assert load(to_yaml(config)) == config
 
 
 @pytest.mark.parametrize("text", LOOKS_ELSE)
-def test_text_in_a_file_needs_no_quotes(tmp_path: Path, text: str) -> None:
+def test_text_in_a_file_needs_no_quotes(load: Load, text: str) -> None:
     files = f"data: {{dir: {text}, files: {{train: {text}, valid: [{text}, b]}}}}\n"
     for overrides in ([], [f"--data.files={{train: {text}, valid: [{text}, b]}}"]):
-        data = load_config(written(tmp_path, MINIMAL + files), overrides).data
+        data = load(MINIMAL + files, *overrides).data
         assert (data.dir, data.files.train, data.files.valid) == (text, text, [text, "b"])
 
 
@@ -108,28 +111,23 @@ def test_the_text_of_a_run_is_found_from_another_folder(
         assert load_run_config(Path("../a/runs/old"), [override]).data.dir == expected
 
 
-def test_numbers_off_aliases_and_merge_keys_are_read_as_yaml_has_them(tmp_path: Path) -> None:
+def test_numbers_off_aliases_and_merge_keys_are_read_as_yaml_has_them(load: Load) -> None:
     for value in ("off", "'off'", "auto"):
         text = f"name: run\ntrain: {{max_steps: 5, cuda_graph: {value}}}\n"
-        assert load_config(written(tmp_path, text)).train.cuda_graph == value.strip("'")
+        assert load(text).train.cuda_graph == value.strip("'")
     for number in ("1e-3", "1E-3", ".001", "0.001", "1.e-3", "+1e-3"):
-        text = MINIMAL + f"optim: {{lr: {number}}}\n"
-        assert load_config(written(tmp_path, text)).optim.lr == 0.001
-    text = "name: run\ntrain: &limits {max_steps: 5, threads: 2}\n"
-    base = load_config(written(tmp_path, text))
-    text = "name: run\ntrain: {<<: {max_steps: 7, threads: 2}, max_steps: 5}\n"
-    assert load_config(written(tmp_path, text)) == base
+        assert load(MINIMAL + f"optim: {{lr: {number}}}\n").optim.lr == 0.001
+    base = load("name: run\ntrain: &limits {max_steps: 5, threads: 2}\n")
+    assert load("name: run\ntrain: {<<: {max_steps: 7, threads: 2}, max_steps: 5}\n") == base
     text = MINIMAL + "model: {dropout: &d 0.3, dropout_weight: *d}\n"
-    assert load_config(written(tmp_path, text)).model.dropout_weight == 0.3
+    assert load(text).model.dropout_weight == 0.3
 
 
 def test_differences_name_the_keys_and_both_values() -> None:
     old = validate({"name": "a", "train": {"max_steps": 1}}, "old")
     changes = {"name": "a", "train": {"max_steps": 1}, "model": {"hidden": 8, "dropout": 0.5}}
-    assert differences(old, validate(changes, "new")) == {
-        "model.dropout": (0.0, 0.5),
-        "model.hidden": (200, 8),
-    }
+    expected = {"model.dropout": (0.0, 0.5), "model.hidden": (200, 8)}
+    assert differences(old, validate(changes, "new")) == expected
     assert differences(old, old) == {}
 
 
@@ -138,7 +136,6 @@ def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-def test_deleted_keys_with_their_former_defaults_are_passed_over(tmp_path: Path) -> None:
+def test_deleted_keys_with_their_former_defaults_are_passed_over(load: Load) -> None:
     """The folders of runs contain all keys, those of earlier versions too."""
-    old = MINIMAL + "classes: {column_cost: 0.0}\noutput: {bias: true}\n"
-    assert load_config(written(tmp_path, old)) == load_config(written(tmp_path, MINIMAL))
+    assert load(MINIMAL + "classes: {column_cost: 0.0}\noutput: {bias: true}\n") == load(MINIMAL)

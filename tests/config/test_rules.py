@@ -8,14 +8,8 @@ import pytest
 import yaml
 
 from data_prep.errors import UserError
-from lm.config import (
-    WordTable,
-    differences,
-    load_config,
-    load_run_config,
-    resolve_word_table,
-    validate,
-)
+from lm.config import WordTable, differences, load_config, load_run_config, validate
+from lm.config.word_table import resolve_word_table
 
 MINIMAL = {"name": "run", "train": {"max_steps": 5}}
 CONFLICTS = """\
@@ -165,10 +159,8 @@ def test_keys_without_effect_remain_in_runs_and_where_an_override_chooses(tmp_pa
 def test_a_key_with_one_possible_value_is_found(
     tmp_path: Path, key: str, value: str | float, other: str, only: str
 ) -> None:
-    path, (section, name), (other_section, other_name) = (
-        tmp_path / "c.yaml",
-        *(each.split(".") for each in (key, other)),
-    )
+    path, (section, name) = tmp_path / "c.yaml", key.split(".")
+    other_section, other_name = other.split(".")
     values: dict[str, Any] = deepcopy(MINIMAL)
     default = getattr(getattr(validate(values, "c"), other_section), other_name)
     values.setdefault(section, {})[name] = value
@@ -225,11 +217,6 @@ def test_large_tables_have_row_wise_gradients_where_optimizer_and_devices_allow_
     row_wise: bool, num_rows: int, sections: dict[str, Any]
 ) -> None:
     assert resolved(num_rows, **sections).row_wise == row_wise
-
-
-def test_row_wise_gradients_of_several_devices_are_refused() -> None:
-    with pytest.raises(UserError, match=r"train.devices: auto, which are 2 here"):
-        resolved(word_table=ADAM_IN_BF16, train=ALL_DEVICES, num_devices=2)
 
 
 def test_optimizer_and_rate_of_the_table_default_to_those_of_the_model() -> None:

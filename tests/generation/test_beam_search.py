@@ -13,17 +13,11 @@ from lm.output import ClassTree
 from tests.models import log_probs, small_model
 
 PROMPT, EOS = [0, 2], 0
-
-
-TREES = {
-    "full": ClassTree.full(4),
-    "two_level": ClassTree.two_level([0, 1, 1, 0]),
-    "huffman": ClassTree.huffman([5, 3, 1, 1]),
-}
+TREES = {"full": ClassTree.full(4), "two_level": ClassTree.two_level([0, 1, 1, 0])}
+TREES["huffman"] = ClassTree.huffman([5, 3, 1, 1])
 
 
 def log_prob(model: LanguageModel, tokens: list[int]) -> float:
-    """Log-probability of a continuation of the prompt."""
     each = log_probs(model, [*PROMPT, *tokens[:-1]])[len(PROMPT) - 1 :]
     return float(each[range(len(tokens)), tokens].sum())
 
@@ -42,14 +36,11 @@ def all_continuations(model: LanguageModel, num_tokens: int, penalty: float) -> 
 @pytest.mark.parametrize("backbone", ["lstm", "transformer"])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 3.0])
-def test_a_wide_beam_finds_what_exhaustive_search_finds(
-    tree: str, backbone: str, penalty: float
-) -> None:
+def test_a_wide_beam_equals_exhaustive_search(tree: str, backbone: str, penalty: float) -> None:
     model = small_model(TREES[tree], backbone)
     expected = all_continuations(model, 4, penalty)
-    found = beam_search(
-        model, PROMPT, num_tokens=4, num_beams=200, length_penalty=penalty, eos_id=EOS
-    )
+    sizes: Any = {"num_tokens": 4, "num_beams": 200}
+    found = beam_search(model, PROMPT, length_penalty=penalty, eos_id=EOS, **sizes)
     assert len(found) == len(expected) == 1 + 3 + 9 + 27 * 4
     for actual, best in zip(found, expected, strict=True):
         assert actual.tokens == best.tokens
@@ -63,9 +54,8 @@ def test_excluded_tokens_are_conditioned_on(tree: str, bias: float) -> None:
     model = small_model(TREES[tree])
     for _, row in TREES[tree].path(2):
         model.get_parameter("output.bias").data[row] += bias
-    found = beam_search(
-        model, PROMPT, num_tokens=3, num_beams=99, length_penalty=0, eos_id=EOS, excluded=[2, 2]
-    )
+    sizes: Any = {"num_tokens": 3, "num_beams": 99}
+    found = beam_search(model, PROMPT, length_penalty=0, eos_id=EOS, excluded=[2, 2], **sizes)
     assert len(found) == 1 + 2 + 4 * 3
     assert all(2 not in each.tokens for each in found)
     assert sum(math.exp(each.log_prob) for each in found) == pytest.approx(1, abs=1e-10)

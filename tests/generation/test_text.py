@@ -1,15 +1,16 @@
 """Text: what a sample depends on, its distribution, where it stops, and how prompts are read."""
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chi2
 
-from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
+from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.generation import Sampling, generate_text, text
 from lm.generation.text import Continuation, encode_prompt
 from lm.output import ClassTree
@@ -17,16 +18,6 @@ from tests.models import log_probs, small_model
 
 TOKENIZER = WordTokenizer(["<eos>", "<unk>", "a", "b"])
 TWO_LEVEL = ClassTree.two_level([0, 1, 1, 0])
-
-
-class Pieces:
-    """Decodes id k as piece k."""
-
-    def __init__(self, pieces: Sequence[str]) -> None:
-        self.pieces = pieces
-
-    def stream_decode(self, ids: Iterable[int]) -> Iterator[str]:
-        yield from (self.pieces[id] for id in ids)
 
 
 def test_text_before_the_first_stop_string_is_kept_however_it_is_cut_into_pieces() -> None:
@@ -37,7 +28,8 @@ def test_text_before_the_first_stop_string_is_kept_however_it_is_cut_into_pieces
         cuts = sorted(rng.choices(range(len(whole) + 1), k=4))
         pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
         ends = [whole.find(each) for each in stop if each in whole]
-        grows = Continuation(cast(Tokenizer, Pieces(pieces)), [0], len(pieces), stop)
+        decoder: Any = SimpleNamespace(stream_decode=partial(map, pieces.__getitem__))
+        grows = Continuation(decoder, [0], len(pieces), stop)
         while not grows.is_complete:
             grows.append(len(grows.tokens))
         assert "".join(grows.pieces) == whole[: min(ends, default=len(whole))]
@@ -69,14 +61,12 @@ def test_a_sample_depends_on_its_number_and_not_on_the_others(
 
 
 @pytest.mark.parametrize("penalty", [1.0, 2.5])
-def test_frequencies_of_continuations_match_the_product_of_stated_distributions(
+def test_frequencies_of_continuations_match_products_of_stated_distributions(
     penalty: float,
 ) -> None:
     """The penalty applies to the words of the prompt and those drawn, but not to `<eos>`, 3."""
-    model, tokenizer = (
-        small_model(ClassTree.huffman([5, 3, 1, 1])),
-        WordTokenizer(["<unk>", "a", "b", "<eos>"]),
-    )
+    model = small_model(ClassTree.huffman([5, 3, 1, 1]))
+    tokenizer = WordTokenizer(["<unk>", "a", "b", "<eos>"])
     options: dict[str, Any] = {"sampling": Sampling(repetition_penalty=penalty)}
     options |= {"num_tokens": 3, "num_samples": 20_000}
     (samples,) = generate_text(model, tokenizer, ["a"], **options)
@@ -86,8 +76,7 @@ def test_frequencies_of_continuations_match_the_product_of_stated_distributions(
         log_prob = log_probs(model, [*prompt, *words[:-1]])[1:]
         total = 0.0
         for step, word in enumerate(words):
-            known = sorted({*prompt, *words[:step]} - {3})
-            log_prob[step, known] *= penalty
+            log_prob[step, sorted({*prompt, *words[:step]} - {3})] *= penalty
             total += float(log_prob[step].log_softmax(0)[word])
         probs.append(total)
     expected = 20_000 * torch.tensor(probs, dtype=torch.float64).exp()

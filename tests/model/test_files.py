@@ -18,19 +18,15 @@ from lm.output import ClassTree
 
 
 def saved(
-    folder: Path,
-    tree: str = "two_level",
-    dtype: torch.dtype = torch.float32,
-    tied: bool = False,
-    **settings: Any,
+    folder: Path, tree: str = "two_level", dtype: torch.dtype = torch.float32, **settings: Any
 ) -> LanguageModel:
+    table = WordTable(tied=settings.pop("tied", False))
     config = ModelConfig(**{"hidden": 8, "heads": 2, **settings})
     output = OutputConfig(tree=tree)
     classes, counts = torch.tensor([0, 1, 2, 0, 1, 1, 2]), torch.tensor([9, 2, 8, 3, 7, 4, 6])
     two_level = ClassTree.two_level(classes, 1)
     class_tree = {"adaptive": None, "full": ClassTree.full(7)}.get(tree, two_level)
     input_tree = two_level if tree == "full" else None
-    table = WordTable(tied=tied)
     sections: Any = config, output, table, class_tree, 6
     pieces = torch.tensor([[0, 1], [-1, -1], [2, -1], [7, 3], [4, 5], [6, -1], [1, 1]]).int()
     model = build_model(*sections, input_tree=input_tree, pieces=pieces, counts=counts)

@@ -1,6 +1,5 @@
 """Input vectors: of words, of the paths of words, of pieces of words; their gradients."""
 
-import math
 from itertools import product
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lm.model.input_pieces import InputPieces
-from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 from tests.models import new_model, words
 
@@ -17,48 +15,32 @@ N, P = 11, 9
 PIECES_OF_WORD = [[0], [1, 2], [], [1, 3, 4], [5], [5, 2], [6, 6], [7, 0, 1], [2], [8, 3], [4]]
 PIECES = torch.tensor([row + [-1] * (3 - len(row)) for row in PIECES_OF_WORD], dtype=torch.int32)
 COUNTS = torch.arange(N) ** 2
-TREES = {
-    "full": ClassTree.full(N),
-    "shortlist": ClassTree.two_level(torch.arange(N) % 3, shortlist=2),
-    "huffman": ClassTree.huffman(COUNTS),
-}
+TREES = {"full": ClassTree.full(N), "huffman": ClassTree.huffman(COUNTS)}
+TREES["shortlist"] = ClassTree.two_level(torch.arange(N) % 3, shortlist=2)
 CLASSES = ClassTree.two_level(torch.arange(N) % 3, shortlist=2, counts=COUNTS)
 """Classes whose vectors are summed where the output layer has none."""
 
 
-def make(kind: str = "word", tree: str = "shortlist", **settings: Any) -> LanguageModel:
+def make(kind: str = "word", tree: str = "shortlist", **settings: Any) -> Any:
     """A small model with input vectors of words, of its tree's paths or of `CLASSES`."""
     parts: dict[str, Any] = {"pieces": PIECES, "counts": COUNTS}
     parts["input_tree"] = CLASSES if kind == "classes" else None
     embedding = "word" if kind == "word" else "path_sum"
-    options: dict[str, Any] = {
-        "layers": 1,
-        "input_pieces": P,
-        "input_embedding": embedding,
-    } | settings
+    options = {"layers": 1, "input_pieces": P, "input_embedding": embedding, **settings}
     return new_model(TREES.get(tree), parts, **options)
-
-
-def weight_of(model: LanguageModel) -> Tensor:
-    """The vectors of the pieces."""
-    assert model.input_pieces is not None
-    return model.input_pieces.weight
 
 
 def added(weight: Tensor) -> Tensor:
     """What the pieces add to the input vector of each word, by definition."""
     zero = weight.new_zeros(weight.shape[1])
     return torch.stack(
-        [
-            sum((weight[p] for p in row), zero) / math.sqrt(max(1, len(row)))
-            for row in PIECES_OF_WORD
-        ]
+        [sum((weight[p] for p in row), zero) / max(1, len(row)) ** 0.5 for row in PIECES_OF_WORD]
     )
 
 
-def word_vectors(model: LanguageModel, kind: str) -> tuple[Tensor, Tensor]:
+def word_vectors(model: Any, kind: str) -> tuple[Tensor, Tensor]:
     """The input vector of each word without pieces, by definition, and the word's own part."""
-    output: Any = model.output
+    output = model.output
     table = output.weight if model.embedding is None else model.embedding.weight
     paths = [(CLASSES if kind == "classes" else output.tree).path(word) for word in range(N)]
     others = [[row for _, row in path[:-1]] if kind != "word" else [] for path in paths]
@@ -90,14 +72,12 @@ def test_input_vectors_and_all_gradients_are_those_of_the_definition(
     truth = make(embedding, tree, **options)
     vectors, _ = word_vectors(truth, embedding)
     if num_pieces is not None:
-        vectors = vectors + added(weight_of(truth))
+        vectors = vectors + added(truth.input_pieces.weight)
     hidden, _ = truth.backbone(vectors[tokens])
     torch.testing.assert_close(model(tokens)[0], hidden, rtol=1e-12, atol=1e-14)
-    truth.output.loss(hidden, targets).backward()  # type: ignore[no-untyped-call]
-    model.loss(tokens, targets)[0].backward()  # type: ignore[no-untyped-call]
+    truth.output.loss(hidden, targets).backward()
+    model.loss(tokens, targets)[0].backward()
     for (name, ours), expected in zip(model.named_parameters(), truth.parameters(), strict=True):
-        assert ours.grad is not None
-        assert expected.grad is not None
         grad = ours.grad if type(ours.grad) is Tensor else ours.grad.to_dense()
         torch.testing.assert_close(grad, expected.grad, rtol=1e-9, atol=1e-13, msg=name)
 
@@ -119,11 +99,11 @@ def test_a_word_loses_its_own_vector_with_the_probability_of_its_count(
     """The vectors of its classes and pieces remain; a path of one vector loses none."""
     model = make(embedding, tree, tied=tied, input_pieces=num_pieces, count_word_dropout=2.0)
     every, read = torch.arange(N), list[Tensor]()
-    model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))  # type: ignore[attr-defined]
+    model.backbone.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
     model.train()(every.expand(4000, N).T)
     whole, own = word_vectors(model, embedding)
     if num_pieces is not None:
-        whole = whole + added(weight_of(model))
+        whole = whole + added(model.input_pieces.weight)
     dropped = (read[0] - (whole - own)[:, None]).abs().amax(2) < 1e-12
     torch.testing.assert_close(read[0][~dropped], whole[:, None].expand_as(read[0])[~dropped])
     paths = CLASSES if embedding == "classes" else TREES[tree]

@@ -12,18 +12,15 @@ from lm.model.lstm import LSTM, Dropout
 T, B, E, H, LAYERS = 5, 3, 4, 6, 2
 
 
-def make(seed: int = 0, dtype: torch.dtype = torch.float64, **dropouts: float | bool) -> LSTM:
-    torch.manual_seed(seed)
-    return LSTM(E, H, LAYERS, **dropouts).to(dtype)  # type: ignore[arg-type]
+def make(**dropouts: Any) -> LSTM:
+    torch.manual_seed(0)
+    return LSTM(E, H, LAYERS, **dropouts).double()
 
 
-def inputs(seed: int = 1, dtype: torch.dtype = torch.float64) -> tuple[Tensor, tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(seed)
-    embedded, h, c = (
-        torch.randn(shape, generator=generator, dtype=dtype)
-        for shape in ((T, B, E), (LAYERS, B, H), (LAYERS, B, H))
-    )
-    return embedded, (h, c)
+def inputs() -> tuple[Tensor, tuple[Tensor, ...]]:
+    torch.manual_seed(1)
+    embedded = torch.randn(T, B, E, dtype=torch.float64)
+    return embedded, torch.randn(2, LAYERS, B, H, dtype=torch.float64).unbind()
 
 
 def by_equations(
@@ -55,27 +52,18 @@ def raw_weights_hh(model: LSTM) -> list[Tensor]:
     return [layer.get_parameter("weight_hh_l0") for layer in model.layers]
 
 
-@pytest.fixture(params=["layers", "at once"])
-def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers one by one, and by one call as on a GPU."""
-    monkeypatch.setattr("lm.model.lstm._runs_at_once", lambda _: request.param == "at once")
-
-
-@pytest.mark.usefixtures("at_once")
-def test_equals_the_equations_step_by_step() -> None:
-    model, (embedded, state) = make(), inputs()
-    expected = definition(model, embedded, state, raw_weights_hh(model))
-    torch.testing.assert_close(model(embedded, state), expected, rtol=0, atol=1e-13)
-
-
-@pytest.mark.usefixtures("at_once")
-def test_weight_dropout_runs_the_equations_with_dropped_weights() -> None:
+@pytest.mark.parametrize("at_once", [False, True])  # as on a GPU
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_equals_the_equations_step_by_step_with_dropped_weights(
+    p: float, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The masks are redrawn from the same seed, so that the definition gets the same W_hh."""
-    model, (embedded, state) = make(dropout_weight=0.5), inputs()
+    monkeypatch.setattr("lm.model.lstm._runs_at_once", lambda _: at_once)
+    model, (embedded, state) = make(dropout_weight=p), inputs()
     torch.manual_seed(3)
     actual = model(embedded, state)
     torch.manual_seed(3)
-    dropped = [nn.functional.dropout(weight, 0.5) for weight in raw_weights_hh(model)]
+    dropped = [nn.functional.dropout(weight, p) for weight in raw_weights_hh(model)]
     expected = definition(model, embedded, state, dropped)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-13)
 
@@ -126,8 +114,7 @@ def test_one_call_on_a_gpu_equals_the_equations(trains: bool) -> None:
     embedded.requires_grad_()
     expected = definition(model, embedded, state, raw_weights_hh(model))
     upstream = torch.randn(T, B, H, dtype=torch.float64)
-    leaves = [embedded, *model.parameters()]
-    truth = torch.autograd.grad((expected[0] * upstream).sum(), leaves)
+    truth = torch.autograd.grad((expected[0] * upstream).sum(), [embedded, *model.parameters()])
     on_gpu = copy.deepcopy(model).cuda()
     x, state = embedded.detach().cuda().requires_grad_(), tuple(part.cuda() for part in state)
     output, end = on_gpu(x, state)
@@ -170,9 +157,8 @@ def test_weight_dropout_leaves_parameters_as_they_were(monkeypatch: pytest.Monke
     embedded, state = inputs()
     model(embedded, state)
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
-    torch.testing.assert_close(
-        model.eval()(embedded, state), plain(embedded, state), rtol=0, atol=0
-    )
+    found = model.eval()(embedded, state)
+    torch.testing.assert_close(found, plain(embedded, state), rtol=0, atol=0)
     assert not moved
 
 

@@ -1,6 +1,5 @@
 """The Transformer backbone against its definition in fp64: loops, softmax, complex rotation."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -35,15 +34,12 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 def rotated(vector: Tensor, position: int) -> Tensor:
     """Component j + i · component (j + D/2), times exp(i · position · 10000^(−2j / D))."""
     half = vector.shape[-1] // 2
-    frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    turn = torch.exp(1j * position * frequency)
+    turn = torch.exp(1j * position * 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half))
     turned = torch.complex(vector[..., :half], vector[..., half:]) * turn
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
-def attention_by_loops(
-    x: Tensor, weights: Mapping[str, Tensor], heads: int, context: int
-) -> Tensor:
+def attention_by_loops(x: Tensor, weights: dict[str, Any], heads: int, context: int) -> Tensor:
     """Attention computed query by query; `x` is [T, B, H]."""
     queries, keys, values = (
         (x @ block.T).view(*x.shape[:2], heads, -1)
@@ -56,8 +52,7 @@ def attention_by_loops(
         query = rotated(queries[t], t)
         logits = torch.stack([(query * rotated(keys[s], s)).sum(-1) * scale for s in seen])
         weight = logits.exp() / logits.exp().sum(0)  # [seen, B, heads]
-        attended = sum(weight[k, ..., None] * values[s] for k, s in enumerate(seen))
-        assert isinstance(attended, Tensor)
+        attended: Any = sum(weight[k, ..., None] * values[s] for k, s in enumerate(seen))
         rows.append(attended.flatten(1) @ weights["attention.out.weight"].T)
     return torch.stack(rows)
 
@@ -77,33 +72,15 @@ def definition(model: Transformer, embedded: Tensor) -> Tensor:
     return rms_norm(x, weights["norm.weight"])
 
 
-def in_chunks(
-    model: Transformer, embedded: Tensor, sizes: list[int]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    state = model.init_state(embedded.shape[1])
-    hidden = []
-    for chunk in torch.split(embedded, sizes):
-        chunk_hidden, state = model(chunk, state)
-        hidden.append(chunk_hidden)
-    return torch.cat(hidden), state
+CHANGES: Any = [{}, {"input_size": H}, {"heads": 4, "feedforward": 5}, {"context": 3}]
+CHANGES += [{"context": T}, {"layers": 1, "context": 1}]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"input_size": H},
-        {"heads": 4, "feedforward": 5},
-        {"context": 3},
-        {"context": T},
-        {"layers": 1, "context": 1},
-    ],
-)
+@pytest.mark.parametrize("changes", CHANGES)
 def test_equals_the_definition(changes: dict[str, Any]) -> None:
     model = make(**changes)
     embedded = inputs(size=changes.get("input_size", E))
-    expected = definition(model, embedded)
-    torch.testing.assert_close(model(embedded)[0], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model(embedded)[0], definition(model, embedded), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("context", [1, 3, T - 1, T, CONTEXT])
@@ -113,8 +90,12 @@ def test_cached_chunks_equal_one_window(sizes: list[int], context: int) -> None:
     model, embedded = make(context=context), inputs()
     whole, none = model(embedded)
     assert none is None
-    hidden, (keys, values, position) = in_chunks(model, embedded, sizes)
-    torch.testing.assert_close(hidden, whole, rtol=0, atol=1e-12)
+    state, hidden = model.init_state(B), list[Tensor]()
+    for chunk in torch.split(embedded, sizes):
+        of_chunk, state = model(chunk, state)
+        hidden.append(of_chunk)
+    keys, values, position = state
+    torch.testing.assert_close(torch.cat(hidden), whole, rtol=0, atol=1e-12)
     assert keys.shape == values.shape == (LAYERS, B, HEADS, min(T, context - 1), H // HEADS)
     assert position.item() == T
 
@@ -129,13 +110,11 @@ def test_dropout_acts_on_the_outputs_of_sublayers_only() -> None:
 
 def test_initial_std_of_residual_projections_is_scaled() -> None:
     torch.manual_seed(0)
-    model = Transformer(96, 192, 3, heads=4, context=8)
-    for name, weight in model.named_parameters():
+    for name, weight in Transformer(96, 192, 3, heads=4, context=8).named_parameters():
         if weight.dim() == 1:
             torch.testing.assert_close(weight, torch.ones_like(weight), rtol=0, atol=0)
             continue
-        residual = name.endswith(("out.weight", "down.weight"))
-        expected = 0.02 / 6**0.5 if residual else 0.02
+        expected = 0.02 / 6**0.5 if name.endswith(("out.weight", "down.weight")) else 0.02
         standard_error = expected / (2 * weight.numel()) ** 0.5
         assert weight.std().item() == pytest.approx(expected, abs=5 * standard_error), name
 

@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import Printed
+
+BeforeCall = Callable[..., None]
+
 
 @pytest.fixture
 def command(tiny: Path, prepared_dir: Path) -> Callable[[Path], list[str]]:
@@ -15,21 +19,13 @@ def command(tiny: Path, prepared_dir: Path) -> Callable[[Path], list[str]]:
 
 
 @pytest.fixture
-def failed(
-    command: Callable[[Path], list[str]], complaint: Callable[..., str]
-) -> Callable[..., str]:
+def failed(command: Callable[[Path], list[str]], complaint: Printed) -> Printed:
     """`failed(folder, *options)`: the error of training `tiny` in `folder`, which must fail."""
     return lambda folder, *options: complaint(*command(folder), *options)
 
 
 @pytest.fixture
-def arguments(command: Callable[[Path], list[str]], tmp_path: Path) -> list[str]:
-    """Arguments of the command that train `tiny` in `tmp_path / "run"`."""
-    return command(tmp_path / "run")
-
-
-@pytest.fixture
-def before_call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def before_call(monkeypatch: pytest.MonkeyPatch) -> BeforeCall:
     """`before_call(owner, name, action)`: from now on `owner.name` calls `action` first, with the
     same arguments.
     """

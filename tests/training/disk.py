@@ -19,13 +19,12 @@ the folder was synchronized, the state between them; a folder that is deleted an
 
 import json
 import os
-import random
-import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 from unittest import mock
 
@@ -35,13 +34,11 @@ Policy = Literal["dropped", "any"]
 class Disk:
     """What of a folder is on the disk; all that is in it at first.
 
-    Args:
-        folder: the folder, which itself is on the disk.
-        journal: an empty folder on the same file system, for the record. It outlives the process.
+    `journal` is an empty folder on the same file system, for links to files.
     """
 
     def __init__(self, folder: Path, journal: Path) -> None:
-        self.folder, self.journal = folder, journal
+        self.folder, self.journal, self.kept = folder, journal, dict[int, bytes]()
         for path in [folder, *folder.rglob("*")]:
             self._keep(path)
 
@@ -52,12 +49,11 @@ class Disk:
             yield
 
     def fsync(self, descriptor: int) -> None:
-        """Record that a file or folder was synchronized."""
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         if path.is_relative_to(self.folder) and path.exists():  # safetensors replaces an open file
             self._keep(path)
 
-    def lose_power(self, target: Path, policy: Policy, rng: random.Random) -> None:
+    def lose_power(self, target: Path, policy: Policy, rng: Random) -> None:
         """Make what the disk holds, in a new folder."""
         choose = rng if policy == "any" else None
         self._build_folder(os.stat(self.folder).st_ino, self.folder, target, choose, {})
@@ -67,31 +63,19 @@ class Disk:
         number = os.stat(path).st_ino
         if path.is_dir():
             names = {entry.name: _identity(entry.stat()) for entry in os.scandir(path)}
-            content = json.dumps(names).encode()
+            self.kept[number] = json.dumps(names).encode()
         else:
-            content = path.read_bytes()
+            self.kept[number] = path.read_bytes()
             link = self.journal / f"{number}.link"  # so that no other file gets the number
             if not link.exists():
                 os.link(path, link)
-        temporary = self.journal / f"{number}.tmp"
-        temporary.write_bytes(content)
-        os.replace(temporary, self.journal / str(number))
-
-    def _kept(self, number: int) -> bytes | None:
-        path = self.journal / str(number)
-        return path.read_bytes() if path.exists() else None
 
     def _build_folder(
-        self,
-        number: int,
-        live: Path | None,
-        target: Path,
-        rng: random.Random | None,
-        built: dict[int, Path],
+        self, number: int, live: Path | None, new: Path, rng: Random | None, built: dict[int, Path]
     ) -> None:
         """Make the folder of an inode; `live` is where it is now, if it still is."""
-        target.mkdir()
-        names: dict[str, Any] = json.loads(self._kept(number) or b"{}")
+        new.mkdir()
+        names: dict[str, Any] = json.loads(self.kept.get(number, b"{}"))
         now = {} if live is None else {e.name: _identity(e.stat()) for e in os.scandir(live)}
         for name in sorted({*names, *now}):
             found = (now if rng and rng.random() < 0.5 else names).get(name)
@@ -100,15 +84,15 @@ class Disk:
             child, is_folder = found
             place = live / name if live and now.get(name) == found else None
             if is_folder:
-                self._build_folder(child, place, target / name, rng, built)
+                self._build_folder(child, place, new / name, rng, built)
             elif child in built:
-                os.link(built[child], target / name)
+                os.link(built[child], new / name)
             else:
-                (target / name).write_bytes(self._content(child, place, rng))
-                built[child] = target / name
+                (new / name).write_bytes(self._content(child, place, rng))
+                built[child] = new / name
 
-    def _content(self, number: int, live: Path | None, rng: random.Random | None) -> bytes:
-        kept = self._kept(number) or b""
+    def _content(self, number: int, live: Path | None, rng: Random | None) -> bytes:
+        kept = self.kept.get(number, b"")
         if rng is None:
             return kept
         link = self.journal / f"{number}.link"
@@ -125,9 +109,6 @@ class Moments:
 
     A moment is the time before a file is opened, renamed, linked or deleted, a folder is made, or
     either is synchronized. Writes are not: kill at random times for these.
-
-    Attributes:
-        num_moments: since the beginning of the last `with` block.
     """
 
     EVENTS = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
@@ -177,9 +158,3 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _identity(status: os.stat_result) -> list[Any]:
     return [status.st_ino, stat.S_ISDIR(status.st_mode)]
-
-
-def replace_folder(folder: Path, content: Path) -> None:
-    """Put another folder in the place of one."""
-    shutil.rmtree(folder)
-    content.rename(folder)

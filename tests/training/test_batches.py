@@ -46,12 +46,8 @@ def make(
     model = {"backbone": "transformer" if kind == "windows" else "lstm"}
     config = validate({"name": "a", "seed": seed, "train": train, "model": model}, "a")
     text, sequences = np.arange(size, dtype=np.uint16), sequences or some_sequences(size)
-    prepared: Any = SimpleNamespace(
-        eos_id=EOS,
-        is_independent=kind == "sequences",
-        tokens=lambda _: text,
-        sequences=lambda _: sequences,
-    )
+    content: Any = {"tokens": lambda _: text, "sequences": lambda _: sequences}
+    prepared: Any = SimpleNamespace(eos_id=EOS, is_independent=kind == "sequences", **content)
     return make_batches(config, prepared, rank, world_size)
 
 
@@ -61,8 +57,7 @@ def epoch_of(batches: Batches, epoch: int) -> list[Batch]:
 
 
 def assert_read_from_the_token_before(batch: Batch) -> None:
-    expected = torch.where(batch.targets == 0, EOS, batch.targets - 1)
-    assert torch.equal(batch.inputs, expected)
+    assert torch.equal(batch.inputs, torch.where(batch.targets == 0, EOS, batch.targets - 1))
 
 
 @pytest.mark.parametrize("size", [12, 23, 24, 25, 36, 50, 54])
@@ -124,8 +119,7 @@ def test_the_columns_of_all_ranks_are_the_batch_of_one_device(kind: str, num: in
 
 @pytest.mark.parametrize("num", [2, 6])
 def test_the_mean_of_the_losses_of_all_devices_is_the_loss_of_one(num: int) -> None:
-    model = small_model(ClassTree.two_level(num_words=EOS + 1))
-    loss = CarriedLoss(model, torch.device("cpu"))
+    loss = CarriedLoss(small_model(ClassTree.two_level(num_words=EOS + 1)), torch.device("cpu"))
     devices = [make("sequences", 37, rank=rank, world_size=num) for rank in range(num)]
     one, weights = make("sequences", 37), set()
     for number in range(one.per_epoch):
@@ -137,14 +131,10 @@ def test_the_mean_of_the_losses_of_all_devices_is_the_loss_of_one(num: int) -> N
 
 
 @pytest.mark.parametrize(("kind", "shortest"), [("streams", 3), ("windows", 15)])
-def test_a_text_too_short_is_refused_with_the_length_that_would_do(
-    kind: str, shortest: int
-) -> None:
+def test_a_short_text_is_refused_with_the_length_that_would_do(kind: str, shortest: int) -> None:
     assert make(kind, shortest, batch_size=3).per_epoch == 1
-    message = (
-        f"the training split has {shortest - 1} tokens; train.batch_size = 3 and"
-        f" train.seq_len = 4 require at least {shortest}"
-    )
+    message = f"the training split has {shortest - 1} tokens; train.batch_size = 3"
+    message += f" and train.seq_len = 4 require at least {shortest}"
     with pytest.raises(UserError, match=f"^{message}$"):
         make(kind, shortest - 1, batch_size=3)
 
@@ -153,9 +143,8 @@ def test_a_batch_that_devices_cannot_share_evenly_and_a_split_without_items_are_
     message = "train.batch_size = 3 must be a multiple of 2 devices"
     with pytest.raises(UserError, match=f"^{message}$"):
         make("streams", batch_size=3, world_size=2)
-    empty = find_sequences(np.array([UNK, EOS]), eos_id=EOS, unk_id=UNK)
     with pytest.raises(UserError, match="the training split has no item"):
-        make("sequences", sequences=empty)
+        make("sequences", sequences=find_sequences(np.array([UNK, EOS]), eos_id=EOS, unk_id=UNK))
 
 
 def test_each_epoch_has_each_item_once_after_the_items_before_it() -> None:

@@ -5,7 +5,6 @@
 
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +13,12 @@ import pytest
 import torch
 
 from data_prep.errors import UserError
-from lm.cli import main
 from lm.training.checkpoint import FORMAT_VERSION, load_checkpoint, save_checkpoint
-from tests.training.tiny_runs import outcome
+from tests.conftest import Printed, Train, contents
+from tests.training.tiny_runs import LAST, outcome
 
-Contents = Callable[[Path], dict[str, str]]
-CHECKPOINT: dict[str, Any] = {
-    "format_version": FORMAT_VERSION,
-    "state": {"weight": torch.arange(1000.0)},
-    "progress": {"batches_done": 7},
-}
+CHECKPOINT: dict[str, Any] = {"format_version": FORMAT_VERSION, "progress": {"batches_done": 7}}
+CHECKPOINT["state"] = {"weight": torch.arange(1000.0)}
 
 
 def test_a_checkpoint_is_copied_where_the_file_system_has_no_hard_links(
@@ -69,12 +64,7 @@ def test_a_loaded_checkpoint_and_its_file_do_not_change_each_other(tmp_path: Pat
 )
 @pytest.mark.parametrize("has_last", [True, False])
 def test_a_failure_leaves_the_previous_checkpoint(
-    cause: str,
-    message: str,
-    has_last: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    contents: Contents,
+    cause: str, message: str, has_last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if has_last:
         save_checkpoint(CHECKPOINT, tmp_path / "last.ckpt")
@@ -156,56 +146,34 @@ def test_code_in_a_checkpoint_is_refused_and_never_runs(tmp_path: Path) -> None:
 
 OPTIONS = ["--train.checkpoint_every_steps=1", "--train.val_every_steps=4", "--log.every_steps=4"]
 OPTIONS += ["--train.keep_checkpoints=2"]
-Command = Callable[[Path], list[str]]
 
 
-@pytest.fixture
-def folder(command: Command, tmp_path: Path) -> Path:
-    """Checkpoints of a run of 6 steps, the best one of step 4."""
-    assert main([*command(tmp_path / "run"), *OPTIONS, "--train.max_steps=6"]) == 0
-    return tmp_path / "run" / "checkpoints"
-
-
-def step_of(path: Path) -> int:
-    return int(load_checkpoint(path)["progress"]["batches_done"])
-
-
-def test_the_newest_checkpoints_are_kept_by_their_step(folder: Path) -> None:
-    steps = {path.name: step_of(path) for path in folder.iterdir()}
-    best = steps.pop("best.ckpt")
-    assert steps == {"last.ckpt": 6, "step-5.ckpt": 5, "step-6.ckpt": 6}
-    assert best in (4, 6)
-    assert (folder / "last.ckpt").samefile(folder / "step-6.ckpt")
-
-
-def test_a_run_that_goes_back_keeps_its_own_checkpoints(
-    folder: Path, command: Command, tmp_path: Path
+def test_the_newest_checkpoints_are_kept_by_their_step_unless_the_run_goes_back(
+    train: Train, tmp_path: Path
 ) -> None:
-    early = tmp_path / "early"
-    assert main([*command(early), *OPTIONS, "--train.max_steps=2"]) == 0
-    back = ["--train.max_steps=4", f"--resume={early / 'checkpoints' / 'last.ckpt'}"]
-    assert main([*command(tmp_path / "run"), *OPTIONS, *back]) == 0
+    folder = train(tmp_path / "run", *OPTIONS, "--train.max_steps=6") / "checkpoints"
+    saved = {path.name: load_checkpoint(path)["progress"] for path in folder.iterdir()}
+    steps = {name: progress["batches_done"] for name, progress in saved.items()}
+    assert steps.pop("best.ckpt") in (4, 6)
+    assert steps == {"last.ckpt": 6, "step-5.ckpt": 5, "step-6.ckpt": 6}
+    assert (folder / "last.ckpt").samefile(folder / "step-6.ckpt")
+    early = train(tmp_path / "early", *OPTIONS, "--train.max_steps=2") / LAST
+    train(tmp_path / "run", *OPTIONS, "--train.max_steps=4", f"--resume={early}")
     assert {path.name for path in folder.glob("step-*")} == {"step-3.ckpt", "step-4.ckpt"}
 
 
 def test_auto_passes_over_damaged_checkpoints_and_says_so_unless_all_are(
-    folder: Path,
-    command: Command,
-    flip_bit: Callable[[Path], None],
-    caplog: pytest.LogCaptureFixture,
-    complaint: Callable[..., str],
-    tmp_path: Path,
+    train: Train, flip_bit: Any, caplog: pytest.LogCaptureFixture, failed: Printed, tmp_path: Path
 ) -> None:
+    truth = outcome(train(tmp_path / "truth", *OPTIONS, "--train.max_steps=8"))
+    run = train(tmp_path / "run", *OPTIONS, "--train.max_steps=6")
     options = [*OPTIONS, "--train.max_steps=8"]
-    assert main([*command(tmp_path / "truth"), *options]) == 0
-    last, run = folder / "last.ckpt", [*command(tmp_path / "run"), *options]
-    damaged = f"{last} is damaged, or not a checkpoint of sqrtlm"
-    flip_bit(last)  # and step-6.ckpt, another name of the file
-    assert complaint(*run, f"--resume={last}") == damaged
-    assert main([*run, "--resume=auto"]) == 0
-    newest = folder / "step-5.ckpt"
+    damaged = f"{run / LAST} is damaged, or not a checkpoint of sqrtlm"
+    flip_bit(run / LAST)  # and step-6.ckpt, another name of the file
+    assert failed(run, *options, f"--resume={run / LAST}") == damaged
+    assert outcome(train(run, *options, "--resume=auto")) == truth
+    newest = run / "checkpoints" / "step-5.ckpt"
     assert f"{damaged}: it is passed over for {newest}" in caplog.messages
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "truth")
-    for path in folder.iterdir():
+    for path in newest.parent.iterdir():
         path.write_bytes(b"another")
-    assert complaint(*run, "--train.max_steps=9", "--resume=auto") == damaged
+    assert failed(run, *options, "--train.max_steps=9", "--resume=auto") == damaged

@@ -6,12 +6,12 @@ them, running this file as a command, in an order in which each is the largest s
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -43,10 +43,9 @@ def save_table(folder: Path) -> None:
     config, output = ModelConfig(hidden=HIDDEN, layers=1), OutputConfig()
     sections: Any = {"model": config, "output": output, "word_table": WordTable(tied=True)}
     figures: Any = {"context": 8, "eos_id": 1, "unk_id": 0, "step": 1, "valid_perplexity": None}
-    description = Description(**sections, tokenizer_sha256="", **figures)
     tree = ClassTree.two_level(torch.arange(VOCAB_SIZE) // 500)
     model = build_model(config, output, WordTable(tied=True), tree, 8)
-    save_model(folder, model.state_dict(), description)
+    save_model(folder, model.state_dict(), Description(**sections, tokenizer_sha256="", **figures))
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -62,29 +61,16 @@ def measure(folder: Path) -> dict[str, float]:
     evaluate(model, tokens, counts, eos_id=description.eos_id, unk_id=1, context=8)
     figures = {"evaluate": (process_bytes("VmHWM") - start) / TABLE_BYTES}
     before = process_bytes("VmRSS")
-    continue_run(folder / "run")
+    opened = Run.read(folder / "run" / "config.yaml", ["--train.max_steps=2"])
+    reached = patch.object(Batches, "__getitem__", side_effect=KeyError("the first batch"))
+    with reached, pytest.raises(KeyError, match="the first batch"):
+        train_run(opened, resume="auto", progress=False)
     figures["resume"] = (process_bytes("VmHWM") - before) / DEEP_BYTES
     save_model(folder, model.state_dict(), description)
     figures["save"] = (process_bytes("VmHWM") - start) / TABLE_BYTES
     save_checkpoint({"model": model.state_dict()}, folder / "table.ckpt")
     figures["checkpoint"] = (process_bytes("VmHWM") - start) / TABLE_BYTES
     return figures
-
-
-def continue_run(run: Path) -> None:
-    """Continue a run as far as its first batch."""
-
-    class Reached(Exception):
-        pass
-
-    def reach(self: Batches, number: int) -> Any:
-        raise Reached
-
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(Batches, "__getitem__", reach)
-        opened = Run.read(run / "config.yaml", ["--train.max_steps=2"])
-        with pytest.raises(Reached):
-            train_run(opened, resume="auto", progress=False)
 
 
 @pytest.fixture
@@ -98,15 +84,12 @@ def large(tmp_path: Path) -> Iterator[Path]:
 def test_no_second_copy_is_held_and_a_page_takes_memory_once_it_is_used(
     large: Path, train: Callable[..., Path]
 ) -> None:
+    from tests.conftest import python  # the process runs this file without `tests`
+
     run = train(large / "run", *DEEP)
     assert (run / "checkpoints" / "last.ckpt").stat().st_size == pytest.approx(DEEP_BYTES, rel=0.05)
     save_table(large)
-    result = subprocess.run(
-        [sys.executable, __file__, str(large)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    result = python(__file__, str(large), env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
     times = json.loads(result.stdout.splitlines()[-1])
     assert 0 < times["evaluate"] < 0.5

@@ -1,7 +1,6 @@
 """The end of a run by `train.max_minutes`, and the time that is left."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +14,10 @@ from lm.training import state
 from lm.training.checkpoint import load_checkpoint
 from lm.training.clock import Clock, Progress
 from lm.training.metrics import read_metrics
+from tests.conftest import Train
+from tests.training.conftest import BeforeCall
+from tests.training.tiny_runs import LAST
 
-Train = Callable[..., Path]
-BeforeCall = Callable[..., None]
 BY_TIME = ["--train.max_steps=null", "--optim.schedule=cosine", "--optim.lr=1"]
 BY_TIME += ["--optim.optimizer=sgd", "--log.every_steps=1"]
 
@@ -30,11 +30,6 @@ def seconds(monkeypatch: pytest.MonkeyPatch, before_call: BeforeCall) -> list[fl
     before_call(LanguageModel, "loss", lambda *_: passed.append(2.0))
     before_call(state, "evaluate", lambda *_, **__: passed.append(10.0))
     return passed
-
-
-def progress_of(run: Path) -> dict[str, Any]:
-    progress: dict[str, Any] = load_checkpoint(run / "checkpoints" / "last.ckpt")["progress"]
-    return progress
 
 
 def test_seconds_and_speed_leave_out_validation_and_checkpoints(
@@ -55,9 +50,8 @@ def test_the_rate_reaches_its_end_with_the_time(
     options = [*BY_TIME, "--train.max_minutes=2", "--train.val_every_steps=20"]
     options.append("--train.max_epochs=10")
     lines = read_metrics(train(tmp_path, *options) / "metrics.csv")
-    validated = [line.step for line in lines if line.valid_perplexity is not None]
     # 2 · 20 + 10 + 2 · 20 + 10 + 2 · 5 seconds, then the last validation
-    assert validated == [20, 40, 45]
+    assert [line.step for line in lines if line.valid_perplexity is not None] == [20, 40, 45]
     assert sum(seconds) == 120
     share = (2 * 44 + 20) / 110  # spent before the last step
     assert lines[-1].learning_rate == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * share)) / 2)
@@ -73,7 +67,7 @@ def test_a_continued_run_keeps_counting_and_says_if_no_step_is_left(
     options, resume = [*BY_TIME, "--train.val_every_steps=10"], "--resume=auto"
     train(tmp_path, *options, "--train.max_minutes=1")
     steps = len(read_metrics(tmp_path / "metrics.csv"))
-    assert progress_of(tmp_path)["elapsed_seconds"] == sum(seconds) == 60
+    assert load_checkpoint(tmp_path / LAST)["progress"]["elapsed_seconds"] == sum(seconds) == 60
     caplog.set_level("INFO")
     train(tmp_path, *options, "--train.max_minutes=1", resume)  # nothing is left
     assert "train.max_minutes: 1 is spent: a larger one continues the training" in caplog.text
@@ -83,32 +77,22 @@ def test_a_continued_run_keeps_counting_and_says_if_no_step_is_left(
     assert "continues with" not in caplog.text
     assert sum(seconds) == 60
     train(tmp_path, *options, "--train.max_minutes=2", resume)
-    assert progress_of(tmp_path)["elapsed_seconds"] == sum(seconds) == 120
+    assert load_checkpoint(tmp_path / LAST)["progress"]["elapsed_seconds"] == sum(seconds) == 120
     assert len(read_metrics(tmp_path / "metrics.csv")) > steps
 
 
-def test_steps_end_a_run_that_has_time_left(
-    train: Train, tmp_path: Path, seconds: list[float]
-) -> None:
+def test_steps_end_a_run_with_time_left(train: Train, tmp_path: Path, seconds: list[float]) -> None:
     options = [*BY_TIME, "--train.max_minutes=100", "--train.max_steps=8"]
     lines = read_metrics(train(tmp_path, *options) / "metrics.csv")
     expected = [0.1 + 0.9 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]
     assert [line.learning_rate for line in lines] == pytest.approx(expected)
 
 
-def test_all_devices_follow_the_clock_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Second:
-        """A second device, which receives what the first one has broadcast."""
-
-        world_size = 2
-
-        def broadcast(self, share: float) -> float:
-            return 0.75
-
-    fabric: Any = Second()
+def test_all_devices_follow_the_clock_of_the_first() -> None:
+    fabric: Any = SimpleNamespace(world_size=2, broadcast=lambda _: 0.75)
     batches: Any = SimpleNamespace(num_steps=None)
     assert Clock(fabric, Progress(), TrainConfig(max_minutes=1000), batches, None).share == 0.75
-    monkeypatch.setattr(Second, "broadcast", None)  # without a limit, nothing is sent
+    fabric.broadcast = None  # without a limit, nothing is sent
     assert Clock(fabric, Progress(), TrainConfig(), batches, None).share == 0.0
 
 

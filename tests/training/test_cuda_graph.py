@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,6 +27,7 @@ from lm.training.devices import build_fabric
 from lm.training.loop import train_step
 from lm.training.optimizers import learning_rate
 from lm.training.state import TrainingState
+from tests.conftest import recipes
 
 N, STEPS, STOP = 60, 60, 27
 CONFIG = """\
@@ -34,63 +36,44 @@ model: {hidden: 16, layers: 2, dropout: 0.2}
 optim: {lr: 0.01}
 train: {max_steps: 60, batch_size: 4, seq_len: 8, threads: 1}
 """
-ROW_WISE = ["--word_table.gradients=row_wise", "--word_table.lr=0.05"]
-WORD_DROPOUT = ["--model.input_embedding=path_sum", "--model.count_word_dropout=9"]
-RECIPES = {
-    "lstm": ["--model.dropout_weight=0.3", "--model.dropout_variational=true", *WORD_DROPOUT],
-    "lstm, sgd, accumulate": [
-        *("--optim.optimizer=sgd", "--optim.lr=0.5", "--optim.momentum=0.9"),
-        *("--train.accumulate=3", "--optim.schedule=step", "--optim.decay=0.9"),
-    ],
-    "transformer": [
-        *("--model.backbone=transformer", "--optim.schedule=cosine", "--optim.warmup_steps=5"),
-        *("--word_table.tied=true", *WORD_DROPOUT, "--optim.weight_decay=0.1"),
-    ],
-    "row-wise adagrad, bf16": [
-        *(*ROW_WISE, "--word_table.optimizer=adagrad", "--word_table.dtype=bf16"),
-        "--train.precision=bf16-mixed",
-    ],
-    "row-wise sgd": [*ROW_WISE, "--word_table.optimizer=sgd", "--optim.schedule=cosine"],
-    "row-wise adagrad": [*ROW_WISE, "--word_table.optimizer=adagrad", *WORD_DROPOUT],
-    "row-wise adam": [*ROW_WISE, "--word_table.optimizer=adam", "--optim.warmup_steps=50"],
-    "one table for both": [*ROW_WISE, "--word_table.optimizer=adam", "--word_table.tied=true"],
-}
-WAITING = {
-    "adaptive": ["--output.tree=adaptive"],
-    "row-wise, accumulate": [*ROW_WISE, "--word_table.optimizer=sgd", "--train.accumulate=2"],
-}
+ROW_WISE = "word_table.gradients=row_wise word_table.lr=0.05 word_table.optimizer"
+WORD_DROPOUT = "model.input_embedding=path_sum model.count_word_dropout=9"
+RECIPES = recipes(f"""\
+lstm | model.dropout_weight=0.3 model.dropout_variational=true {WORD_DROPOUT}
+lstm, sgd, accumulate | optim.optimizer=sgd optim.lr=0.5 optim.momentum=0.9 optim.decay=0.9 \
+train.accumulate=3 optim.schedule=step optim.warmup_steps=9
+transformer | model.backbone=transformer optim.schedule=cosine optim.warmup_steps=5 \
+word_table.tied=true {WORD_DROPOUT} optim.weight_decay=0.1
+row-wise adagrad, bf16 | {ROW_WISE}=adagrad word_table.dtype=bf16 train.precision=bf16-mixed
+row-wise sgd | {ROW_WISE}=sgd optim.schedule=cosine
+row-wise adagrad | {ROW_WISE}=adagrad {WORD_DROPOUT}
+row-wise adam | {ROW_WISE}=adam optim.warmup_steps=50
+one table for both | {ROW_WISE}=adam word_table.tied=true
+""")
+WAITING = recipes(f"""\
+adaptive | output.tree=adaptive
+row-wise, accumulate | {ROW_WISE}=sgd train.accumulate=2
+""")
 BF16 = ["--train.precision=bf16-mixed"]
-ON_GPU = RECIPES | {
-    "lstm, bf16": [*RECIPES["lstm"], *BF16],
-    "transformer, bf16": [*RECIPES["transformer"], *BF16],
-}
+ON_GPU = RECIPES | {f"{each}, bf16": [*RECIPES[each], *BF16] for each in ("lstm", "transformer")}
 
 
-class Text:
-    """What training reads of `Prepared`: random words, whose streams end with a shorter batch."""
-
-    eos_id, vocab_size = 0, N
-
-    def __init__(self) -> None:
-        self.words = (N ** np.random.default_rng(1).random(4 * 155)).astype(np.uint16) - 1
-        self.splits = {"train": SimpleNamespace(tokens=len(self.words), sha256="")}
-
-    def tokens(self, split: str) -> Any:
-        return self.words
-
-    def counts(self) -> Any:
-        return np.bincount(self.words, minlength=N)
+def random_words() -> Any:
+    """What training reads of `Prepared`: words whose streams end with a shorter batch."""
+    words = (N ** np.random.default_rng(1).random(4 * 155)).astype(np.uint16) - 1
+    splits = {"train": SimpleNamespace(tokens=len(words), sha256="")}
+    read: Any = {"tokens": lambda _: words, "counts": lambda: np.bincount(words, minlength=N)}
+    return SimpleNamespace(eos_id=0, vocab_size=N, splits=splits, **read)
 
 
 def start(folder: Path, options: list[str], saved: Any = None, gpu: bool = False) -> TrainingState:
-    """The state of a new run or of a continued one."""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(CONFIG)
     device = "--train.accelerator=gpu" if gpu else "--train.accelerator=cpu"
     config = load_config(folder / "config.yaml", [f"--run_dir={folder}", device, *options])
     adaptive = config.output.tree == "adaptive"
     tree = None if adaptive else ClassTree.two_level(torch.arange(N) % 7)
-    run = Run.of(config, prepared=Text(), tree=tree)
+    run = Run.of(config, prepared=random_words(), tree=tree)
     fabric = build_fabric(run)
     fabric.launch()
     return TrainingState(fabric, run, Batches(config, run.prepared), saved)
@@ -100,8 +83,7 @@ def after(state: TrainingState, nll: float) -> dict[str, Any]:
     """What a checkpoint contains of training, and the sum of all losses, which is passed."""
     state.save(None, is_best=False)
     checkpoint = load_checkpoint(state.run.folder / "checkpoints" / "last.ckpt")
-    kept = {name: checkpoint[name] for name in ("model", "optimizer", "devices")}
-    return kept | {"nll": nll}
+    return {name: checkpoint[name] for name in ("model", "optimizer", "devices")} | {"nll": nll}
 
 
 def trained(folder: Path, options: list[str], steps: int, stop: int, gpu: bool = False) -> Any:
@@ -196,8 +178,7 @@ def test_a_step_of_the_fused_kernels_reads_nothing_from_the_device(
     monkeypatch.setattr("lm.output.backends.triton.backend.check_words", lambda *_: None)
     monkeypatch.setattr("lm.output.functional.eager", lambda *_: True)
     backend = "auto" if recipe == "adaptive" else "triton"
-    options = [*(RECIPES | WAITING)[recipe], f"--output.backend={backend}"]
-    state = start(tmp_path, options)
+    state = start(tmp_path, [*(RECIPES | WAITING)[recipe], f"--output.backend={backend}"])
     launches: list[object] = []
     waits = pytest.raises(RuntimeError, match="the host reads")
     with instrumented(run=launches.append), waits if recipe in WAITING else nullcontext():
@@ -230,18 +211,12 @@ def test_runs_that_record_no_step_say_why(caplog: pytest.LogCaptureFixture) -> N
 def test_pinned_memory_is_written_after_it_was_copied() -> None:
     done: list[str] = []
 
-    class Event:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def synchronize(self) -> None:
-            done.append(f"wait {self.name}")
-
-        def record(self) -> None:
-            done.append(f"copy {self.name}")
+    def event(name: str) -> Any:
+        wait, copy = (partial(done.append, f"{verb} {name}") for verb in ("wait", "copy"))
+        return SimpleNamespace(synchronize=wait, record=copy)
 
     inputs = InputBuffers(2, (3, 4), torch.device("cpu"))
-    pinned = [(torch.zeros_like(inputs.tokens), Event(name)) for name in "ab"]
+    pinned = [(torch.zeros_like(inputs.tokens), event(name)) for name in "ab"]
     inputs._pinned = cast(Any, list(pinned))
     for step, length in enumerate((3, 3, 2)):
         given = [torch.full((length, 4), 10 * step + k) for k in range(2)]

@@ -26,44 +26,26 @@ from lm.training import devices as module
 from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
+from tests.conftest import Printed, Train, python, recipes
+from tests.training.tiny_runs import outcome
 
-Two = Callable[..., subprocess.Popen[str]]
-
-
-@pytest.fixture
-def two(arguments: list[str]) -> Two:
-    """`two(*options)`: starts the command that trains `tiny` in `tmp_path / "run"` on two
-    processes, or `devices`.
-    """
-
-    def begin(*options: str, devices: int = 2) -> subprocess.Popen[str]:
-        command = ["-m", "lm", *arguments, *options, f"--train.devices={devices}"]
-        return launched("", *command)[0]
-
-    return begin
+Command = Callable[[Path], list[str]]
 
 
 def launched(launcher: str, *command: str, devices: int = 2) -> list[subprocess.Popen[str]]:
     """The process of Python with arguments, that of torchrun, or those of two tasks of SLURM."""
-    python = [sys.executable]
-    environments = [{"OMP_NUM_THREADS": "1"}]
+    start = [sys.executable]
+    environments = [{"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}]
     if launcher == "torchrun":
-        python += ["-m", "torch.distributed.run", f"--nproc-per-node={devices}", "--standalone"]
+        start += ["-m", "torch.distributed.run", f"--nproc-per-node={devices}", "--standalone"]
     elif launcher == "SLURM":
         given = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(os.getpid())}
         given |= {"SLURM_STEP_ID": "0", "SLURM_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
         ranks = [{"SLURM_PROCID": each, "SLURM_LOCALID": each} for each in "01"]
         environments = [given | each | environments[0] for each in ranks]
-    return [
-        subprocess.Popen(
-            [*python, *command, "--train.accelerator=cpu"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | each,
-        )
-        for each in environments
-    ]
+    start += [*command, "--train.accelerator=cpu"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen(start, env=os.environ | each, **pipes) for each in environments]
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
@@ -78,29 +60,19 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
     return printed, message
 
 
-SHARDED = ["--train.strategy=shard_output", "--optim.optimizer=sgd", "--optim.lr=0.5"]
-TIED_ADAGRAD = ["--word_table.tied=true", "--word_table.optimizer=adagrad", "--word_table.lr=0.05"]
-ALIKE = {
-    "pieces of items of independent sequences": [
-        *("--model.input_pieces=40", "--data.sequences=independent", "--data.prepared_dir=null"),
-        "--train.batch_size=50",  # one process has more items than the other
-        "--train.accumulate=4",
-    ],
-    # The batches of a process may have no target in a cluster.
-    "adaptive": ["--output.tree=adaptive", "--output.cutoffs=[15,21]"],
-    "by class, clipped, pieces": [
-        *(*SHARDED, *TIED_ADAGRAD, "--train.shard_by=class"),
-        *("--optim.clip=0.1", "--model.input_pieces=40"),
-    ],
-    "tied, adagrad": [*SHARDED, *TIED_ADAGRAD],
-    "path sums, row-wise": [
-        *(*SHARDED, "--model.input_embedding=path_sum", "--word_table.gradients=row_wise")
-    ],
-    "adamw": [
-        *(*SHARDED, "--optim.optimizer=adamw", "--optim.lr=1e-3", "--optim.clip=0.1"),
-        "--model.init_range=0.2",
-    ],
-}
+SHARDED = "train.strategy=shard_output optim.optimizer=sgd optim.lr=0.5"
+TIED_ADAGRAD = "word_table.tied=true word_table.optimizer=adagrad word_table.lr=0.05"
+ALIKE = recipes(f"""\
+pieces of items of independent sequences, more in one process | model.input_pieces=40 \
+data.sequences=independent data.prepared_dir=null train.batch_size=50 train.accumulate=4
+adaptive, batches without a target in a cluster | output.tree=adaptive output.cutoffs=[15,21]
+by class, clipped, pieces | {SHARDED} {TIED_ADAGRAD} train.shard_by=class optim.clip=0.1 \
+model.input_pieces=40
+tied, adagrad | {SHARDED} {TIED_ADAGRAD}
+path sums, row-wise | {SHARDED} model.input_embedding=path_sum word_table.gradients=row_wise
+adamw | {SHARDED} optim.optimizer=adamw optim.lr=1e-3 optim.clip=0.1 model.init_range=0.2
+""")
+DEALT = "--train.strategy=shard_output"
 EVERY_SECOND = ["--model.dropout=0", "--train.max_steps=8", "--log.every_steps=2"]
 
 
@@ -113,12 +85,12 @@ def train_in_two_parts(folder: Path, arguments: list[str]) -> None:
         command = [*arguments, *EVERY_SECOND, *options, f"--run_dir={folder}/{name}"]
         if not is_alone:
             assert main([*command, "--train.max_steps=4"]) == 0
-        if is_alone == (SHARDED[0] in options):
+        if is_alone == (DEALT in options):
             assert main([*command, "--resume=auto"]) == 0
 
 
 def test_two_processes_train_as_one_and_continue_where_they_stopped(
-    tiny: Path, prepared_dir: Path, train: Callable[..., Path], tmp_path: Path
+    tiny: Path, prepared_dir: Path, train: Train, tmp_path: Path
 ) -> None:
     """Dealt rows are continued by one process."""
     data = f"--data.prepared_dir={prepared_dir}"
@@ -127,7 +99,7 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
         (processes,) = launched(launcher, *map(str, words))
         finish(processes)
     for name, options in ALIKE.items():
-        is_dealt, run = SHARDED[0] in options, tmp_path / name
+        is_dealt, run = DEALT in options, tmp_path / name
         alone = [*EVERY_SECOND, *(each for each in options if "--train.s" not in each)]
         one = train(tmp_path / "one" / name, *alone)
         both, truth = (read_metrics(folder / "metrics.csv") for folder in (run, one))
@@ -147,34 +119,25 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
 
 @pytest.mark.parametrize(("launcher", "devices"), [("torchrun", "null"), ("SLURM", "auto")])
 def test_the_processes_that_a_launcher_has_started_train_one_run(
-    arguments: list[str], tmp_path: Path, launcher: str, devices: str
+    command: Command, tmp_path: Path, launcher: str, devices: str
 ) -> None:
     options = ["--train.max_steps=2", f"--train.devices={devices}"]
-    processes = launched(launcher, "-m", "lm", *arguments, *options)
+    processes = launched(launcher, "-m", "lm", *command(tmp_path / "run"), *options)
     assert "".join(finish(each)[0] for each in processes) == f"{tmp_path / 'run'}\n"  # once
     assert len(load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["devices"]) == 2
 
 
-STOPPED = 7
-"""Batches before one of the processes receives a signal."""
-CONTINUED = {
-    "lstm": ["--model.dropout_weight=0.3", "--model.dropout_variational=true"],
-    "lstm, row-wise in bf16, accumulate": [
-        *("--word_table.optimizer=adagrad", "--train.strategy=shard_output"),
-        *("--word_table.dtype=bf16", "--train.precision=bf16-mixed", "--train.accumulate=2"),
-    ],
-    "transformer, bf16, accumulate": [
-        *("--model.backbone=transformer", "--train.precision=bf16-true", "--train.accumulate=2")
-    ],
-    "transformer, bf16, row-wise": [
-        *("--model.backbone=transformer", "--train.precision=bf16-mixed"),
-        *("--word_table.optimizer=adam", "--train.strategy=shard_output"),
-    ],
-    "transformer, row-wise, accumulate": [
-        *("--model.backbone=transformer", "--train.accumulate=2"),
-        *("--word_table.optimizer=sgd", "--train.strategy=shard_output"),
-    ],
-}
+CONTINUED = recipes("""\
+lstm | model.dropout_weight=0.3 model.dropout_variational=true
+lstm, row-wise in bf16, accumulate | word_table.optimizer=adagrad train.strategy=shard_output \
+word_table.dtype=bf16 train.precision=bf16-mixed train.accumulate=2
+transformer, bf16, accumulate | model.backbone=transformer train.precision=bf16-true \
+train.accumulate=2
+transformer, bf16, row-wise | model.backbone=transformer train.precision=bf16-mixed \
+word_table.optimizer=adam train.strategy=shard_output
+transformer, row-wise, accumulate | model.backbone=transformer train.accumulate=2 \
+word_table.optimizer=sgd train.strategy=shard_output
+""")
 """Every pair of a backbone, a kind of gradients, a number of batches per step and a precision.
 
 Rows are dealt where gradients are row-wise, which several processes require.
@@ -195,7 +158,7 @@ def train_and_continue(folder: Path, arguments: list[str]) -> None:
         command = [*arguments, *options, "--output.backend=reference", "--train.val_every_steps=6"]
         assert main([*command, f"--run_dir={folder}/{name}/whole"]) == 0
         command += [f"--run_dir={folder}/{name}/stopped", "--resume=auto"]
-        before[0] = STOPPED
+        before[0] = 7  # one of the processes receives a signal before this batch
         with pytest.raises(SystemExit, match="143"):
             main(command)
         before[0] = -1
@@ -204,10 +167,8 @@ def train_and_continue(folder: Path, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_several_processes_continue_bit_for_bit_or_refuse_another_number_of_them(
-    tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Callable[..., str], devices: int
+    tiny: Path, prepared_dir: Path, tmp_path: Path, complaint: Printed, devices: int
 ) -> None:
-    from tests.training.tiny_runs import outcome  # processes run this file without `tests`
-
     data = f"--data.prepared_dir={prepared_dir}"
     command = ["train", tiny, "--no-progress", data, "--train.batch_size=6", "--train.max_steps=12"]
     words = [__file__, "stops", tmp_path, *command]
@@ -267,41 +228,43 @@ def test_launchers_are_known_by_their_variables(
         with pytest.raises(SystemExit if found.rank else UserError) as caught:
             run.num_devices  # noqa: B018
         if not found.rank:  # the first process reports
-            assert str(caught.value).startswith(
-                f"train.devices: 3, but {found.launcher} started {found.per_machine} on each"
-            )
+            expected = f"3, but {found.launcher} started {found.per_machine} on each"
+            assert str(caught.value).startswith(f"train.devices: {expected}")
 
 
-def test_one_process_on_each_of_several_machines_is_one_of_several(
+def test_a_process_on_each_of_several_machines_is_not_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
     first |= {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": ""}
     for name, value in (SLURM | first).items():
         monkeypatch.setenv(name, value)
-    values: dict[str, Any] = {"name": "run", "train": {"max_steps": 1, "accelerator": "cpu"}}
-    values |= {"word_table": {"gradients": "row_wise", "optimizer": "sgd"}}
+    train = {"max_steps": 1, "accelerator": "cpu", "devices": "auto"}
+    table = {"gradients": "row_wise", "optimizer": "sgd"}
+    values: dict[str, Any] = {"name": "run", "train": train, "word_table": table}
     run = Run.of(validate(values, "c"), tree=ClassTree.full(5))
     assert run.num_devices == 1
-    with pytest.raises(UserError, match=r"cannot be combined with .* which are 3 here"):
+    with pytest.raises(UserError, match=r"combined with train.devices: auto, which are 3 here"):
         run.word_table  # noqa: B018
     strategy = module.build_fabric(run).strategy
     assert isinstance(strategy, DDPStrategy)
     assert strategy._ddp_kwargs["broadcast_buffers"] is False
 
 
-def long_run(two: Two, run: Path, *options: str) -> subprocess.Popen[str]:
+def long_run(command: Command, run: Path, *options: str) -> subprocess.Popen[str]:
     """Two processes of a run, which have trained some steps of very many."""
     many = ["--train.max_steps=100000", "--train.val_every_steps=100000", "--log.every_steps=5"]
-    process = two(*many, *options)
+    (process,) = launched("", "-m", "lm", *command(run), *many, *options, "--train.devices=2")
     while not read_metrics(run / "metrics.csv") and process.poll() is None:
         time.sleep(0.05)
     return process
 
 
-def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(two: Two, tmp_path: Path) -> None:
+def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(
+    command: Command, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    process = long_run(two, run)
+    process = long_run(command, run)
     process.send_signal(signal.SIGTERM)
     _, message = finish(process, 143)
     assert "Traceback" not in message
@@ -310,8 +273,8 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(two: Two, tmp_p
     assert progress["batches_done"] == int(step)
 
 
-def test_if_a_process_is_killed_the_run_ends_with_one_line(two: Two, tmp_path: Path) -> None:
-    process = long_run(two, tmp_path / "run", "--train.strategy=shard_output")
+def test_a_killed_process_ends_the_run_with_one_line(command: Command, tmp_path: Path) -> None:
+    process = long_run(command, tmp_path / "run", "--train.strategy=shard_output")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
     _, message = finish(process, 2)
@@ -321,15 +284,13 @@ def test_if_a_process_is_killed_the_run_ends_with_one_line(two: Two, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("is_first", "world_size", "expected"),
+    ("is_first", "size", "expected"),
     [(True, 2, UserError), (False, 2, SystemExit), (True, 1, RuntimeError)],
 )
 def test_the_first_process_reports_that_another_is_lost(
-    lstm_run: Path, is_first: bool, world_size: int, expected: type[BaseException]
+    lstm_run: Path, is_first: bool, size: int, expected: type[BaseException]
 ) -> None:
-    fabric: Any = SimpleNamespace(
-        launch=lambda: None, world_size=world_size, is_global_zero=is_first
-    )
+    fabric: Any = SimpleNamespace(launch=lambda: None, world_size=size, is_global_zero=is_first)
     with pytest.raises(expected), module.launched(fabric, Run.read(lstm_run)):
         raise RuntimeError("third_party/gloo/transport: connection reset by peer")
 
@@ -345,14 +306,12 @@ atexit.register(print, "finalized")
 sys.argv[1:] = ["info", "missing"]
 sys.exit(run_process())
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ended = python("-c", program)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("lm: missing")
 
 
-def test_no_more_devices_are_used_than_there_are(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_devices_are_used_than_exist(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     module.check_devices(Run.read(tiny, ["--train.precision=16-mixed"]))

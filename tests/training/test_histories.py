@@ -28,17 +28,8 @@ import data_prep.storage
 from lm.model.files import read_description
 from lm.training.batches import Batches
 from lm.training.state import TrainingState
-from tests.training.disk import Disk, Moments, Policy, replace_folder
-from tests.training.tiny_runs import (
-    LAST,
-    Work,
-    contents,
-    damage,
-    lm,
-    outcome,
-    prepared_to_fail,
-    steps_done,
-)
+from tests.training.disk import Disk, Moments, Policy
+from tests.training.tiny_runs import LAST, command, damage, dataset, lm, noting, outcome, steps_done
 
 NUM_HISTORIES = int(os.environ.get("HISTORIES", "20"))
 LENGTHS = (4, 8, 12)
@@ -76,18 +67,18 @@ class Truth:
     """What undisturbed commands come to: `prepared`, and by number of steps, `runs`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.work = folder, Work(folder)
+        self.folder, self.arguments = folder, command(folder)
         self.runs: dict[int, dict[str, Any]] = {}
         self.evaluations: dict[int, str] = {}  # by the step of the model
         for length in LENGTHS:
             run = folder / str(length)
             options = f"--train.max_steps={length}", f"--data.prepared_dir={folder / 'data'}"
-            assert lm(self.work.arguments("train", run, *options)).code == 0
+            assert lm(self.arguments("train", run, *options)).code == 0
             self.runs[length] = outcome(run)
             assert lm(["evaluate", str(run)]).code == 0
             step = self.runs[length]["description"]["step"]
             self.evaluations[step] = (run / "evaluate-test.json").read_text()
-        self.prepared = contents(folder / "data")
+        self.prepared = dataset(folder / "data")
         assert len({each["state"] for each in self.runs.values()}) == len(LENGTHS)
 
 
@@ -110,8 +101,8 @@ class Histories(RuleBasedStateMachine):
 
     @rule(fault=FAULTS)
     def prepare(self, fault: Fault) -> None:
-        if self._do(fault, self.truth.work.arguments("prepare", self.run)):
-            assert contents(self.run / "data") == self.truth.prepared
+        if self._do(fault, self.truth.arguments("prepare", self.run)):
+            assert dataset(self.run / "data") == self.truth.prepared
 
     @rule(length=st.sampled_from(LENGTHS), fault=FAULTS)
     def train(self, length: int, fault: Fault) -> None:
@@ -171,7 +162,7 @@ class Histories(RuleBasedStateMachine):
 
     def _train(self, resume: str, fault: Fault) -> bool:
         options = f"--train.max_steps={self.length}", f"--resume={resume}"
-        completed = self._do(fault, self.truth.work.arguments("train", self.run, *options))
+        completed = self._do(fault, self.truth.arguments("train", self.run, *options))
         if completed:
             self._repair_model()
             found = outcome(self.run, is_whole=self.is_whole)
@@ -230,7 +221,7 @@ class Histories(RuleBasedStateMachine):
         with ExitStack() as stack:
             patches = stack.enter_context(pytest.MonkeyPatch.context())
             patches.setattr(Batches, "__getitem__", read)
-            stack.enter_context(prepared_to_fail(partial(setattr, self, "saved")))
+            stack.enter_context(noting(partial(setattr, self, "saved")))
             stack.enter_context(self.disk.watching())
             stack.enter_context(self.moments.acting(fault.at if is_crash else None, crash))
             if fault.kind == "full":
@@ -243,15 +234,14 @@ class Histories(RuleBasedStateMachine):
                     self._restart()
 
     def _crash(self, kind: str, policy: Policy, seed: int) -> None:
-        """Make the folder that a crash leaves."""
         if kind == "kill":
             shutil.copytree(self.runs, self.base / "after")
         else:
             self.disk.lose_power(self.base / "after", policy, random.Random(seed))
 
     def _restart(self) -> None:
-        """Continue with the folder that a crash has left."""
-        replace_folder(self.runs, self.base / "after")
+        shutil.rmtree(self.runs)
+        (self.base / "after").rename(self.runs)
         self._new_disk()
 
     def _new_disk(self) -> None:
@@ -263,24 +253,21 @@ class Histories(RuleBasedStateMachine):
             assert steps_done(self.run) >= self.saved
 
 
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
-    with prepared_to_fail(lambda _: None):
-        yield Truth(tmp_path_factory.mktemp("truth"))
+@pytest.fixture(scope="module", autouse=True)
+def _truth(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with noting(lambda _: None):
+        Histories.truth = Truth(tmp_path_factory.mktemp("truth"))
+        yield
 
 
-def test_whatever_happens_a_run_continues_to_the_same_bits_or_names_a_file(truth: Truth) -> None:
-    class Machine(Histories):
-        pass
-
-    Machine.truth = truth
+def test_whatever_happens_a_run_continues_to_the_same_bits_or_names_a_file() -> None:
     steps = settings(max_examples=NUM_HISTORIES, stateful_step_count=6, phases=[Phase.generate])
-    run_state_machine_as_test(Machine, settings=steps)
+    run_state_machine_as_test(Histories, settings=steps)
 
 
 @pytest.mark.parametrize("what", ["nothing", "random state", "content", "names"])
 def test_a_checkpoint_without_its_random_state_and_a_missing_fsync_are_caught(
-    truth: Truth, monkeypatch: pytest.MonkeyPatch, what: str
+    monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     if what == "random state":
         monkeypatch.setattr(TrainingState, "_checkpoint_contents", without_random_state)
@@ -288,7 +275,6 @@ def test_a_checkpoint_without_its_random_state_and_a_missing_fsync_are_caught(
         monkeypatch.setattr("data_prep.storage._sync", sync_folders_only)
     elif what == "names":
         monkeypatch.setattr("data_prep.storage.sync", lambda _: None)
-    monkeypatch.setattr(Histories, "truth", truth, raising=False)
     history = Histories()
     with nullcontext() if what == "nothing" else pytest.raises(AssertionError):
         history.train(length=LENGTHS[0], fault=Fault())

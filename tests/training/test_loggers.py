@@ -3,7 +3,6 @@
 import math
 import re
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -23,24 +22,10 @@ from lm.training.clock import Clock, Progress
 from lm.training.loggers import MetricsFile, ProgressBar, check_wandb, open_loggers, wandb_mode
 from lm.training.metrics import Metrics, draw_curves, read_metrics
 from lm.training.signals import Interrupted
-
-Train = Callable[..., Path]
-
-
-def test_metrics_count_tokens_steps_and_epochs(train: Train, tmp_path: Path) -> None:
-    run = train(
-        *(tmp_path / "run", "--train.max_steps=4", "--train.accumulate=2", "--log.every_steps=2"),
-        *("--optim.warmup_steps=4", "--optim.lr=0.004"),
-    )
-    lines = read_metrics(run / "metrics.csv")
-    assert [(line.step, line.tokens) for line in lines] == [(2, 4 * 32), (4, 8 * 32)]
-    assert [line.learning_rate for line in lines] == pytest.approx([0.002, 0.004])
-    assert lines[1].epoch == pytest.approx(2 * lines[0].epoch, abs=1e-3)
+from tests.conftest import Train
 
 
-def test_wandb_offline_records_the_configuration_and_the_figures(
-    train: Train, tmp_path: Path
-) -> None:
+def test_wandb_offline_records_the_configuration_and_figures(train: Train, tmp_path: Path) -> None:
     run = train(tmp_path / "run", "--log.wandb=offline", "--train.max_steps=5")
     (written,) = (run / "wandb").glob("offline-run-*")
     (record,) = written.glob("run-*.wandb")
@@ -79,16 +64,9 @@ def a_clock(num_steps: int) -> Clock:
 
 
 def figures(step: int, valid: float | None) -> Metrics:
-    return Metrics(
-        step=step,
-        epoch=12.5,
-        tokens=9,
-        learning_rate=1e-3 / 3,
-        train_perplexity=123.45,
-        valid_perplexity=valid,
-        seconds=1.0,
-        tokens_per_second=13061.0,
-    )
+    perplexities: Any = {"train_perplexity": 123.45, "valid_perplexity": valid}
+    rates: Any = {"learning_rate": 1e-3 / 3, "tokens_per_second": 13061.0}
+    return Metrics(step=step, epoch=12.5, tokens=9, seconds=1.0, **perplexities, **rates)
 
 
 def test_a_continuation_rewrites_the_lines_of_later_steps(tmp_path: Path) -> None:
@@ -162,14 +140,10 @@ def test_the_curve_leaves_out_perplexities_of_few_steps(
 ) -> None:
     file = MetricsFile(tmp_path / "metrics.csv", 0)
     for step in (100, 200, 202, 300, 302):
-        valid = 60.0 if step in (202, 302) else None
-        file.log(replace(figures(step, valid), tokens=10_000 * step))
+        file.log(replace(figures(step, 60.0 if step in (202, 302) else None), tokens=10_000 * step))
     drawn: list[tuple[list[int], list[float]]] = []
 
-    def plot(axes: Axes, x: list[int], y: list[float], *_: Any, **__: Any) -> None:
-        drawn.append((x, y))
-
-    monkeypatch.setattr(Axes, "plot", plot)
+    monkeypatch.setattr(Axes, "plot", lambda _, x, y, *__, **options: drawn.append((x, y)))
     monkeypatch.setattr(Axes, "legend", lambda _: None)
     draw_curves(tmp_path, "run")
     training, validation = drawn

@@ -1,8 +1,7 @@
 """One step after another: what is accumulated, clipped, scheduled, carried and validated."""
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,18 @@ from torch import Tensor
 
 from data_prep.prepared import open_prepared
 from lm.cli import main
-from lm.evaluation import evaluate
 from lm.model.language_model import LanguageModel
 from lm.output.rowwise import RowGradient
 from lm.training import loop
 from lm.training.batches import Batch
-from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
 from lm.training.state import TrainingState
-from tests.conftest import corpus_of
+from lm.training.validation import Validation
+from tests.conftest import Train, corpus_of
+from tests.training.conftest import BeforeCall
 
-Train = Callable[..., Path]
-BeforeCall = Callable[..., None]
 INDEPENDENT = ["--data.sequences=independent", "--data.prepared_dir=null"]
+TRANSFORMER = ["--model.backbone=transformer"]
 NUM_TOKENS, PER_EPOCH = 2297, 72  # of the corpus, and batches of `tiny`
 
 
@@ -45,15 +43,7 @@ def test_every_epoch_is_validated_with_accumulated_batches(
 
 
 @pytest.mark.parametrize("precision", ["64-true", "32-true"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--model.backbone=lstm"],
-        ["--model.backbone=transformer"],
-        INDEPENDENT,
-        [*INDEPENDENT, "--model.backbone=transformer"],
-    ],
-)
+@pytest.mark.parametrize("options", [[], TRANSFORMER, INDEPENDENT, [*INDEPENDENT, *TRANSFORMER]])
 def test_the_gradient_of_accumulated_batches_is_that_of_all_their_tokens(
     options: list[str], precision: str, train: Train, tmp_path: Path, before_call: BeforeCall
 ) -> None:
@@ -92,8 +82,7 @@ def test_a_table_in_bf16_learns(train: Train, tmp_path: Path) -> None:
     options += ["--word_table.optimizer=adagrad", "--word_table.lr=0.1", "--train.max_steps=60"]
     run = train(tmp_path, *options)
     curve = [line.valid_perplexity for line in read_metrics(run / "metrics.csv")]
-    found = [perplexity for perplexity in curve if perplexity is not None]
-    assert found[-1] < 12  # of 27 words
+    assert [perplexity for perplexity in curve if perplexity is not None][-1] < 12  # of 27 words
     weights = load_file(run / "model.safetensors")
     assert weights["output.weight"].dtype == torch.bfloat16
     assert weights["backbone.layers.0.weight_hh_l0"].dtype == torch.float32
@@ -129,14 +118,8 @@ def test_the_precision_of_matrix_products_is_set_for_the_run_and_restored_after_
 def test_a_plateau_lowers_the_rate_with_each_validation_that_did_not_improve(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    perplexities = iter([9.0, 8.0, 8.0, 8.5, 7.0, 7.0])
-
-    def rigged(*args: Any, **options: Any) -> Any:
-        result = evaluate(*args, **options)
-        object.__setattr__(result, "perplexity", next(perplexities))
-        return result
-
-    monkeypatch.setattr("lm.training.state.evaluate", rigged)
+    validations = map(Validation, [9.0, 8.0, 8.0, 8.5, 7.0, 7.0])
+    monkeypatch.setattr(TrainingState, "validate", lambda _: next(validations))
     options = ["--optim.schedule=plateau", "--optim.decay=0.5", "--train.val_every_steps=1"]
     options += ["--log.every_steps=1", "--optim.lr=1", "--train.max_steps=6"]
     lines = read_metrics(train(tmp_path / "run", *options) / "metrics.csv")
@@ -165,21 +148,3 @@ def test_the_model_gets_the_counts_and_the_kind_of_gradient_of_the_configuration
     torch.testing.assert_close(models[0].word_dropout, 3 / (3 + counts))
     train(tmp_path / "dense", *options, "--word_table.gradients=dense")
     assert [isinstance(gradient, RowGradient) for gradient in gradients] == [True, False]
-
-
-def test_the_best_model_is_that_of_the_lowest_validation_perplexity(
-    train: Train, tmp_path: Path
-) -> None:
-    options = ["--optim.optimizer=sgd", "--optim.lr=6", "--optim.clip=5"]
-    run = train(tmp_path / "run", *options, "--train.val_every_steps=2", "--train.max_steps=20")
-    lines = read_metrics(run / "metrics.csv")
-    measured = {line.step: line.valid_perplexity for line in lines if line.valid_perplexity}
-    assert list(measured) == list(range(2, 21, 2))
-    best = min(measured, key=lambda step: measured[step] or 0.0)
-    assert best != 20
-    description = json.loads((run / "model.json").read_text())
-    assert (description["step"], description["valid_perplexity"]) == (best, measured[best])
-    checkpoint = load_checkpoint(run / "checkpoints" / "best.ckpt")
-    assert checkpoint["progress"]["batches_done"] == best
-    weights = load_file(run / "model.safetensors")
-    torch.testing.assert_close(weights, checkpoint["model"], rtol=0, atol=0)

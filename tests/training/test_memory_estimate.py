@@ -39,21 +39,13 @@ def enough(need: MemoryEstimate) -> int:
 @pytest.fixture
 def run(tmp_path: Path) -> Configured:
     """`run(*overrides)`: of an LSTM of 1 × 300 with AdamW, over the words of `TREE`."""
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        "name: run\nmodel: {hidden: 300, layers: 1}\ntrain: {max_steps: 1, accelerator: cpu}\n"
-    )
+    path, train = tmp_path / "config.yaml", "train: {max_steps: 1, accelerator: cpu}"
+    path.write_text(f"name: run\nmodel: {{hidden: 300, layers: 1}}\n{train}\n")
 
     def configured(*overrides: str) -> Run:
         return Run.of(load_config(path, [f"--{each}" for each in overrides]), tree=TREE)
 
     return configured
-
-
-@pytest.fixture
-def available(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """`available(num_bytes)`: this much memory is available from now on."""
-    return lambda num: monkeypatch.setattr(Run, "available_bytes", num)
 
 
 @pytest.mark.parametrize(
@@ -101,13 +93,13 @@ def test_a_recorded_step_keeps_its_memory_next_to_that_of_a_shorter_batch(
 
 
 def test_a_run_that_does_not_fit_is_refused_with_changes_that_add_up_until_they_suffice(
-    run: Configured, available: Callable[[int], None]
+    run: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adam, adagrad = run(*ROW_WISE_ADAM), estimate_memory(run(*ROW_WISE_ADAGRAD))
     need, least = estimate_memory(adam), enough(estimate_memory(adam))
-    available(least)
+    monkeypatch.setattr(Run, "available_bytes", least)
     check_memory(adam)
-    available(least - 2)
+    monkeypatch.setattr(Run, "available_bytes", least - 2)
     with pytest.raises(UserError) as caught:
         check_memory(adam)
     assert str(caught.value) == (
@@ -118,18 +110,18 @@ def test_a_run_that_does_not_fit_is_refused_with_changes_that_add_up_until_they_
     )
     least = enough(estimate_memory(run(*ROW_WISE_ADAGRAD, *BF16)))
     options = "--word_table.optimizer=adagrad --word_table.tied=true --word_table.dtype=bf16"
-    available(least)
+    monkeypatch.setattr(Run, "available_bytes", least)
     with pytest.raises(UserError, match=f": {options} --train.precision=bf16-mixed would fit"):
         check_memory(adam)
-    available(least - 2)
+    monkeypatch.setattr(Run, "available_bytes", least - 2)
     with pytest.raises(UserError, match=rf"even {options} .* would need .*; use fewer words"):
         check_memory(adam)
 
 
 def test_settings_that_would_be_refused_or_need_more_are_not_proposed(
-    run: Configured, available: Callable[[int], None]
+    run: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    available(1000)
+    monkeypatch.setattr(Run, "available_bytes", 1000)
     prepared = SimpleNamespace(vocab_size=NUM_WORDS, counts=lambda: [1] * NUM_WORDS)
     adaptive = Run.of(run("output.tree=adaptive").config, prepared=prepared)
     with pytest.raises(UserError, match=r": even --word_table\.optimizer=adagrad would need"):
@@ -140,10 +132,8 @@ def test_settings_that_would_be_refused_or_need_more_are_not_proposed(
 
 
 def test_processes_on_a_cpu_share_its_memory(run: Configured) -> None:
-    one, two, auto = (
-        estimate_memory(run("optim.optimizer=sgd", f"train.devices={devices}"))
-        for devices in (1, 2, "auto")
-    )
+    runs = (run("optim.optimizer=sgd", f"train.devices={each}") for each in (1, 2, "auto"))
+    one, two, auto = map(estimate_memory, runs)
     assert (two.weights, two.other) == (2 * one.weights, 2 * one.other)
     assert two.gradients == 4 * one.gradients  # with a copy of each, to be summed
     assert two.batch == pytest.approx(one.batch, rel=0.01)  # half of it for each
@@ -179,9 +169,8 @@ def test_a_batch_counts_what_the_backend_saves_with_its_gradient(
     problem = Problem.without_values(num_positions, 300, TREE, torch.float32)
     saved = saved_bytes(backend, problem, row_wise=row_wise)
     if backend == "reference" and row_wise:  # errors, or rows if these are fewer numbers
-        saved += 2 * min(
-            num_positions * TREE.max_path_columns, TREE.num_rows * problem.weight.shape[1]
-        )
+        rows = TREE.num_rows * problem.weight.shape[1]
+        saved += 2 * min(num_positions * TREE.max_path_columns, rows)
     assert need.batch == 4 * num_positions * 300 * (12 + 4) + 2 * saved
 
 

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from shutil import rmtree
 
@@ -17,12 +16,13 @@ import lm
 from lm.cli import main
 from lm.extension import begin_from
 from lm.extension.words import extended
-from lm.loaded import LoadedModel
 from lm.model.files import load_model
-from lm.output import HierarchicalSoftmax
 from lm.run import Run, TrainedRun
 from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
+from tests.conftest import Printed, recipes
+from tests.models import softmax_of
+from tests.training.conftest import BeforeCall
 from tests.training.tiny_runs import outcome
 
 RECIPE = """\
@@ -33,20 +33,18 @@ model: {hidden: 8, layers: 1}
 optim: {lr: 0.05}
 train: {max_steps: 3, batch_size: 4, seq_len: 8, threads: 1, accelerator: cpu}
 """
-TIED = ["word_table.tied=true", "model.input_embedding=path_sum"]
-SHAPES = {
-    "lstm, shortlist, a vector for each word": ["classes.shortlist=3", "model.embedding=5"],
-    "transformer, tied": ["model.backbone=transformer", "word_table.tied=true"],
-    "path sums, row-wise": [
-        *("model.input_embedding=path_sum", "word_table.gradients=row_wise"),
-        *("word_table.optimizer=adagrad", "classes.shortlist=2"),
-    ],
-    "input tree, full softmax": ["output.tree=full", "model.input_tree=two_level"],
-    "input tree, tied, full softmax": ["output.tree=full", "model.input_tree=two_level", *TIED],
-    "pieces, three levels": ["output.tree=multi_level", "model.input_pieces=20"],
-    "fp64, tied path sums": ["train.precision=64-true", *TIED],
-}
-PIECES = ["tokenizer.kind=sentencepiece", "tokenizer.vocab_size=30", "output.tree=full"]
+TIED = "word_table.tied=true model.input_embedding=path_sum"
+SHAPES = recipes(f"""\
+lstm, shortlist, a vector for each word | classes.shortlist=3 model.embedding=5
+transformer, tied | model.backbone=transformer word_table.tied=true
+path sums, row-wise | model.input_embedding=path_sum word_table.gradients=row_wise \
+word_table.optimizer=adagrad classes.shortlist=2
+input tree, full softmax | output.tree=full model.input_tree=two_level
+input tree, tied, full softmax | output.tree=full model.input_tree=two_level {TIED}
+pieces, three levels | output.tree=multi_level model.input_pieces=20
+fp64, tied path sums | train.precision=64-true {TIED}
+""")
+PIECES = ["--tokenizer.kind=sentencepiece", "--tokenizer.vocab_size=30", "--output.tree=full"]
 NOUNS = ("cat", "dog", "bird", "man", "horse", "fish", "cow")
 NAMES = ("Ada", "Zoe")
 VERBS = ("sees", "hears", "likes", "follows")
@@ -59,9 +57,8 @@ def sentences(seed: int, count: int, nouns: tuple[str, ...] = NOUNS) -> str:
 
 
 @pytest.fixture(autouse=True)
-def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def texts(current_folder: None) -> None:
     """The old text, and a new one with names."""
-    monkeypatch.chdir(tmp_path)
     Path("old.yaml").write_text(RECIPE)
     Path("new.yaml").write_text(RECIPE.replace("old", "new"))
     Path("old.txt").write_text(sentences(0, 60))
@@ -75,20 +72,9 @@ def train(name: str, *arguments: str) -> Path:
     return Path("runs", name)
 
 
-def options(keys: list[str]) -> list[str]:
-    return [f"--{key}" for key in keys]
-
-
-def softmax(model: LoadedModel) -> HierarchicalSoftmax:
-    assert isinstance(model.model.output, HierarchicalSoftmax)
-    return model.model.output
-
-
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_commands_give_new_words_the_same_rows_and_old_ones_keep_their_ratios(
-    shape: str,
-) -> None:
-    keys = options(SHAPES[shape])
+def test_both_commands_give_new_words_the_same_rows_and_old_ones_keep_ratios(shape: str) -> None:
+    keys = SHAPES[shape]
     run = train("old", *keys)
     assert main(["extend", str(run), "--text=new.txt", "--run_dir=next"]) == 0
     before, after = lm.load(run, threads=1), lm.load("next", threads=1)
@@ -96,7 +82,7 @@ def test_both_commands_give_new_words_the_same_rows_and_old_ones_keep_their_rati
     assert [after.word(id) for id in range(after.vocab_size)] == [*known, *NAMES]
     was, now = (model.log_prob("cat sees the") for model in (before, after))
     assert now.exp().sum().item() == pytest.approx(1, abs=1e-5)
-    tree, larger = softmax(before).tree, softmax(after).tree
+    tree, larger = softmax_of(before.model).tree, softmax_of(after.model).tree
     node = tree.node_of_row[tree.row_of_word]
     for each in torch.unique(node).tolist():  # the words of a class, or of the shortlist
         ids = (node == each).nonzero().flatten()
@@ -104,8 +90,7 @@ def test_both_commands_give_new_words_the_same_rows_and_old_ones_keep_their_rati
         torch.testing.assert_close(*ratios, rtol=0, atol=1e-4)
     assert larger.num_nodes == tree.num_nodes
     assert larger.node_of_row[larger.row_of_word[: len(known)]].tolist() == node.tolist()
-    of_name = after.log_prob("cat sees the")[after.id("Ada")].exp()
-    assert of_name > 0.01
+    assert after.log_prob("cat sees the")[after.id("Ada")].exp() > 0.01
     assert main(["evaluate", "next", "--text=new.txt", "--open-vocabulary"]) == 0
     new = Run.read("new.yaml", keys)
     begin_from(TrainedRun.open(run), new, progress=False)
@@ -118,27 +103,25 @@ def test_both_commands_give_new_words_the_same_rows_and_old_ones_keep_their_rati
 def test_with_the_same_words_training_begins_with_the_perplexity_of_the_run(
     shape: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = options(SHAPES.get(shape, PIECES))
+    keys = SHAPES.get(shape, PIECES)
     run = train("old", *keys)
     (Path("other.txt")).write_text(sentences(3, 30))
     train("new", *keys, f"--init-from={run}", "--data.files.train=other.txt")
-    found = re.findall(r"validation perplexity ([\d.,]+) on", caplog.text)
     expected = f"{TrainedRun.open(run).description.valid_perplexity:,.2f}"
-    assert found == [expected, expected]
+    assert re.findall(r"validation perplexity ([\d.,]+) on", caplog.text) == [expected, expected]
     assert ", 0 new" in caplog.text
     content = json.loads(Path("runs/new/init.json").read_text())
     assert content["weights_sha256"] == TrainedRun.open(run).description.weights_sha256
-    tree, trained = Run.read("runs/new").tree, TrainedRun.open(run).model
-    assert isinstance(trained.output, HierarchicalSoftmax)
+    tree, trained = Run.read("runs/new").tree, softmax_of(TrainedRun.open(run).model)
     assert tree is not None
-    assert tree.row_of_word.tolist() == trained.output.tree.row_of_word.tolist()
+    assert tree.row_of_word.tolist() == trained.tree.row_of_word.tolist()
 
 
 @pytest.mark.parametrize("shape", ["lstm, shortlist, a vector for each word", "transformer, tied"])
 def test_a_run_that_has_begun_from_another_continues_without_it(
-    shape: str, before_call: Callable[..., None], complaint: Callable[..., str]
+    shape: str, before_call: BeforeCall, complaint: Printed
 ) -> None:
-    keys = [*options(SHAPES[shape]), "--train.max_steps=6", "--model.dropout=0.3"]
+    keys = [*SHAPES[shape], "--train.max_steps=6", "--model.dropout=0.3"]
     run = train("old", *keys)
     whole = train("new", *keys, f"--init-from={run}")
     expected = outcome(whole)
@@ -162,9 +145,7 @@ def test_a_run_that_has_begun_from_another_continues_without_it(
     assert outcome(whole) == expected
 
 
-def test_no_other_run_gets_the_words_of_a_run_that_has_begun_from_another(
-    complaint: Callable[..., str],
-) -> None:
+def test_no_other_run_gets_the_words_of_a_run_that_began_from_another(complaint: Printed) -> None:
     run = train("old")
     new = train("new", f"--init-from={run}", "--data.files.train=new.txt")
     assert main(["train", "new.yaml", "--no-progress", "--name=anew"]) == 0
@@ -174,8 +155,6 @@ def test_no_other_run_gets_the_words_of_a_run_that_has_begun_from_another(
     assert Path(new, "data", "vocab.txt").read_text() == words[0]
     data = f"--data.prepared_dir={new}/data"
     assert "has the words of a trained run" in complaint("train", "new.yaml", "--name=x", data)
-    text = complaint("train", "new.yaml", "--name=x", data, f"--init-from={run}")
-    assert "has data already, and --init-from prepares others" in text
 
 
 def test_rows_of_new_words_are_better_than_means_and_these_than_random_ones(

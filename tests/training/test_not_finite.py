@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from data_prep.errors import NotFiniteError
-from lm.cli import main
 from lm.run import Run
 from lm.training import optimizers
 from lm.training.batches import Batches
@@ -20,13 +19,16 @@ from lm.training.checkpoint import load_checkpoint
 from lm.training.devices import build_fabric
 from lm.training.metrics import read_metrics
 from lm.training.state import TrainingState
-from tests.training.tiny_runs import outcome
+from tests.conftest import Printed, Train
+from tests.training.tiny_runs import LAST, outcome, steps_done
 
+Poison = Callable[..., None]
+INDEPENDENT = ["--data.sequences=independent", "--data.prepared_dir=null"]
 SAVES = ["--train.checkpoint_every_steps=1", "--train.val_every_steps=4", "--log.every_steps=1"]
 
 
 @pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
     """`poison(numbers, value)`: the largest gradient of these steps of the process is `value`."""
     clip = optimizers.clip_gradients
 
@@ -45,56 +47,41 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.mark.parametrize(("value", "clip"), [(float("nan"), "0"), (float("inf"), "1")])
 def test_a_gradient_that_is_not_finite_stops_before_the_update_and_names_step_and_batch(
-    tmp_path: Path,
-    command: Callable[[Path], list[str]],
-    failed: Callable[..., str],
-    poison: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    value: float,
-    clip: str,
+    tmp_path: Path, train: Train, failed: Printed, poison: Poison, value: float, clip: str
 ) -> None:
-    options = [*SAVES, f"--optim.clip={clip}", "--train.max_steps=8"]
-    assert main([*command(tmp_path / "truth"), *options]) == 0
+    options, run = [*SAVES, f"--optim.clip={clip}", "--train.max_steps=8"], tmp_path / "run"
+    truth = outcome(train(tmp_path / "truth", *options))
     poison({6}, value)
-    assert failed(tmp_path / "run", *options) == (
+    assert failed(run, *options) == (
         "the gradient is not finite in step 6 (batch 6 of epoch 1); the last checkpoint is"
         " untouched (a lower optim.lr or optim.clip may help)"
     )
-    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    assert load_checkpoint(last)["progress"]["batches_done"] == 5
+    assert steps_done(run) == 5
     poison(set())
-    assert main([*command(tmp_path / "run"), *options, "--resume=auto"]) == 0
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "truth")
+    assert outcome(train(run, *options, "--resume=auto")) == truth
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        ["--train.accumulate=2"],
-        ["--data.sequences=independent", "--data.prepared_dir=null", "--train.seq_len=9"],
-    ],
+    "options", [[], ["--train.accumulate=2"], [*INDEPENDENT, "--train.seq_len=9"]]
 )
 def test_skipped_steps_change_no_parameter_and_are_counted(
     tmp_path: Path,
-    command: Callable[[Path], list[str]],
-    failed: Callable[..., str],
-    poison: Callable[..., None],
+    train: Train,
+    failed: Printed,
+    poison: Poison,
     monkeypatch: pytest.MonkeyPatch,
     options: list[str],
 ) -> None:
     monkeypatch.setattr("lm.training.batches.SORTED_BATCHES", 1)  # most have padding
     options = [*SAVES, *options, "--train.skip_nonfinite_steps=2"]
-    run, last = tmp_path / "run", tmp_path / "run" / "checkpoints" / "last.ckpt"
-    assert main([*command(run), *options, "--train.max_steps=3"]) == 0
-    before = load_checkpoint(last)
+    run = train(tmp_path, *options, "--train.max_steps=3")
+    before = load_checkpoint(run / LAST)
     weights, carried = before["model"], before["devices"][0]["carried"]
-    if "--data.sequences=independent" in options:  # each begins without a state
+    if INDEPENDENT[0] in options:  # each begins without a state
         carried = None
     weights = {name: weight.clone() for name, weight in weights.items()}
     poison({1, 2})
-    assert main([*command(run), *options, "--train.max_steps=5", "--resume=auto"]) == 0
-    after = load_checkpoint(last)
+    after = load_checkpoint(train(run, *options, "--train.max_steps=5", "--resume=auto") / LAST)
     torch.testing.assert_close(after["model"], weights, rtol=0, atol=0)
     torch.testing.assert_close(after["devices"][0]["carried"], carried, rtol=0, atol=0)
     assert after["progress"]["skipped_steps"] == 2
@@ -112,33 +99,23 @@ def test_skipped_steps_change_no_parameter_and_are_counted(
 
 @pytest.mark.parametrize(("accumulate", "steps", "num_batches"), [(1, 4, 4), (2, 3, 5)])
 def test_no_state_is_carried_into_an_epoch_that_begins_in_a_skipped_step(
-    accumulate: int,
-    steps: int,
-    num_batches: int,
-    tmp_path: Path,
-    command: Callable[[Path], list[str]],
-    poison: Callable[..., None],
+    accumulate: int, steps: int, num_batches: int, tmp_path: Path, train: Train, poison: Poison
 ) -> None:
     options = [f"--train.accumulate={accumulate}", f"--train.max_steps={steps}"]
     poison({steps})
     skips = ["--train.skip_nonfinite_steps=1", "--train.seq_len=200"]
-    assert main([*command(tmp_path), *options, *skips]) == 0
-    last = load_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
+    last = load_checkpoint(train(tmp_path, *options, *skips) / LAST)
     epoch = read_metrics(tmp_path / "metrics.csv")[-1].epoch
     assert epoch == pytest.approx(num_batches / 3, abs=1e-4)
     assert last["progress"]["skipped_steps"] == 1
     assert last["devices"][0]["carried"] is None
 
 
-def test_on_a_gpu_steps_that_are_not_finite_are_found_when_losses_are_read(
-    lstm_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_steps_that_are_not_finite_are_found_when_losses_are_read(lstm_run: Path) -> None:
     """Which is before anything is saved; a device of another name takes the place of a GPU."""
     run = Run.read(lstm_run)
-    fabric = build_fabric(run)
-    path = lstm_run / "checkpoints" / "last.ckpt"
-    batches = Batches(run.config, run.prepared, 0, 1)
-    state = TrainingState(fabric, run, batches, load_checkpoint(path))
+    fabric, batches = build_fabric(run), Batches(run.config, run.prepared, 0, 1)
+    state = TrainingState(fabric, run, batches, load_checkpoint(lstm_run / LAST))
     state.gather_losses()
     gpu: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), all_reduce=fabric.all_reduce)
     state.fabric = gpu

@@ -1,45 +1,32 @@
 """The learning rate at the corners of its curves, and what decays."""
 
-from typing import Any, Literal, cast
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
 
 from lm.config import OptimConfig, WordTable
-from lm.model.language_model import LanguageModel
 from lm.training.optimizers import build_optimizer, learning_rate
 
 
 def rate(step: int = 0, epoch: int = 0, num_bad_validations: int = 0, **settings: Any) -> float:
-    config = OptimConfig(lr=2.0, **settings)
     state = {"step": step, "epoch": epoch, "num_bad_validations": num_bad_validations}
-    return learning_rate(config, total_steps=100, **state)
+    return learning_rate(OptimConfig(lr=2.0, **settings), total_steps=100, **state)
 
 
-class Model(nn.Module):
-    """What `build_optimizer` reads of a language model: all parameters, and those of the table."""
-
-    def __init__(self, other: nn.Module, table: nn.Module | None = None) -> None:
-        super().__init__()
-        self.other = other
-        self.words = table
-
-    @property
-    def table(self) -> list[nn.Parameter]:
-        return [] if self.words is None else list(self.words.parameters())
-
-
-def build(model: nn.Module, config: OptimConfig, **table: Any) -> Any:
-    """The optimizer of a `Model` whose word table has the settings `table`."""
-    return build_optimizer(cast(LanguageModel, model), config, WordTable(**table))
+def build(other: nn.Module, config: OptimConfig, words: Any = None, **table: Any) -> Any:
+    """The optimizer of a model whose word table is `words`, with the settings `table`."""
+    rows = [] if words is None else [*words.parameters()]
+    model: Any = SimpleNamespace(table=rows, parameters=lambda: [*other.parameters(), *rows])
+    return build_optimizer(model, config, WordTable(**table))
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "step", "plateau"])
 def test_warm_up_rises_linearly_to_the_full_rate_at_its_last_step(schedule: str) -> None:
     rates = [rate(step, schedule=schedule, warmup_steps=4) for step in range(5)]
-    decayed = 1.0 if schedule == "step" else 2.0
-    assert rates == [0.5, 1.0, 1.5, 2.0, decayed]
+    assert rates == [0.5, 1.0, 1.5, 2.0, 1.0 if schedule == "step" else 2.0]
 
 
 def test_rates_at_the_corners_of_their_curves() -> None:
@@ -65,7 +52,7 @@ def test_matrices_decay_and_vectors_do_not(optimizer: Literal["sgd", "adamw"]) -
     with torch.no_grad():
         model.bias.fill_(1.0)
     before = model.weight.detach().clone()
-    stepper = build(Model(model), OptimConfig(optimizer=optimizer, lr=0.5, weight_decay=0.1))
+    stepper = build(model, OptimConfig(optimizer=optimizer, lr=0.5, weight_decay=0.1))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     stepper.step()
@@ -76,7 +63,7 @@ def test_matrices_decay_and_vectors_do_not(optimizer: Literal["sgd", "adamw"]) -
 def test_sgd_is_the_textbook_step_with_momentum() -> None:
     model = nn.Linear(1, 1, bias=False)
     weight = model.weight.detach().item()
-    stepper = build(Model(model), OptimConfig(optimizer="sgd", lr=0.5, momentum=0.5))
+    stepper = build(model, OptimConfig(optimizer="sgd", lr=0.5, momentum=0.5))
     for gradient, moved in ((1.0, 0.5), (3.0, 1.75)):
         model.weight.grad = torch.full((1, 1), gradient)
         stepper.step()
@@ -87,7 +74,7 @@ def test_sgd_is_the_textbook_step_with_momentum() -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_updates_every_number_in_half_precision(momentum: float) -> None:
     model = nn.Linear(40, 5, bias=False).bfloat16()
-    stepper = build(Model(model), OptimConfig(optimizer="sgd", lr=0.25, momentum=momentum))
+    stepper = build(model, OptimConfig(optimizer="sgd", lr=0.25, momentum=momentum))
     before = model.weight.detach().clone()
     model.weight.grad = torch.ones_like(model.weight)
     stepper.step()
@@ -95,26 +82,26 @@ def test_sgd_updates_every_number_in_half_precision(momentum: float) -> None:
 
 
 def test_the_word_table_has_its_own_optimizer_and_rate() -> None:
-    model = Model(nn.Linear(3, 2, bias=False), nn.Embedding(5, 2))
-    linear, rows = (parameter.detach().clone() for parameter in model.parameters())
+    model, table = nn.Linear(3, 2, bias=False), nn.Embedding(5, 2)
+    linear, rows = (each.weight.detach().clone() for each in (model, table))
     config = OptimConfig(optimizer="sgd", lr=2.0, weight_decay=0.1)
-    optimizer = build(model, config, optimizer="adagrad", lr=0.5)
+    optimizer = build(model, config, table, optimizer="adagrad", lr=0.5)
     assert [group["scale"] for group in optimizer.param_groups] == [1.0, 0.25]
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+    for each in (model, table):
+        each.weight.grad = torch.ones_like(each.weight)
     for group in optimizer.param_groups:
         group["lr"] = 1.0 * group["scale"]
     assert optimizer.step(lambda: 7.0) == 7.0
-    linear_after, rows_after = (parameter.detach() for parameter in model.parameters())
-    torch.testing.assert_close(linear_after, linear - 1.0 * (1 + 0.1 * linear))
-    torch.testing.assert_close(rows_after, rows - 0.25)
+    torch.testing.assert_close(model.weight.detach(), linear - 1.0 * (1 + 0.1 * linear))
+    torch.testing.assert_close(table.weight.detach(), rows - 0.25)
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["adamw", "row_wise"])
 def test_adam_is_kingmas_step_with_the_betas_of_the_configuration(which: int) -> None:
-    model = Model(nn.Linear(1, 1, bias=False).double(), nn.Linear(1, 1, bias=False).double())
-    stepper = build(model, OptimConfig(lr=0.1, betas=(0.5, 0.25)), optimizer="adam", lr=0.1)
-    parameter = list(model.parameters())[which]
+    models = [nn.Linear(1, 1, bias=False).double() for _ in range(2)]
+    config = OptimConfig(lr=0.1, betas=(0.5, 0.25))
+    stepper = build(models[0], config, models[1], optimizer="adam", lr=0.1)
+    parameter = models[which].weight
     weight, mean, square = float(parameter.detach()), 0.0, 0.0
     for t, gradient in enumerate((1.0, 3.0, -2.0), 1):
         parameter.grad = torch.full_like(parameter, gradient)

@@ -3,56 +3,40 @@
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from lm.cli import main
 from lm.config import load_config
 from lm.run import Run
 from lm.training.batches import Batches, SequenceBatches
 from lm.training.checkpoint import load_checkpoint, save_checkpoint
 from lm.training.signals import SIGNALS, StopSignals
-from tests.training.tiny_runs import outcome
+from tests.conftest import Printed, Train, recipes
+from tests.training.conftest import BeforeCall
+from tests.training.tiny_runs import LAST, outcome, steps_done
 
-Train = Callable[..., Path]
-
-RECIPES = {  # `test_cuda_graph.py` has others, which stop once
-    "lstm, dropouts, momentum, accumulate": [
-        *("--model.dropout_weight=0.3", "--model.dropout_variational=true"),
-        *("--optim.optimizer=sgd", "--optim.lr=0.5", "--optim.momentum=0.9"),
-        *("--train.accumulate=3", "--optim.schedule=plateau", "--train.val_every_steps=7"),
-    ],
-    "transformer, bf16 parameters": [
-        *("--model.backbone=transformer", "--train.precision=bf16-true"),
-        *("--output.tree=huffman", "--output.arity=3"),
-        *("--train.val_every_steps=6", "--train.checkpoint_every_steps=4"),
-    ],
-    "pieces of words": [
-        *("--output.tree=balanced", "--output.branching=2"),
-        *("--model.input_pieces=40", "--model.count_word_dropout=3"),
-        *("--train.precision=bf16-true", "--train.val_every_steps=6"),
-    ],
-    "sampled softmax, path sums of another tree": [
-        *("--output.tree=full", "--output.num_samples=9", "--train.val_every_steps=6"),
-        *("--model.input_embedding=path_sum", "--model.input_tree=two_level"),
-        *("--word_table.tied=true", "--model.count_word_dropout=3"),
-    ],
-    "independent sequences, lstm": [
-        *("--data.sequences=independent", "--data.prepared_dir=null", "--train.seq_len=3"),
-        *("--train.val_every_steps=6", "--train.checkpoint_every_steps=4"),
-    ],
-    "independent sequences, transformer, their ends predicted": [
-        *("--data.sequences=independent", "--data.prepared_dir=null", "--train.accumulate=2"),
-        *("--data.predict_eos=true", "--model.backbone=transformer", "--train.val_every_steps=6"),
-    ],
-    "lstm, two epochs, tied, bf16": [
-        *("--train.max_epochs=2", "--train.max_steps=null", "--train.batch_size=16"),
-        *("--word_table.tied=true", "--train.precision=bf16-mixed", "--optim.schedule=step"),
-    ],
-}
+RECIPES = recipes("""\
+lstm, dropouts, momentum, accumulate | model.dropout_weight=0.3 model.dropout_variational=true \
+optim.optimizer=sgd optim.lr=0.5 optim.momentum=0.9 train.accumulate=3 optim.schedule=plateau \
+train.val_every_steps=7
+transformer, bf16 parameters | model.backbone=transformer train.precision=bf16-true \
+output.tree=huffman output.arity=3 train.val_every_steps=6 train.checkpoint_every_steps=4
+pieces of words | output.tree=balanced output.branching=2 model.input_pieces=40 \
+model.count_word_dropout=3 train.precision=bf16-true train.val_every_steps=6
+sampled softmax, path sums of another tree | output.tree=full output.num_samples=9 \
+train.val_every_steps=6 model.input_embedding=path_sum model.input_tree=two_level \
+word_table.tied=true model.count_word_dropout=3
+independent sequences, lstm | data.sequences=independent data.prepared_dir=null train.seq_len=3 \
+train.val_every_steps=6 train.checkpoint_every_steps=4
+independent sequences, transformer, their ends predicted | data.sequences=independent \
+data.prepared_dir=null train.accumulate=2 data.predict_eos=true model.backbone=transformer \
+train.val_every_steps=6
+lstm, two epochs, tied, bf16 | train.max_epochs=2 train.max_steps=null train.batch_size=16 \
+word_table.tied=true train.precision=bf16-mixed optim.schedule=step
+""")  # `test_cuda_graph.py` has others, which stop once
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +72,7 @@ def test_signals_stop_training_unless_that_of_a_closed_terminal_is_ignored(tmp_p
 
 @pytest.mark.parametrize("fatal", [0, 3])
 def test_a_second_signal_stops_at_once(
-    fatal: int, arguments: list[str], tmp_path: Path, before_call: Callable[..., None]
+    fatal: int, train: Train, tmp_path: Path, before_call: BeforeCall
 ) -> None:
     def kill_twice(batches: Batches, number: int) -> None:
         for _ in range(2 if number == fatal else 0):
@@ -96,22 +80,17 @@ def test_a_second_signal_stops_at_once(
 
     before_call(Batches, "__getitem__", kill_twice)
     before = [signal.getsignal(number) for number in SIGNALS]
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 130
+    with pytest.raises(SystemExit, match="130"):
+        train(tmp_path)
     assert [signal.getsignal(number) for number in SIGNALS] == before
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_interrupted_again_and_again_equals_uninterrupted(
-    recipe: str,
-    train: Train,
-    arguments: list[str],
-    tmp_path: Path,
-    before_call: Callable[..., None],
+    recipe: str, train: Train, tmp_path: Path, before_call: BeforeCall
 ) -> None:
-    fatal = dict[int, int]()
+    fatal, run = dict[int, int](), tmp_path / "run"
 
     def kill(_: Batches, number: int) -> None:
         if number in fatal:
@@ -119,40 +98,34 @@ def test_interrupted_again_and_again_equals_uninterrupted(
 
     for kind in (Batches, SequenceBatches):
         before_call(kind, "__getitem__", kill)
-    command = [*arguments, *RECIPES[recipe], "--resume", "auto"]
-    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    done = [0]
+    options, done = RECIPES[recipe], [0]
     for batch, number in ((0, signal.SIGTERM), (5, signal.SIGTERM), (17, signal.SIGINT)):
         fatal[batch] = number
-        with pytest.raises(SystemExit) as end:
-            main(command)
-        assert end.value.code == 128 + number
-        done.append(load_checkpoint(last)["progress"]["batches_done"] if last.exists() else 0)
+        with pytest.raises(SystemExit, match=f"{128 + number}"):
+            train(run, *options, "--resume", "auto")
+        done.append(steps_done(run))
     assert done[0] <= done[1] < done[2] < done[3] < 24
-    assert main(command) == 0
-    assert outcome(tmp_path / "run") == outcome(train(tmp_path / "uninterrupted", *RECIPES[recipe]))
+    expected = outcome(train(tmp_path / "uninterrupted", *options))
+    assert outcome(train(run, *options, "--resume", "auto")) == expected
 
 
 @pytest.mark.parametrize("change", ["none", "last.ckpt is deleted", "auto is row-wise"])
 def test_a_longer_training_continues_where_the_shorter_ended(
-    change: str, train: Train, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: str, train: Train, failed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `last.ckpt`, `best.ckpt` is the last one. `auto` depends on a size that versions may
-    change: gradients remain dense.
-    """
-    run, options = tmp_path / "run", ["--log.every_steps=4", "--train.val_every_steps=4"]
+    """Without `last.ckpt`, `best.ckpt` is the last one; `auto` may change between versions."""
+    options = ["--log.every_steps=4", "--train.val_every_steps=4"]
     options += ["--optim.optimizer=sgd", "--optim.lr=0.5", "--optim.weight_decay=0"]
     truth = train(tmp_path / "truth", *options, "--train.max_steps=12")
-    assert main([*arguments, *options, "--train.max_steps=8"]) == 0
+    run = train(tmp_path / "run", *options, "--train.max_steps=8")
     if change == "last.ckpt is deleted":
-        (run / "checkpoints" / "last.ckpt").unlink()
+        (run / LAST).unlink()
     if change == "auto is row-wise":
         monkeypatch.setattr("lm.config.word_table.ROW_WISE_ELEMENTS", 0)
         assert Run.read(run / "config.yaml", []).word_table.row_wise
     options.append("--train.max_steps=12")
-    assert main([*arguments, *options]) == 2
-    assert main([*arguments, *options, "--resume", "auto"]) == 0
-    assert outcome(run) == outcome(truth)
+    assert "already contains a run" in failed(run, *options)
+    assert outcome(train(run, *options, "--resume", "auto")) == outcome(truth)
     assert load_config(run / "config.yaml").train.max_steps == 12
 
 
@@ -165,32 +138,31 @@ def test_a_longer_training_continues_where_the_shorter_ended(
     ],
 )
 def test_a_longer_training_says_how_its_learning_rate_changes(
-    arguments: list[str],
+    train: Train,
+    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     schedule: str,
     steps: int,
     expected: list[str],
 ) -> None:
     caplog.set_level("INFO")
-    options = [*arguments, f"--optim.schedule={schedule}"]
-    assert main([*options, "--train.max_steps=8"]) == 0
+    run = train(tmp_path, f"--optim.schedule={schedule}", "--train.max_steps=8")
     caplog.clear()
-    assert main([*options, f"--train.max_steps={steps}", "--resume", "auto"]) == 0
+    train(run, f"--optim.schedule={schedule}", f"--train.max_steps={steps}", "--resume", "auto")
     lines = [line for line in caplog.messages if "the learning rate was" in line]
     assert [line.partition(" continues")[0] for line in lines] == expected
 
 
 def test_a_continuation_in_a_new_folder_has_a_model_though_it_never_beats_the_old_best(
-    train: Train, arguments: list[str], tmp_path: Path
+    train: Train, tmp_path: Path
 ) -> None:
     options = ["--log.every_steps=4", "--train.val_every_steps=4"]
     early = train(tmp_path / "early", *options, "--train.max_steps=8")
     best = json.loads((early / "model.json").read_text())["valid_perplexity"]
-    worse = [*options, "--train.max_steps=12", "--resume", str(early / "checkpoints" / "last.ckpt")]
-    checkpoint = load_checkpoint(early / "checkpoints" / "last.ckpt")
+    checkpoint = load_checkpoint(early / LAST)
     checkpoint["progress"]["best_perplexity"] = 1.0
-    save_checkpoint(checkpoint, early / "checkpoints" / "last.ckpt")
-    assert main([*arguments, *worse]) == 0
-    description = json.loads((tmp_path / "run" / "model.json").read_text())
+    save_checkpoint(checkpoint, early / LAST)
+    run = train(tmp_path, *options, "--train.max_steps=12", "--resume", str(early / LAST))
+    description = json.loads((run / "model.json").read_text())
     assert 1 < description["valid_perplexity"] < best
     assert description["step"] == 12

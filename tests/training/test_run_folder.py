@@ -15,16 +15,12 @@ from lm.cli import main
 from lm.run import Run
 from lm.training import environment
 from lm.training.metrics import read_metrics
-
-Train = Callable[..., Path]
-Contents = Callable[[Path], dict[str, str]]
-Failed = Callable[..., str]
+from tests.conftest import Printed, Train, contents, corpus_of
 
 
 def test_a_run_leaves_the_files_that_its_use_requires(train: Train, tmp_path: Path) -> None:
     run = train(tmp_path)
-    files = {path.name for path in run.rglob("*") if path.is_file()}
-    assert files == {
+    assert {path.name for path in run.rglob("*") if path.is_file()} == {
         *(".lock", "config.yaml", "classes.npy", "env.json", "tokenizer.json", "vocab.txt"),
         *("best.ckpt", "last.ckpt", "metrics.csv", "curves.png", "speller.npz"),
         *("model.json", "model.safetensors"),
@@ -45,19 +41,17 @@ def test_a_run_without_a_checkpoint_yet_begins_anew_though_it_has_a_model(
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(
-    train: Train, tmp_path: Path, failed: Failed, contents: Contents
+    train: Train, command: Callable[[Path], list[str]], tmp_path: Path, untouched: Printed
 ) -> None:
     with locked(tmp_path / ".lock"):
-        before = contents(tmp_path)
-        message = failed(tmp_path, "--resume", "auto")
-        assert contents(tmp_path) == before
+        message = untouched(*command(tmp_path), "--resume", "auto")
     assert message == f"{tmp_path}: another process trains this run"
     assert train(tmp_path, "--train.max_steps=2") == tmp_path
 
 
 @pytest.mark.parametrize("rate", ["1e39", "1e9"])
 def test_a_validation_that_is_not_finite_stops_before_anything_is_saved(
-    rate: str, tmp_path: Path, failed: Failed
+    rate: str, tmp_path: Path, failed: Printed
 ) -> None:
     options = ["--optim.optimizer=sgd", f"--optim.lr={rate}", "--optim.clip=0"]
     assert re.fullmatch(
@@ -70,7 +64,7 @@ def test_a_validation_that_is_not_finite_stops_before_anything_is_saved(
 
 
 def test_a_run_that_does_not_fit_in_memory_is_refused_before_it_has_a_folder(
-    tmp_path: Path, failed: Failed, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, failed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Run, "available_bytes", 1000)
     run = tmp_path / "run"
@@ -99,49 +93,26 @@ def test_the_processor_and_the_most_memory_are_those_that_linux_tells(
 
 
 def test_a_checkpoint_without_its_run_is_refused_if_it_does_not_fit(
-    lstm_run: Path, tmp_path: Path, failed: Failed
+    lstm_run: Path, tmp_path: Path, failed: Printed
 ) -> None:
-    alone = tmp_path / "alone.ckpt"
+    alone, more = tmp_path / "alone.ckpt", "--train.max_steps=30"
     shutil.copyfile(lstm_run / "checkpoints" / "last.ckpt", alone)
-    for option, problem in (
-        ("--model.hidden=16", "size mismatch"),
-        ("--output.tree=full", "the weights belong to another tree"),
-    ):
-        message = failed(tmp_path / "run", "--train.max_steps=30", option, "--resume", alone)
+    of_tree = "--output.tree=full", "the weights belong to another tree"
+    for option, problem in (("--model.hidden=16", "size mismatch"), of_tree):
+        message = failed(tmp_path / "run", more, option, "--resume", alone)
         assert message.startswith("the checkpoint does not fit the configuration: ")
         assert problem in message
+    message = failed(tmp_path / "run", more, "--train.precision=64-true", "--resume", alone)
+    types = "torch.float32 in the checkpoint, and torch.float64 under train.precision: 64-true"
+    assert message == f"backbone.layers.0.weight_ih_l0 is {types}"
     message = failed(tmp_path / "run", "--resume", alone)
     assert message == f"{alone}: training is already complete"
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_checkpoint_of_parameters_of_another_type_is_refused(
-    train: Train, tmp_path: Path, failed: Failed
-) -> None:
-    early = train(tmp_path / "early", "--train.max_steps=1", "--train.precision=64-true")
-    (early / "config.yaml").unlink()  # which would be refused first
-    message = failed(tmp_path / "run", "--resume", early / "checkpoints" / "last.ckpt")
-    assert message == (
-        "backbone.layers.0.weight_ih_l0 is torch.float64 in the checkpoint, and torch.float32"
-        " under train.precision: 32-true"
-    )
-
-
-def test_a_line_of_metrics_that_has_no_figures_is_named(
-    train: Train, tmp_path: Path, failed: Failed
-) -> None:
-    run = train(tmp_path / "run", "--train.max_steps=1")
-    with open(run / "metrics.csv", "ab") as file:
-        file.write(b"1,2,\xff,4,5,6,7,8\n")
-    assert re.fullmatch(
-        rf"{run}/metrics.csv, line 3, is damaged \(.*\): delete it to continue",
-        failed(run, "--train.max_steps=2", "--resume", "auto"),
-    )
-
-
 @pytest.mark.parametrize(("key", "reason"), [("", "log.wandb: online: "), ("short", ".*40.* char")])
 def test_wandb_online_without_a_valid_key_is_refused_before_anything_is_written(
-    tmp_path: Path, failed: Failed, monkeypatch: pytest.MonkeyPatch, key: str, reason: str
+    tmp_path: Path, failed: Printed, monkeypatch: pytest.MonkeyPatch, key: str, reason: str
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -168,17 +139,14 @@ def test_a_changed_configuration_is_refused_naming_the_keys(
     options: list[str],
     keys: str,
     lstm_run: Path,
-    train: Callable[..., Path],
+    train: Train,
     tmp_path: Path,
-    failed: Failed,
-    contents: Contents,
+    failed: Printed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = contents(lstm_run)
-    expected = (
-        f"{lstm_run} was started with another configuration ({keys}): set these back to continue"
-        " it, or start a new run in another folder"
-    )
+    back = "set these back to continue it, or start a new run in another folder"
+    expected = f"{lstm_run} was started with another configuration ({keys}): {back}"
     allowed = ["--train.max_steps=99", "--log.every_steps=2", "--train.val_every_steps=3"]
     assert failed(lstm_run, "--resume", "auto", *allowed, *options) == expected
     checkpoint = lstm_run / "checkpoints" / "last.ckpt"
@@ -191,19 +159,15 @@ def test_a_changed_configuration_is_refused_naming_the_keys(
 
 
 def test_another_corpus_is_refused_when_a_run_continues(
-    tiny: Path, corpus: Path, tmp_path: Path, complaint: Callable[..., str], contents: Contents
+    tiny: Path, corpus: Path, tmp_path: Path, untouched: Printed
 ) -> None:
-    run, text = tmp_path / "run", tmp_path / "text.txt"
-    lines = (corpus / "train.txt").read_text().splitlines(keepends=True)
-    text.write_text("".join(lines))
-    command = ["train", str(tiny), f"--data.dir={tmp_path}", "--data.files={train: text.txt}"]
-    command += [f"--run_dir={run}", "--no-progress", "--resume", "auto"]
+    run, text = tmp_path / "run", (corpus / "train.txt").read_text()
+    command = ["train", str(tiny), *corpus_of(tmp_path, text), "--no-progress", "--resume", "auto"]
     assert main([*command, "--train.max_steps=2"]) == 0
-    text.write_text("".join(lines[::-1]))  # the same words as often: the same vocabulary
-    before = contents(run)
-    assert complaint(*command, "--train.max_steps=4") == (
+    # The same words as often: the same vocabulary.
+    (tmp_path / "text.txt").write_text("".join(text.splitlines(keepends=True)[::-1]))
+    assert untouched(*command, "--train.max_steps=4") == (
         f"{run}/data was prepared from something else (train: text.txt changed), and a run"
         " continues with the data it started with: undo that, or start another run"
     )
-    assert contents(run) == before
     assert main(["evaluate", str(run), "--split=train"]) == 0

@@ -3,9 +3,11 @@
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,37 +18,24 @@ from lm.training import cuda_graph
 from lm.training.cuda_graph import StepGraph
 
 
-class Device:
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A device that notes what `StepGraph` does with it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.done: list[str] = []
-        self.mode, self.problem = "default", ""
-        stream = SimpleNamespace(wait_stream=lambda _: None)
-        graph = SimpleNamespace(replay=lambda: self.done.append("replay"))
-        fakes = {
-            "Stream": lambda _: stream,
-            "current_stream": lambda: stream,
-            "stream": lambda _: nullcontext(),
-            "set_sync_debug_mode": lambda mode: setattr(self, "mode", mode),
-            "CUDAGraph": lambda: graph,
-            "graph": self.recording,
-        }
-        for name, fake in fakes.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
+    device = SimpleNamespace(done=[], mode="default", problem="")
 
     @contextmanager
-    def recording(self, graph: object, stream: object) -> Iterator[None]:
-        self.done.append("record")
-        if self.problem:
-            raise RuntimeError(self.problem)
+    def recording(graph: object, stream: object) -> Iterator[None]:
+        device.done.append("record")
+        if device.problem:
+            raise RuntimeError(device.problem)
         yield
 
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    cuda = MagicMock(graph=recording, set_sync_debug_mode=partial(setattr, device, "mode"))
+    cuda.CUDAGraph.return_value.replay = lambda: device.done.append("replay")
+    for name in ("Stream", "current_stream", "stream", "set_sync_debug_mode", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(cuda_graph, "why_eager", lambda *_, **__: None)
-    return Device(monkeypatch)
+    return device
 
 
 def new_graph() -> StepGraph:
@@ -56,7 +45,7 @@ def new_graph() -> StepGraph:
 
 
 def test_a_step_is_recorded_after_those_that_warm_up_and_then_replayed(
-    device: Device, caplog: pytest.LogCaptureFixture
+    device: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     graph = new_graph()
@@ -70,7 +59,7 @@ def test_a_step_is_recorded_after_those_that_warm_up_and_then_replayed(
 
 
 def test_steps_that_wait_for_the_device_are_never_recorded(
-    device: Device, caplog: pytest.LogCaptureFixture
+    device: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
 
@@ -94,7 +83,7 @@ def test_steps_that_wait_for_the_device_are_never_recorded(
     assert "without a CUDA graph: the host waits for the device" in record.message
 
 
-def test_a_step_that_cannot_be_recorded_ends_with_what_to_do(device: Device) -> None:
+def test_a_step_that_cannot_be_recorded_ends_with_what_to_do(device: Any) -> None:
     device.problem = "operation not permitted\nwhen stream is capturing"
     graph = new_graph()
     for _ in range(3):

@@ -2,23 +2,24 @@
 
 import json
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from lm.cli import main
 from lm.training import validation
+from lm.training.checkpoint import load_checkpoint
 from lm.training.clock import Progress
 from lm.training.metrics import read_metrics
 from lm.training.state import TrainingState
 from lm.training.validation import Validation
+from tests.conftest import Train
 from tests.scoring.test_ranking import EOS, UNK, by_hand, distributions, make, some_sequences
 
-Train = Callable[..., Path]
 ITEMS = ["--data.sequences=independent", "--data.prepared_dir=null", "--train.val_every_steps=2"]
 
 
@@ -53,7 +54,6 @@ def test_the_model_is_kept_by_the_criterion_until_the_patience_is_spent(
     ndcgs: list[float],
     best: int,
     steps: int,
-    arguments: list[str],
     train: Train,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -69,6 +69,11 @@ def test_the_model_is_kept_by_the_criterion_until_the_patience_is_spent(
     run = train(tmp_path / "run", *options)
     described = json.loads((run / "model.json").read_text())
     assert (described["step"], described["valid_ndcg"]) == (best, ndcgs[best // 2 - 1])
+    assert described["valid_perplexity"] == perplexities[best // 2 - 1]
+    checkpoint = load_checkpoint(run / "checkpoints" / "best.ckpt")
+    assert checkpoint["progress"]["batches_done"] == best
+    weights = load_file(run / "model.safetensors")
+    torch.testing.assert_close(weights, checkpoint["model"], rtol=0, atol=0)
     lines = [line for line in read_metrics(run / "metrics.csv") if line.valid_ndcg is not None]
     assert [line.valid_ndcg for line in lines] == ndcgs[: steps // 2]
     assert [line.valid_perplexity for line in lines] == perplexities[: steps // 2]
@@ -79,21 +84,10 @@ def test_the_model_is_kept_by_the_criterion_until_the_patience_is_spent(
     planned = " (12 planned)" * (steps < 12)
     assert f"has the model of step {best} of {steps}{planned}: validation " in caplog.text
     assert re.search(r"NDCG@10 of (\d+) of \1 users 0\.[1-4]", caplog.text)
-    assert main([*arguments, *options, "--resume=auto"]) == 0
+    train(run, *options, "--resume=auto")
     assert "training is already complete" in caplog.text
-    longer = "--train.patience=9"  # which may change
-    assert main([*arguments, *options, longer, "--resume=auto"]) == 0
+    train(run, *options, "--train.patience=9", "--resume=auto")  # which may change
     assert read_metrics(run / "metrics.csv")[-1].step == 12
-
-
-def test_a_run_without_a_bar_has_a_line_for_each_validation(
-    train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    train(tmp_path / "run", "--train.max_steps=12", "--train.val_every_steps=6")
-    found = [re.sub(r"(epoch|ppl) [\d.]+", r"\1 X", line) for line in caplog.messages]
-    found = [re.sub(r"\d+ tokens.*", "", line) for line in found if line.startswith("step ")]
-    assert found == [f"step {n} of 12: epoch X, valid ppl X, ppl X, " for n in (6, 12)]
 
 
 def test_the_training_perplexity_of_sequences_is_that_since_the_validation(

@@ -12,24 +12,18 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from data_prep.errors import UserError
 from data_prep.meta import META
 from lm.cli import main
 from lm.training.checkpoint import load_checkpoint, save_checkpoint
 from lm.training.metrics import read_metrics
+from tests.conftest import TINY, toy_sentences
 
-WORDS = ("the", "a", "old", "cat", "dog", "bird", "man", "sees", "hears", "likes", "today", "often")
-CONFIG = """\
-name: tiny
-data: {{dir: {corpus}, files: {{train: train.txt, valid: valid.txt, test: test.txt}}}}
-model: {{hidden: 8, layers: 1, dropout: 0.2}}
-optim: {{lr: 0.01}}
-train:
-  {{max_steps: 12, batch_size: 2, seq_len: 8, val_every_steps: 4, checkpoint_every_steps: 3,
-   threads: 1, accelerator: cpu}}
-log: {{every_steps: 4}}
-"""
+OPTIONS = ["--no-progress", "--model.hidden=8", "--model.layers=1", "--train.batch_size=2"]
+OPTIONS += ["--train.val_every_steps=4", "--train.checkpoint_every_steps=3", "--log.every_steps=4"]
+OPTIONS += ["--train.accelerator=cpu"]
 LAST = Path("checkpoints", "last.ckpt")
 
 
@@ -47,22 +41,13 @@ class Ended:
         return 2 <= self.code < 128 and is_clear and str(folder) in last
 
 
-class Work:
-    """The corpus and the configuration of tiny runs below a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.config = folder, folder / "tiny.yaml"
-        corpus = folder / "corpus"
-        corpus.mkdir()
-        rng = random.Random(0)
-        for split, num_lines in (("train", 60), ("valid", 8), ("test", 8)):
-            lines = [" ".join(rng.choices(WORDS, k=6)) for _ in range(num_lines)]
-            (corpus / f"{split}.txt").write_text("\n".join(lines) + "\n")
-        self.config.write_text(CONFIG.format(corpus=corpus))
-
-    def arguments(self, verb: str, run: Path, *options: str) -> list[str]:
-        """The command `prepare` or `train` of a run."""
-        return [verb, str(self.config), "--no-progress", f"--run_dir={run}", *options]
+def command(folder: Path) -> Callable[..., list[str]]:
+    """`command(folder)(verb, run, *options)`: a command on a tiny corpus in the folder."""
+    config = folder / "tiny.yaml"
+    config.write_text(TINY.format(corpus=folder))
+    for split, num_lines in (("train", 50), ("valid", 8), ("test", 7)):
+        (folder / f"{split}.txt").write_text("\n".join(toy_sentences(num_lines, num_lines)) + "\n")
+    return lambda verb, run, *options: [verb, str(config), *OPTIONS, f"--run_dir={run}", *options]
 
 
 def lm(arguments: Sequence[str]) -> Ended:
@@ -77,7 +62,7 @@ def lm(arguments: Sequence[str]) -> Ended:
 
 
 @contextmanager
-def prepared_to_fail(note: Callable[[int], None]) -> Iterator[None]:
+def noting(note: Callable[[int], None]) -> Iterator[None]:
     """A `with` block in which `note(steps)` is called once a checkpoint is said to be saved.
 
     Curves are not drawn in it: that takes longer than the rest of a tiny run.
@@ -87,10 +72,8 @@ def prepared_to_fail(note: Callable[[int], None]) -> Iterator[None]:
         save_checkpoint(checkpoint, *paths)
         note(checkpoint["progress"]["batches_done"])
 
-    with (
-        mock.patch("lm.training.loop.draw_curves"),
-        mock.patch("lm.training.state.save_checkpoint", noted),
-    ):
+    saves = mock.patch("lm.training.state.save_checkpoint", noted)
+    with saves, mock.patch("lm.training.loop.draw_curves"):
         yield
 
 
@@ -109,7 +92,7 @@ def damage(path: Path, rng: random.Random) -> bytes:
     return bytes(content)
 
 
-def contents(folder: Path) -> dict[str, str]:
+def dataset(folder: Path) -> dict[str, str]:
     """SHA-256 of every file of a prepared folder, by name; not those that a killed process left."""
     files = [path for path in sorted(folder.rglob("*")) if not path.name.startswith(".")]
     found = {str(path.relative_to(folder)): _sha256(path.read_bytes()) for path in files}
@@ -149,14 +132,12 @@ def steps_done(run: Path) -> int:
 
 def _digest(value: Any) -> str:
     """SHA-256 of nested containers of tensors and plain data."""
-    if isinstance(value, torch.Tensor):
-        bytes_of = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return _sha256(f"{value.dtype} {tuple(value.shape)} ".encode() + bytes_of)
-    if isinstance(value, dict):
-        return _sha256(repr([(key, _digest(each)) for key, each in value.items()]).encode())
-    if isinstance(value, list | tuple):
-        return _sha256(repr([_digest(each) for each in value]).encode())
-    return repr(value)
+
+    def plain(tensor: torch.Tensor) -> object:
+        content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return tensor.dtype, tensor.shape, content
+
+    return _sha256(repr(tree_map_only(torch.Tensor, plain, value)).encode())
 
 
 def _sha256(content: bytes) -> str:
