@@ -1,8 +1,8 @@
 """Histories of faults: whatever happens to a run, it continues to the same bits, or names a file.
 
-A history is a sequence of commands, each of which may be killed, lose power, receive a signal or
-find no space, and of bytes that change on the disk. More of them by hand:
-`HISTORIES=2000 pytest tests/training/test_histories.py`.
+A history is a sequence of commands, each of which may be killed (`kill -9`: the folder stays as it
+is at that moment), lose power, receive a signal or find no space, and of bytes that change on the
+disk. More of them: `HISTORIES=2000 pytest tests/training/test_interruptions.py`.
 """
 
 import os
