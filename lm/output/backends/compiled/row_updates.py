@@ -62,7 +62,7 @@ class CompiledFactors(RowFactors):
         none, dtype = formed.new_empty(0, 0), own(formed).dtype.type
         state = {"total": none.view(-1), "mean": none, "square": none} | rule.state
         numbers = (float(self.factor), *rule.numbers, *[0.0] * (6 - len(rule.numbers)))
-        seed = int(torch.randint(1 << 32, ())) if table.dtype == torch.bfloat16 else 0
+        seed = int(torch.randint(1 << 32, (), device="cpu")) if table.dtype == torch.bfloat16 else 0
         arrays = as_array(table), tuple(map(as_array, state.values()))
         loop = partial(update_rows, which)
         self._divide(len(table), loop, *arrays, tuple(map(dtype, numbers)), seed)
