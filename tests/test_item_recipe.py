@@ -86,7 +86,7 @@ def test_lines_of_a_user_and_items_become_a_table_as_the_error_says(
 
 def test_more_events_have_the_settings_of_the_recipe_for_items() -> None:
     events = {"sequences": "independent"}
-    content, _ = fit(Path("my.yaml"), {}, 190_000, 3_000, ITEMS, events=events)
+    content, _ = fit(Path("my.yaml"), {}, 190_000, 1_800, ITEMS, events=events)
     Path("my.yaml").write_text(content)
     shipped = load_config(Path(__file__).parents[1] / "configs/items.yaml")
     mine = load_config("my.yaml")
@@ -100,7 +100,7 @@ def test_more_events_have_the_settings_of_the_recipe_for_items() -> None:
     ("events", "items", "expected"),
     [
         (198_502, 12_103, (128, "adamw", 256, 24, 0.45, True, 0)),  # Amazon Beauty
-        (198_502, 3_970, (200, "sgd", 64, 24, 0.45, False, 120)),  # 50 events per item
+        (198_502, 1_985, (200, "sgd", 64, 24, 0.45, False, 60)),  # 100 events per item
         (15_000, 1_000, (64, "adamw", 8, None, 0.0, False, 30)),  # too few
         (1_000_209, 3_708, (200, "sgd", 64, 12, 0.25, False, 112)),  # MovieLens 1M
         (2_000_000, 60_001, (200, "sgd", 64, 12, 0.2, False, 1_000)),  # steps of AdamW: too long
