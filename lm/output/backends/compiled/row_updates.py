@@ -1,7 +1,7 @@
 """The row-wise gradient of a batch: its norm, and the update of rows, a few at a time.
 
-A row's gradient is formed, used and discarded, so that it stays in a cache. The rules are those of
-`lm.output.rowwise.optimizers`, in whose words `numbers` are; rows in bf16 are rounded at random.
+A row's gradient is formed, used and discarded, so that it stays in a cache. The rules and their
+numbers are those of `lm.output.rowwise.optimizers`. Rows in bf16 are rounded at random.
 """
 
 from collections.abc import Callable, Iterable
