@@ -56,7 +56,7 @@ def test_steps_of_the_reference_are_those_of_dense_gradients(
         *((Way("shortlist", kind, SINGLE), "triton") for kind in KINDS),
         *((Way("three levels", kind), "triton") for kind in ("sgd", "adam")),
         *((way._replace(positions=9), "triton") for way in TIED),
-        *((Way("two levels", kind, positions=110), "triton") for kind in KINDS),
+        *((Way("full", kind, positions=110), "triton") for kind in KINDS),
         (SUMS[1]._replace(positions=9), "triton"),
     ],
     ids=str,
