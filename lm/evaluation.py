@@ -11,7 +11,7 @@ single spaces, without others at its ends, and no line has the word `<eos>`.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +40,8 @@ from lm.figures import (
     token_unit,
 )
 from lm.model.language_model import LanguageModel
+from lm.model.reader import evaluation_mode, read_text
 from lm.model.reader import read_lines as read_independent
-from lm.model.reader import read_text
 from lm.run import TrainedRun
 
 
@@ -56,6 +56,7 @@ def evaluate(
     context: int,
     progress: str | None = None,
     sequences: Sequences | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Predict every token of a text.
 
@@ -68,6 +69,7 @@ def evaluate(
         context: T, the length of the windows of a backbone that carries no state.
         progress: title of a progress bar on stderr, shown in a terminal; None for no bar.
         sequences: if the text is independent sequences: what is predicted of each, instead.
+        check: called after each batch, to raise an error that ends the evaluation.
 
     Returns:
         The figures. Nats are summed in fp64; those of one token have the precision of the model.
@@ -82,14 +84,11 @@ def evaluate(
         raise UserError(f"{num_left_out} items to predict, of which the training split has none")
     if num_tokens == 0:
         raise ValueError("no tokens to evaluate")
-    was_training = model.training
-    model.eval()
     nll = class_nll = oov_nll = 0.0
     oov = 0
     disable = True if progress is None else None
-    with tqdm(
-        total=num_tokens, desc=progress, unit="token", unit_scale=True, disable=disable
-    ) as bar:
+    bar = tqdm(total=num_tokens, desc=progress, unit="token", unit_scale=True, disable=disable)
+    with evaluation_mode(model), bar:
         if sequences is None:
             chunks: Iterable[Any] = read_text(model, [tokens], eos_id, context)
         else:
@@ -103,7 +102,7 @@ def evaluate(
             oov += int(is_oov.sum())
             oov_nll += float(each[is_oov].sum())
             bar.update(targets.numel())
-    model.train(was_training)
+            check()
     if sequences is not None:
         oov = int(sequences.num_left_out.sum())
     is_whole = sequences is None or (not oov and num_tokens == len(tokens))

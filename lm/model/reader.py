@@ -8,6 +8,7 @@ No probability depends on the size of a chunk or of a batch, except for rounding
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,17 @@ BATCH_TOKENS = 2048
 """Largest number of positions of a batch of lines, and of a part of one long line."""
 
 Ints = NDArray[np.int64]
+
+
+@contextmanager
+def evaluation_mode(model: LanguageModel) -> Iterator[None]:
+    """A `with` block in which a model is in evaluation mode, as it may not have been before."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 @torch.no_grad()

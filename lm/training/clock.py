@@ -33,6 +33,8 @@ class Progress:
     best_ndcg: float = -math.inf  # the highest
     num_bad_validations: int = 0  # that did not improve on the best by `train.keep`
     num_since_best: int = 0  # of them since the best
+    awaits_validation: bool = False  # that of the last step, which a signal ended
+    learning_rate: float = 0.0  # of the last step
     skipped_steps: int = 0  # whose gradient was not finite
     nll: float = 0.0  # nats summed over the tokens of the next `Metrics.train_perplexity`
     num_tokens: int = 0  # number of these tokens

@@ -196,7 +196,8 @@ def open_loggers(state: TrainingState, *, progress: bool) -> Iterator[list[Logge
     """The loggers of a run that starts or continues, of its first process; closed at the end."""
     config, loggers = state.config, list[Logger]()
     if state.fabric.is_global_zero:
-        loggers.append(MetricsFile(config.run_path / "metrics.csv", state.step))
+        after_step = state.step - state.progress.awaits_validation  # whose line is written again
+        loggers.append(MetricsFile(config.run_path / "metrics.csv", after_step))
         loggers.append(ProgressBar(state.step, state.clock, shown=progress))
         if wandb_mode(config) != "disabled":
             loggers.append(WandbLogger(config))

@@ -3,20 +3,21 @@
 One step sets the learning rate, runs forward and backward on every accumulated batch, clips the
 gradients and updates the parameters. On a GPU the device's part of it, `update`, is recorded as a
 CUDA graph. After the step, what is due happens in this order: validation, logging, saving, stopping
-on a signal.
+on a signal. A signal ends a validation too, which is then the first thing that a continuation does.
 """
 
 import logging
 import math
 import signal
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
+from pathlib import Path
 
 from data_prep.errors import UserError
 from data_prep.storage import locked, make_folder
 from data_prep.tokenizer.serialization import TOKENIZER, verify_tokenizer
-from lm.config import Config
+from lm.config import Config, Criterion
 from lm.device import keep_freed_memory
 from lm.model.files import DESCRIPTION, read_description
 from lm.run import Run
@@ -30,7 +31,7 @@ from lm.training.memory_estimate import check_memory
 from lm.training.metrics import draw_curves
 from lm.training.optimizers import clip_gradients, set_learning_rate
 from lm.training.run_folder import LOCK, checkpoint_to_resume, report_new_length, write_run_metadata
-from lm.training.signals import Interrupted, StopSignals
+from lm.training.signals import Interrupted, Stopped, StopSignals
 from lm.training.state import TrainingState
 from lm.training.validation import Validation
 
@@ -119,6 +120,8 @@ def train(
 def _ended(config: Config, batches: Batches, progress: Progress) -> str:
     """Why a run does not continue: it has all steps, or has spent the patience or the time."""
     num_steps, minutes = batches.num_steps, config.train.max_minutes
+    if progress.awaits_validation:
+        return ""
     if num_steps is not None and batches.steps(progress.batches_done) >= num_steps:
         return "training is already complete"
     if progress.is_patience_spent(config.train.patience):
@@ -139,18 +142,18 @@ def _fit(
     validates_at_all = "valid" in state.run.prepared.splits
     if not validates_at_all:
         _warn_of_no_validation(state.config)
-    kept, criterion = -math.inf, state.config.criterion
-    if (folder / DESCRIPTION).exists() and (found := read_description(folder)).valid_perplexity:
-        kept = Validation(found.valid_perplexity, ndcg=found.valid_ndcg).score(criterion)
+    progress, criterion = state.progress, state.config.criterion
+    kept = _score_of_model(folder, criterion)
     clock.start()
-    if state.is_finished:  # else `_ended`
+    if state.is_finished and not progress.awaits_validation:  # else `_ended`
         text = "%s: train.max_minutes: %g leaves no time for a step: a validation takes %.0f s"
         _log.warning(text, folder, train.max_minutes, clock.validation_seconds)
-    while not state.is_finished:
-        learning_rate = train_step(state)
-        clock.step()
+    while progress.awaits_validation or not state.is_finished:
+        if not progress.awaits_validation:
+            train_step(state)
+            clock.step()
         signal_number = signals.agreed()
-        validates = state.is_validation_due
+        validates = progress.awaits_validation or state.is_validation_due
         logs = validates or state.is_finished or state.step % log.every_steps == 0
         saves = validates or state.is_finished or signal_number is not None
         if train.checkpoint_every_steps is not None:
@@ -158,21 +161,26 @@ def _fit(
         if logs or saves:
             state.gather_losses()
             clock.pause()
-        valid = state.validate() if validates else None
+        valid = None
+        if validates:
+            with suppress(Stopped):
+                valid = state.validate(signals.check)
+            signal_number = signals.agreed()
+        progress.awaits_validation = validates and valid is None
         is_best: bool = not validates_at_all and state.is_finished
         if valid is not None:
             # A continuation in a new folder has no model yet, whatever the best one was before.
             score = valid.score(criterion)
-            is_best = state.progress.record_validation(valid, criterion) or score > kept
+            is_best = progress.record_validation(valid, criterion) or score > kept
             kept = max(score, kept)
-        if logs:
-            metrics = state.take_metrics(learning_rate, valid)
+        if logs and not progress.awaits_validation:
+            metrics = state.take_metrics(valid)
             for logger in loggers:
                 logger.log(metrics)
         if saves:
             state.save(valid, is_best=is_best)
         if logs or saves:
-            clock.resume(validated=validates)
+            clock.resume(validated=valid is not None)
         for logger in loggers:
             logger.step(state.step)
         if signal_number is not None:
@@ -181,9 +189,16 @@ def _fit(
             raise Interrupted(signal_number)
         if validates and stop_after_validation:
             return
-    if state.progress.is_patience_spent(train.patience):
+    if progress.is_patience_spent(train.patience):
         text = "training ends at step %d: train.patience: the last %d validations have not improved"
-        _log.info(text, state.step, state.progress.num_since_best)
+        _log.info(text, state.step, progress.num_since_best)
+
+
+def _score_of_model(folder: Path, criterion: Criterion) -> float:
+    """The score of the model that is in the folder of a run, -∞ without one."""
+    if (folder / DESCRIPTION).exists() and (found := read_description(folder)).valid_perplexity:
+        return Validation(found.valid_perplexity, ndcg=found.valid_ndcg).score(criterion)
+    return -math.inf
 
 
 def _warn_of_no_validation(config: Config) -> None:
@@ -195,16 +210,15 @@ def _warn_of_no_validation(config: Config) -> None:
             _log.warning("%s: %s has no effect: there is no validation split", key, value)
 
 
-def train_step(state: TrainingState) -> float:
-    """Train on `train.accumulate` batches, update the parameters; returns the learning rate.
+def train_step(state: TrainingState) -> None:
+    """Train on `train.accumulate` batches and update the parameters.
 
     On a GPU, `update` is recorded once and then launched as a whole, except for unusual batches.
     """
-    learning_rate = state.learning_rate
-    set_learning_rate(state.optimizer, learning_rate)
+    state.progress.learning_rate = state.learning_rate
+    set_learning_rate(state.optimizer, state.progress.learning_rate)
     batches, is_graphable = state.next_batches()
     state.graph.run(partial(update, state, batches), is_graphable=is_graphable)
-    return learning_rate
 
 
 def update(state: TrainingState, batches: Sequence[Batch]) -> None:

@@ -25,6 +25,10 @@ class Interrupted(SystemExit):
         super().__init__(128 + signal_number)
 
 
+class Stopped(Exception):
+    """A signal ends what is being computed, but not yet the run."""
+
+
 class StopSignals:
     """Records the first of `SIGNALS` inside a `with` block; a second one raises `Interrupted`.
 
@@ -59,6 +63,11 @@ class StopSignals:
         number = torch.tensor(self._received or 0)
         torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=self._processes)
         return int(number) or None
+
+    def check(self) -> None:
+        """Raises `Stopped` if any process has received a signal."""
+        if self.agreed() is not None:
+            raise Stopped
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         if self._received is not None:

@@ -1,6 +1,7 @@
 """The state of a training run: everything that a continuation needs, and how it is restored."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -223,8 +224,8 @@ class TrainingState:
         self.progress.num_tokens += self.num_tokens
         self.num_tokens = 0
 
-    def validate(self) -> Validation:
-        """Validate the model; every process gets the figures of the first."""
+    def validate(self, check: Callable[[], None]) -> Validation:
+        """Figures of the first process, for all; `check` is called after a batch, and may raise."""
         prepared = self.run.prepared
         result = evaluate(
             self.model,
@@ -234,11 +235,12 @@ class TrainingState:
             unk_id=prepared.unk_id,
             context=self.config.train.seq_len,
             sequences=prepared.sequences("valid") if prepared.is_independent else None,
+            check=check,
         )
         self._check_loss(result.nll_nats / result.tokens)
         found = Validation(result.perplexity)
         if self.config.ranks_items:
-            found = Validation(result.perplexity, *rank_items(self.model, prepared))
+            found = Validation(result.perplexity, *rank_items(self.model, prepared, check))
         return self.fabric.broadcast(found) if self.fabric.world_size > 1 else found
 
     def _check_loss(self, loss: float) -> None:
@@ -276,8 +278,8 @@ class TrainingState:
             " (a lower optim.lr or optim.clip may help)"
         )
 
-    def take_metrics(self, learning_rate: float, valid: Validation | None) -> Metrics:
-        """The figures since the last call, with the learning rate of the last step."""
+    def take_metrics(self, valid: Validation | None) -> Metrics:
+        """The figures since the last call."""
         progress, prepared = self.progress, self.run.prepared
         seconds = progress.seconds - progress.logged_seconds
         num_tokens = progress.tokens_done - progress.logged_tokens
@@ -285,7 +287,7 @@ class TrainingState:
             step=self.step,
             epoch=round(progress.batches_done / self.batches.per_epoch, 4),
             tokens=progress.tokens_done,
-            learning_rate=learning_rate,
+            learning_rate=progress.learning_rate,
             train_perplexity=perplexity(progress.nll, progress.num_tokens),
             valid_perplexity=None if valid is None else valid.perplexity,
             skipped_steps=progress.skipped_steps,
@@ -305,11 +307,8 @@ class TrainingState:
 
         `last.ckpt` is written last: a run that continues from the previous one repeats the rest.
         """
-        prepared, folder, checkpoint = (
-            self.run.prepared,
-            self.run.folder,
-            self._checkpoint_contents(),
-        )
+        prepared, folder = self.run.prepared, self.run.folder
+        checkpoint = self._checkpoint_contents()
         if self.fabric.is_global_zero:
             if is_best:
                 description = Description(

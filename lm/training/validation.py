@@ -3,6 +3,7 @@
 Items are ranked as `lm evaluate --ranking` does by default, but of a sample of the users.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from data_prep.prepared import Prepared
 from data_prep.sequences import Exclude, Sequences
 from lm.config import Criterion
 from lm.model.language_model import LanguageModel
-from lm.model.reader import read_lines
+from lm.model.reader import evaluation_mode, read_lines
 from lm.scoring.best_items import best_items
 
 RANKED_USERS = 4_000
@@ -37,8 +38,12 @@ class Validation(NamedTuple):
         return -np.inf if self.ndcg is None else self.ndcg
 
 
-def rank_items(model: LanguageModel, prepared: Prepared) -> tuple[float, float]:
+def rank_items(
+    model: LanguageModel, prepared: Prepared, check: Callable[[], None]
+) -> tuple[float, float]:
     """HR and NDCG of a model on the validation split; the mode of the model is restored.
+
+    `check` is called after each block of users, to raise an error that ends the ranking.
 
     Raises:
         UserError: if there is no item of the catalogue to predict.
@@ -46,15 +51,18 @@ def rank_items(model: LanguageModel, prepared: Prepared) -> tuple[float, float]:
     sequences = prepared.sequences("valid")
     if prepared.meta.settings["data"].get("predict_eos"):
         sequences = sequences._replace(end=sequences.end - 1)  # which is no item
-    special, was_training = (prepared.eos_id, prepared.unk_id), model.training
-    figures = rank(model.eval(), sequences, special, prepared.proposed_exclusion)
-    model.train(was_training)
-    return figures
+    special = prepared.eos_id, prepared.unk_id
+    with evaluation_mode(model):
+        return rank(model, sequences, special, prepared.proposed_exclusion, check)
 
 
 @torch.no_grad()
 def rank(
-    model: LanguageModel, sequences: Sequences, special: tuple[int, int], exclude: Exclude
+    model: LanguageModel,
+    sequences: Sequences,
+    special: tuple[int, int],
+    exclude: Exclude,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[float, float]:
     """HR and NDCG at `K` of the items to predict of a sample of users, see `lm.scoring.ranking`.
 
@@ -80,5 +88,6 @@ def rank(
                 seen = [lines[number][:end] for number, end in pairs]
             best = best_items(model, hidden[block], k, special=special, seen=seen)
             figures += ((best.word == target[block, None]).double() @ weights).sum(0)
+            check()
     hit_rate, ndcg = (figures / int(per_user[users].sum())).tolist()
     return hit_rate, ndcg

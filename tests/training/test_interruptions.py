@@ -5,6 +5,7 @@ is at that moment), lose power, receive a signal or find no space, and of bytes 
 disk. More of them: `HISTORIES=2000 pytest tests/training/test_interruptions.py`.
 """
 
+import json
 import os
 import random
 import resource
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, cast
@@ -27,6 +29,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 import data_prep.storage
 from lm.model.files import read_description
 from lm.training.batches import Batches
+from lm.training.metrics import read_metrics
+from lm.training.signals import StopSignals
 from lm.training.state import TrainingState
 from tests.training.disk import Disk, Moments, Policy
 from tests.training.tiny_runs import LAST, command, damage, dataset, lm, noting, outcome, steps_done
@@ -60,6 +64,7 @@ FAULTS = st.one_of(
     st.builds(Fault, st.just("power"), MOMENTS, POLICIES),
     st.builds(Fault, st.just("full"), st.integers(0, MOST_BYTES)),
     st.builds(Fault, st.just("signal"), st.integers(0, LENGTHS[-1] - 1)),
+    st.builds(Fault, st.just("signal in a validation"), st.integers(0, 2)),
 )
 
 
@@ -69,7 +74,7 @@ class Truth:
     def __init__(self, folder: Path) -> None:
         self.folder, self.arguments = folder, command(folder)
         self.runs: dict[int, dict[str, Any]] = {}
-        self.evaluations: dict[int, str] = {}  # by the step of the model
+        self.evaluations: dict[int, dict[str, Any]] = {}  # by the step of the model
         for length in LENGTHS:
             run = folder / str(length)
             options = f"--train.max_steps={length}", f"--data.prepared_dir={folder / 'data'}"
@@ -77,9 +82,15 @@ class Truth:
             self.runs[length] = outcome(run)
             assert lm(["evaluate", str(run)]).code == 0
             step = self.runs[length]["description"]["step"]
-            self.evaluations[step] = (run / "evaluate-test.json").read_text()
+            self.evaluations[step] = evaluation_of(run)
         self.prepared = dataset(folder / "data")
         assert len({each["state"] for each in self.runs.values()}) == len(LENGTHS)
+
+
+def evaluation_of(run: Path) -> dict[str, Any]:
+    """What `lm evaluate` has written, without the length of the run."""
+    figures: dict[str, Any] = json.loads((run / "evaluate-test.json").read_text())
+    return figures | {"num_steps": None}
 
 
 class Histories(RuleBasedStateMachine):
@@ -144,8 +155,8 @@ class Histories(RuleBasedStateMachine):
     def evaluate(self) -> None:
         ended = lm(["evaluate", str(self.run)])
         if ended.code == 0:
-            found = (self.run / "evaluate-test.json").read_text()
-            assert found == self.truth.evaluations[read_description(self.run).step]
+            step = read_description(self.run).step
+            assert evaluation_of(self.run) == self.truth.evaluations[step]
         else:
             assert ended.names(self.run), ended
 
@@ -179,7 +190,7 @@ class Histories(RuleBasedStateMachine):
             return False
         if ended.code == 0:
             return True
-        if fault.kind == "signal" and ended.code == 128 + signal.SIGTERM:
+        if fault.kind.startswith("signal") and ended.code == 128 + signal.SIGTERM:
             self._check_saved()
             return False
         assert ended.names(self.base), ended
@@ -217,10 +228,16 @@ class Histories(RuleBasedStateMachine):
                 os.kill(os.getpid(), signal.SIGTERM)
             return original(batches, number)
 
-        original = Batches.__getitem__
+        def check(signals: StopSignals) -> None:
+            if fault.kind == "signal in a validation" and next(checks) == fault.at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            check_signals(signals)
+
+        original, check_signals, checks = Batches.__getitem__, StopSignals.check, count()
         with ExitStack() as stack:
             patches = stack.enter_context(pytest.MonkeyPatch.context())
             patches.setattr(Batches, "__getitem__", read)
+            patches.setattr(StopSignals, "check", check)
             stack.enter_context(noting(partial(setattr, self, "saved")))
             stack.enter_context(self.disk.watching())
             stack.enter_context(self.moments.acting(fault.at if is_crash else None, crash))
@@ -263,6 +280,19 @@ def _truth(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_whatever_happens_a_run_continues_to_the_same_bits_or_names_a_file() -> None:
     steps = settings(max_examples=NUM_HISTORIES, stateful_step_count=6, phases=[Phase.generate])
     run_state_machine_as_test(Histories, settings=steps)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_signal_ends_a_validation_with_which_a_continuation_begins(number: int) -> None:
+    history = Histories()
+    history.train(length=LENGTHS[1], fault=Fault("signal in a validation", number))
+    steps = [4, 8][: number + 1]
+    assert steps_done(history.run) == steps[-1]
+    lines = read_metrics(history.run / "metrics.csv") if number else []
+    assert [line.step for line in lines] == steps[:-1]
+    history.train(length=LENGTHS[1], fault=Fault())
+    lines = read_metrics(history.run / "metrics.csv")
+    assert [line.step for line in lines if line.valid_perplexity] == [4, 8]
 
 
 @pytest.mark.parametrize("what", ["nothing", "random state", "content", "names"])

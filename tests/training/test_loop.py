@@ -119,7 +119,7 @@ def test_a_plateau_lowers_the_rate_with_each_validation_that_did_not_improve(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     validations = map(Validation, [9.0, 8.0, 8.0, 8.5, 7.0, 7.0])
-    monkeypatch.setattr(TrainingState, "validate", lambda _: next(validations))
+    monkeypatch.setattr(TrainingState, "validate", lambda *_: next(validations))
     options = ["--optim.schedule=plateau", "--optim.decay=0.5", "--train.val_every_steps=1"]
     options += ["--log.every_steps=1", "--optim.lr=1", "--train.max_steps=6"]
     lines = read_metrics(train(tmp_path / "run", *options) / "metrics.csv")

@@ -59,7 +59,7 @@ def test_the_model_is_kept_by_the_criterion_until_the_patience_is_spent(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def rigged(state: TrainingState) -> Validation:
+    def rigged(state: TrainingState, _: Any) -> Validation:
         number = state.step // 2 - 1
         return Validation(perplexities[number], 0.5, ndcgs[number])
 
