@@ -1,4 +1,4 @@
-"""Operations along rows: softmaxes, exponentials, sums, and the steps of optimizers.
+"""Operations along rows: softmaxes, exponentials and sums.
 
 Rows are given by their addresses; an array among the arguments gives the dtype at some of them.
 """
@@ -12,7 +12,7 @@ from numba import njit, types
 
 from lm.output.codegen.compilation import emitted
 from lm.output.codegen.tiles import TILE
-from lm.output.codegen.vectors import AHEAD_BYTES, INT, Vectors, addresses
+from lm.output.codegen.vectors import INT, Vectors, addresses
 
 
 @njit(nogil=True)
@@ -176,24 +176,18 @@ def scaled_row(builder, source, out, start, to, num, factor):
 
 
 @emitted
-def add_scaled_row(builder, source, out, start, to, num, factor, seed):
-    """to[k] += factor · start[k], see `scaled_row`; in bf16 rounded at random, given a seed."""
+def add_scaled_row(builder, source, out, start, to, num, factor):
+    """to[k] += factor · start[k], see `scaled_row`."""
     emit = Vectors(builder, factor.type)
     scale = emit.everywhere(factor)
 
     def step(index: Any, _: list[Any], mask: Any) -> None:
         value = emit.load(emit.pointer(start, source, index), source, mask)
         place = emit.pointer(to, out, index)
-        ahead = builder.add(to, INT(AHEAD_BYTES))
-        emit.prefetch(emit.pointer(ahead, out, index))
         value = emit.multiply_add(scale, value, emit.load(place, out, mask))
-        emit.store(value, place, out, mask, _noise(emit, out, seed, index))
+        emit.store(value, place, out, mask)
 
     emit.row(num, [], step)
-
-
-def _noise(emit: Vectors, out: Any, seed: Any, index: Any) -> Any:
-    return emit.noise(seed, index) if seed is not None and out == types.uint16 else None
 
 
 @emitted
@@ -223,31 +217,3 @@ def row_product(builder, source, start, other, num):
         total[0] = emit.multiply_add(a, b, total[0])
 
     return emit.sums(emit.row(num, [emit.zero], step))[0]
-
-
-@emitted
-def adam_row(builder, rows, table, start, places, num, numbers, seed):
-    """A step of Adam: m += a (g - m), s = b s + c g², row -= lr m / (√s / d + eps).
-
-    `start` is the address of the gradient, `places` those of row, m and s; `numbers` are the factor
-    of the gradient, a, b, c, lr, d and eps. A row in bf16 is rounded as by `add_scaled_row`.
-    """
-    emit = Vectors(builder, rows)
-    factor, a, b, c, lr, d, eps = map(emit.everywhere, numbers)
-
-    def step(index: Any, _: list[Any], mask: Any) -> None:
-        mean, square = (emit.pointer(each, rows, index) for each in places[1:])
-        row = emit.pointer(places[0], table, index)
-        g = builder.fmul(factor, emit.load(emit.pointer(start, rows, index), rows, mask))
-        m = emit.load(mean, rows, mask)
-        m = emit.multiply_add(a, builder.fsub(g, m), m)
-        s = builder.fmul(b, emit.load(square, rows, mask))
-        s = emit.multiply_add(c, builder.fmul(g, g), s)
-        root = builder.fadd(builder.fdiv(emit.square_root(s), d), eps)
-        change = builder.fdiv(builder.fmul(lr, m), root)
-        emit.store(m, mean, rows, mask)
-        emit.store(s, square, rows, mask)
-        changed = builder.fsub(emit.load(row, table, mask), change)
-        emit.store(changed, row, table, mask, _noise(emit, table, seed, index))
-
-    emit.row(num, [], step)

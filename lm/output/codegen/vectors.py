@@ -79,16 +79,10 @@ class Vectors:
         name = f"llvm.masked.load.v{self.lanes}{short}.p0"
         return self._widened(self._call(name, stored, arguments), self.vector)
 
-    def store(
-        self, value: Any, pointer: Any, dtype: Any, mask: Any = None, noise: Any = None
-    ) -> None:
-        """A vector to memory, rounded to the nearest number of `dtype`.
-
-        With `noise`, 16 random bits, bf16 is rounded stochastically: noise is added to the bits
-        that are not stored, and a carry rounds up.
-        """
+    def store(self, value: Any, pointer: Any, dtype: Any, mask: Any = None) -> None:
+        """A vector to memory, rounded to the nearest number of `dtype` unless it is one."""
         stored = ir.VectorType(_STORED[dtype], self.lanes)
-        value = self._narrowed(value, stored, noise)
+        value = self._narrowed(value, stored)
         pointer = self.builder.bitcast(pointer, stored.as_pointer())
         num_bytes, short = _size(stored.element)
         if mask is None:
@@ -177,7 +171,7 @@ class Vectors:
         builder, words = self.builder, ir.VectorType(ir.IntType(32), self.lanes)
         short = ir.VectorType(ir.IntType(16), self.lanes)
         low, high = (builder.zext(self._narrowed(value, short), words) for value in (a, b))
-        pairs = builder.or_(low, builder.shl(high, _all(words, 16)))
+        pairs = builder.or_(low, builder.shl(high, constant_of(words, 16)))
         return builder.bitcast(pairs, self.vector)
 
     def maximum(self, a: Any, b: Any) -> Any:
@@ -243,10 +237,10 @@ class Vectors:
         for i in range(_TERMS[name] - 2, -1, -1):
             series = self.multiply_add(series, r, self.constant(1 / math.factorial(i)))
         words = ir.VectorType(ir.IntType(32), self.lanes)  # all processors convert to 32 bits
-        exponent = builder.add(builder.fptosi(n, words), _all(words, bias))
+        exponent = builder.add(builder.fptosi(n, words), constant_of(words, bias))
         if width == 64:
             exponent = builder.sext(exponent, ir.VectorType(INT, self.lanes))
-        power = builder.shl(exponent, _all(exponent.type, fraction))
+        power = builder.shl(exponent, constant_of(exponent.type, fraction))
         power = builder.bitcast(power, self.vector)
         is_tiny = builder.fcmp_ordered("<", x, self.constant(_LEAST_EXP[name]))
         return builder.select(is_tiny, self.zero, builder.fmul(series, power))
@@ -267,20 +261,6 @@ class Vectors:
         lanes = ir.Constant(words, list(range(self.lanes)))
         wanted = self.everywhere(self.builder.trunc(number, words.element))
         return self.builder.icmp_signed("==", lanes, wanted)
-
-    def noise(self, seed: Any, index: Any) -> Any:
-        """16 bits at random in each lane: hashes of a seed and of the lanes' numbers from `index`.
-
-        By the finalizer of MurmurHash3.
-        """
-        builder, words = self.builder, ir.VectorType(ir.IntType(32), self.lanes)
-        lanes = ir.Constant(words, list(range(self.lanes)))
-        first = self.everywhere(builder.trunc(builder.add(seed, index), words.element))
-        x = builder.add(first, lanes)
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-            x = builder.xor(x, builder.lshr(x, _all(words, shift)))
-            x = builder.mul(x, _all(words, factor))
-        return builder.lshr(x, _all(words, 16))
 
     @contextmanager
     def loop(self, stop: Any, step: int, carried: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
@@ -327,12 +307,12 @@ class Vectors:
             return value
         if isinstance(getattr(value.type, "element", value.type), ir.IntType):
             word = _like(to, ir.IntType(32))
-            value = self.builder.shl(self.builder.zext(value, word), _all(word, 16))
+            value = self.builder.shl(self.builder.zext(value, word), constant_of(word, 16))
             value = self.builder.bitcast(value, _like(to, ir.FloatType()))
         return value if value.type == to else self.builder.fpext(value, to)
 
-    def _narrowed(self, value: Any, to: Any, noise: Any = None) -> Any:
-        """A vector as it is in memory, rounded to nearest, ties to even, or see `store`."""
+    def _narrowed(self, value: Any, to: Any) -> Any:
+        """A vector as it is in memory, rounded to nearest, ties to even."""
         builder = self.builder
         if value.type == to:
             return value
@@ -340,17 +320,15 @@ class Vectors:
             value = builder.fptrunc(value, _like(to, ir.FloatType()))  # LLVM has no other function
         if not isinstance(to.element, ir.IntType):
             return builder.fptrunc(value, to)
-        if HAS_BF16 and noise is None:
+        if HAS_BF16:
             return builder.bitcast(builder.fptrunc(value, _like(to, _BFloat())), to)
         word = _like(to, ir.IntType(32))
         is_nan = builder.fcmp_unordered("uno", value, value)
         bits = builder.bitcast(value, word)
-        if noise is None:
-            odd = builder.and_(builder.lshr(bits, _all(word, 16)), _all(word, 1))
-            noise = builder.add(odd, _all(word, 0x7FFF))
-        bits = builder.add(bits, noise)
-        bits = builder.select(is_nan, _all(word, 0x7FC00000), bits)
-        return builder.trunc(builder.lshr(bits, _all(word, 16)), to)
+        odd = builder.and_(builder.lshr(bits, constant_of(word, 16)), constant_of(word, 1))
+        bits = builder.add(bits, builder.add(odd, constant_of(word, 0x7FFF)))
+        bits = builder.select(is_nan, constant_of(word, 0x7FC00000), bits)
+        return builder.trunc(builder.lshr(bits, constant_of(word, 16)), to)
 
     def _name(self, operation: str) -> str:
         return f"llvm.{operation}.v{self.lanes}{_FLOATS[self.scalar][1]}"
@@ -378,5 +356,6 @@ def _like(kind: Any, element: Any) -> Any:
     return ir.VectorType(element, kind.count) if isinstance(kind, ir.VectorType) else element
 
 
-def _all(kind: Any, value: int) -> Any:
+def constant_of(kind: Any, value: int) -> Any:
+    """A constant of an LLVM type, in all lanes if it is a vector."""
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)

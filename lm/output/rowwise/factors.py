@@ -36,9 +36,14 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
+KINDS = ("sgd", "adagrad", "adam")
+"""Kinds of `Rule` that backends apply by themselves."""
+
+
 class Rule(NamedTuple):
     """How an optimizer changes the rows with a gradient."""
 
+    kind: str  # one of `KINDS`, or another one, which the optimizer applies block by block
     numbers: tuple[Any, ...]  # floats or tensors. SGD: lr; Adagrad: lr, eps; Adam: see `RowAdam`
     state: dict[str, Tensor]  # {}; "total"; "mean" and "square"
 
@@ -47,12 +52,13 @@ class Visited(NamedTuple):
     """The gradients of the nodes that a batch visits, ascending by their rows.
 
     Those of a node's rows are errorsᵀ hidden; or if it has many visits, they may have been formed.
+    Its line of `nodes` has its first visit and the end of its visits, its first row, its number of
+    children, where its errors begin, and its first row in `formed`, or -1.
     """
 
-    nodes: Tensor  # [M, 6] int64 of the CPU: first visit and end, first row, number of children,
-    # where its errors begin, and (`list_nodes` has the level here) its first row in `formed` or -1
+    nodes: Tensor  # [M, 6] int64 of the CPU
     error: Tensor  # flat, [visits, children] of each node
-    hidden: Tensor  # [P, ≥ W], by sorted position
+    hidden: Tensor  # [P, ≥ W] by sorted position, d nll · h; for a bias, d nll
     formed: Tensor  # [F, W]
 
     def formed_rows(self) -> Tensor:

@@ -11,7 +11,8 @@ Where `lr` is a tensor on the device of a table, a step reads it there: a CUDA g
 the step follows what is written to it.
 
 Rows in bf16 are rounded up or down at random in proportion to the distance, so that updates smaller
-than half the last place are applied correctly on average (Gupta et al. 2015). State is in fp32.
+than half the last place are applied correctly on average (Gupta et al. 2015): by whichever of the
+three changes them. State is in fp32.
 """
 
 import sys
@@ -31,7 +32,9 @@ _UPPER_HALF = 1 if sys.byteorder == "little" else 0
 
 
 class RowOptimizer(torch.optim.Optimizer, ABC):
-    """An optimizer that works block by block; a subclass defines the update of a block.
+    """An optimizer of rows; a subclass defines the update of a block by `_rule` and `_change`.
+
+    Backends change rows by themselves for the rules in `KINDS`, with the numbers of `_rule`.
 
     Its `params` are tables [R, H] and vectors [R], whose gradients are `RowGradient` or ordinary;
     `defaults` are its settings, `lr` among them, the step size: a number or a tensor.
@@ -107,7 +110,7 @@ class RowSGD(RowOptimizer):
         super().__init__(params, {"lr": lr})
 
     def _rule(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> Rule:
-        return Rule((group["lr"],), {})
+        return Rule("sgd", (group["lr"],), {})
 
     def _change(self, rows: Tensor, block: Block, rule: Rule) -> None:
         block.add_into(rows, -rule.numbers[0])
@@ -133,7 +136,7 @@ class RowAdagrad(RowOptimizer):
         state = self.state[param]
         if not state:
             state["sum"] = table.new_zeros(len(table), dtype=compute_dtype(table.dtype))
-        return Rule((group["lr"], group["eps"]), {"total": state["sum"]})
+        return Rule("adagrad", (group["lr"], group["eps"]), {"total": state["sum"]})
 
     def _change(self, rows: Tensor, block: Block, rule: Rule) -> None:
         (lr, eps), total = rule.numbers, rule.state["total"]
@@ -178,7 +181,7 @@ class RowAdam(RowOptimizer):
         correction1, correction2 = (1 - beta ** state["step"] for beta in (beta1, beta2))
         decay = (1 - beta1, beta2, 1 - beta2)
         numbers = (*decay, group["lr"] / correction1, correction2**0.5, group["eps"])
-        return Rule(numbers, {name: state[name] for name in ("mean", "square")})
+        return Rule("adam", numbers, {name: state[name] for name in ("mean", "square")})
 
     def _change(self, rows: Tensor, block: Block, rule: Rule) -> None:
         one_less_beta1, beta2, one_less_beta2, step_size, root_correction, eps = rule.numbers
@@ -194,10 +197,7 @@ class RowAdam(RowOptimizer):
 
 
 def _round_stochastically(out: Tensor, rows: Tensor) -> None:
-    """Round rows [K, H] fp32, which are overwritten, into `out` bf16; non-finite remains so.
-
-    Stochastic rounding, as by `_round_stochastically` of `backends/triton/update_kernel.py`.
-    """
+    """Round rows [K, H] fp32, which are overwritten, into `out` bf16; non-finite remains so."""
     rows.masked_fill_(rows.isnan(), torch.nan)  # one whose bits do not overflow
     bits = rows.view(torch.int32)
     noise = torch.empty(-(-rows.numel() // 4), dtype=torch.int64, device=rows.device)

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lm.output.rowwise import (
     lookup,
     optimizers,
 )
+from lm.output.rowwise.factors import Block, Rule
 
 from .tables import SHORTLIST, TREES, H, accumulate, table
 
@@ -99,6 +101,35 @@ def test_rows_are_updated_in_fp32_and_rounded_once(
         torch.autograd.backward(each.loss(inputs, target))
         kind(each.parameters(), lr=0.1).step()
     torch.testing.assert_close(layer.weight.float(), truth.weight, rtol=2e-3, atol=2e-3)
+
+
+class Momentum(RowOptimizer):
+    """A rule that no backend knows, with the name of a state that they know."""
+
+    def _rule(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> Rule:
+        state = self.state[param]
+        if not state:
+            state["mean"] = torch.zeros_like(table)
+        return Rule("momentum", (group["lr"],), {"mean": state["mean"]})
+
+    def _change(self, rows: Tensor, block: Block, rule: Rule) -> None:
+        mean = 0.9 * rule.state["mean"][block.rows] + block.values()
+        rule.state["mean"][block.rows] = mean
+        rows.sub_(mean, alpha=rule.numbers[0])
+
+
+def test_a_rule_of_a_users_own_is_applied_with_every_backend(backend: str) -> None:
+    tree = TREES["full"]  # every row is visited
+    params, truth = table(tree, FP32), table(tree, FP32)
+    optimizer = Momentum(params, {"lr": 0.1})
+    expected = torch.optim.SGD(truth, lr=0.1, momentum=0.9)
+    for step in range(3):
+        accumulate(params, tree, step, backend)
+        accumulate(truth, tree, step, "dense")
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+    torch.testing.assert_close(params, truth, rtol=1e-4, atol=1e-5)
 
 
 def test_a_learning_rate_must_be_positive_and_decay_rates_below_one() -> None:

@@ -316,7 +316,7 @@ def _add_to_bias(d_bias, error, d_nll, start, stop, first, num, offset, n):
     for v in range(start, stop if d_bias.size > 0 else start):
         place = error.ctypes.data + error.itemsize * (offset + (v - start) * n + first)
         to = d_bias.ctypes.data + d_bias.itemsize * first
-        add_scaled_row(error, d_bias, place, to, num, d_nll[v], None)
+        add_scaled_row(error, d_bias, place, to, num, d_nll[v])
 
 
 @compiled

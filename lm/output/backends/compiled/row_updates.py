@@ -1,7 +1,10 @@
 """The row-wise gradient of a batch: its norm, and the update of rows, a few at a time.
 
-A row's gradient is formed, used and discarded, so that it stays in a cache. The rules and their
-numbers are those of `lm.output.rowwise.optimizers`. Rows in bf16 are rounded at random.
+A row's gradient is formed, used and discarded, so that it stays in a cache: Σ e_v x_v over the
+visits of its node, e_v being the error of the row and x_v = d nll · h. What follows for the row, in
+fp32 if it is stored in 16 bits, is SGD, Adagrad or Adam as in `lm.output.rowwise.optimizers`, whose
+`_rule` has their numbers. Rows in bf16 are then rounded up or down at random, rows in fp16 to the
+nearest number.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,24 +15,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
 from torch import Tensor
 
 from lm.output.backends.compiled.division import bounds_of, divide
 from lm.output.backends.compiled.memory import as_array, own
-from lm.output.codegen.compilation import compiled
-from lm.output.codegen.row_operations import (
-    adam_row,
-    add_scaled_row,
-    row_address,
-    row_product,
-    scaled_row,
-)
+from lm.output.codegen.compilation import compiled, emitted
+from lm.output.codegen.row_operations import add_scaled_row, row_address, row_product, scaled_row
 from lm.output.codegen.tiles import TERMS, sums
+from lm.output.codegen.vectors import AHEAD_BYTES, INT, Vectors, constant_of
 from lm.output.inputs import compute_dtype
-from lm.output.rowwise.factors import Block, RowFactors, Rule, each_once
+from lm.output.rowwise.factors import KINDS, Block, RowFactors, Rule, each_once
 
 SGD, ADAGRAD, ADAM = range(3)
-"""Rules of `update_rows`."""
+"""Rules of `update_rows`: places in `KINDS`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,15 +56,15 @@ class CompiledFactors(RowFactors):
     def update(self, table: Tensor, rule: Rule) -> Iterable[Block]:
         """See `RowFactors.update`."""
         formed = self.visited[0].formed
-        if compute_dtype(table.dtype) != formed.dtype:  # as of rows in fp32 and positions in fp64
+        is_exact = compute_dtype(table.dtype) == formed.dtype  # rows in fp32, positions in fp64
+        if rule.kind not in KINDS or not is_exact:
             return super().update(table, rule)
-        which = ADAM if "mean" in rule.state else ADAGRAD if rule.state else SGD
         none, dtype = formed.new_empty(0, 0), own(formed).dtype.type
         state = {"total": none.view(-1), "mean": none, "square": none} | rule.state
         numbers = (float(self.factor), *rule.numbers, *[0.0] * (6 - len(rule.numbers)))
         seed = int(torch.randint(1 << 32, (), device="cpu")) if table.dtype == torch.bfloat16 else 0
         arrays = as_array(table), tuple(map(as_array, state.values()))
-        loop = partial(update_rows, which)
+        loop = partial(update_rows, KINDS.index(rule.kind))
         self._divide(len(table), loop, *arrays, tuple(map(dtype, numbers)), seed)
         return ()
 
@@ -145,7 +145,7 @@ def update_rows(
         nodes, error, hidden, formed: see `Visited`.
         single: rows [K] int64, ascending, and gradients [K, W] that are added to theirs.
         states: of the optimizer, one number per row [R], and two arrays [R, W].
-        numbers: factor of the gradients, and the numbers of the rule.
+        numbers: factor of the gradients, as by clipping, and the numbers of the rule.
         seed: for rounding rows in bf16.
     """
     size, few = error.itemsize, np.empty((TERMS + 1, table.shape[1]), error.dtype)
@@ -162,7 +162,7 @@ def update_rows(
         if is_linear:  # the products are added to the rows, vectors multiplied by the step
             for v in range(stop - start):
                 to = row_address(few, v)
-                change = few.dtype.type(-numbers[0] * numbers[1])
+                change = few.dtype.type(-numbers[0] * numbers[1])  # factor and lr
                 scaled_row(few, few, vectors + v * stride, to, num_columns, change)
             vectors, stride = row_address(few, 0), few.strides[0]
         for j in range(first, last, TERMS):
@@ -188,7 +188,7 @@ def update_rows(
                 if k < len(single[0]) and single[0][k] == j + i:
                     other = row_address(single[1], k)
                     scaled_row(few, few, of_row, both, num_columns, one)
-                    add_scaled_row(few, few, other, both, num_columns, one, None)
+                    add_scaled_row(few, few, other, both, num_columns, one)
                     of_row, k = both, k + 1
                 _update_row(rule, few, of_row, j + i, table, states, numbers, seed)
     _update_single(k, end, rule, few, single, table, states, numbers, seed)
@@ -208,15 +208,84 @@ def _update_single(k, until, rule, few, single, table, states, numbers, seed):
 def _update_row(rule, rows, address, row, table, states, numbers, seed):
     """Change a row, whose gradient is at an address, with the dtype and length of `rows`."""
     num, (total, mean, square) = rows.shape[1], states
-    seed += row * num  # of another number for each element
-    place = row_address(table, row)
+    place, first = row_address(table, row), seed + row * num  # each element has its own seed
     if rule == ADAM:
         places = (place, row_address(mean, row), row_address(square, row))
-        adam_row(rows, table, address, places, num, numbers, seed)
+        adam_row(rows, table, address, places, num, numbers, first)
         return
-    change = -numbers[0] * numbers[1]
+    factor, lr, eps = numbers[0], numbers[1], numbers[2]
+    change = -factor * lr
     if rule == ADAGRAD:
         square_norm = row_product(rows, address, address, num)
-        total[row] += square_norm * numbers[0] * numbers[0] / num
-        change /= sqrt(total[row]) + numbers[2]
-    add_scaled_row(rows, table, address, place, num, rows.dtype.type(change), seed)
+        total[row] += square_norm * factor * factor / num
+        change /= sqrt(total[row]) + eps
+    change_row(rows, table, address, place, num, rows.dtype.type(change), first)
+
+
+@emitted
+def change_row(builder, rows, table, start, place, num, change, seed):
+    """A step of SGD or Adagrad: row += change · gradient, of the addresses `place` and `start`."""
+    emit = Vectors(builder, rows)
+    scale = emit.everywhere(change)
+
+    def step(index: Any, _: list[Any], mask: Any) -> None:
+        gradient = emit.load(emit.pointer(start, rows, index), rows, mask)
+        row = emit.pointer(place, table, index)
+        emit.prefetch(emit.pointer(builder.add(place, INT(AHEAD_BYTES)), table, index))
+        changed = emit.multiply_add(scale, gradient, emit.load(row, table, mask))
+        if table == types.uint16:
+            changed = _rounded_at_random(emit, changed, seed, index)
+        emit.store(changed, row, table, mask)
+
+    emit.row(num, [], step)
+
+
+@emitted
+def adam_row(builder, rows, table, start, places, num, numbers, seed):
+    """A step of Adam: m += (1 - β1) (g - m), s = β2 s + (1 - β2) g², row -= lr' m / (√s / c + eps).
+
+    `start` is the address of the gradient, `places` those of row, m and s; `numbers` are the factor
+    of the gradient, 1 - β1, β2, 1 - β2, and lr', c and eps, where lr' and c correct the bias.
+    """
+    emit = Vectors(builder, rows)
+    factor, one_less_beta1, beta2, one_less_beta2, rate, correction, eps = map(
+        emit.everywhere, numbers
+    )
+
+    def step(index: Any, _: list[Any], mask: Any) -> None:
+        mean, square = (emit.pointer(each, rows, index) for each in places[1:])
+        row = emit.pointer(places[0], table, index)
+        g = builder.fmul(factor, emit.load(emit.pointer(start, rows, index), rows, mask))
+        m = emit.load(mean, rows, mask)
+        m = emit.multiply_add(one_less_beta1, builder.fsub(g, m), m)
+        s = builder.fmul(beta2, emit.load(square, rows, mask))
+        s = emit.multiply_add(one_less_beta2, builder.fmul(g, g), s)
+        root = builder.fadd(builder.fdiv(emit.square_root(s), correction), eps)
+        change = builder.fdiv(builder.fmul(rate, m), root)
+        emit.store(m, mean, rows, mask)
+        emit.store(s, square, rows, mask)
+        changed = builder.fsub(emit.load(row, table, mask), change)
+        if table == types.uint16:
+            changed = _rounded_at_random(emit, changed, seed, index)
+        emit.store(changed, row, table, mask)
+
+    emit.row(num, [], step)
+
+
+def _rounded_at_random(emit: Vectors, value: Any, seed: Any, index: Any) -> Any:
+    """The bits of fp32 numbers in bf16, rounded up or down in proportion to the distance.
+
+    To the 16 bits that are dropped, as many random ones are added, and a carry rounds up. They are
+    hashes of the seed plus the element's number, by the finalizer of MurmurHash3. NaN remains so.
+    """
+    builder, words = emit.builder, ir.VectorType(ir.IntType(32), emit.lanes)
+    first = emit.everywhere(builder.trunc(builder.add(seed, index), words.element))
+    x = builder.add(first, ir.Constant(words, list(range(emit.lanes))))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = builder.xor(x, builder.lshr(x, constant_of(words, shift)))
+        x = builder.mul(x, constant_of(words, factor))
+    half = constant_of(words, 16)
+    bits = builder.add(builder.bitcast(value, words), builder.lshr(x, half))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    bits = builder.select(is_nan, constant_of(words, 0x7FC00000), bits)
+    return builder.trunc(builder.lshr(bits, half), ir.VectorType(ir.IntType(16), emit.lanes))

@@ -14,7 +14,7 @@ from lm.output.backends.triton.plan import Children, Inputs, Memory, Plan
 from lm.output.backends.triton.routing import Routing
 from lm.output.backends.triton.tile_shapes import Tile
 from lm.output.inputs import compute_dtype, followed_by_zeros
-from lm.output.rowwise.factors import Block, RowFactors, Rule, summed_by_row
+from lm.output.rowwise.factors import KINDS, Block, RowFactors, Rule, summed_by_row
 
 ROW_PROGRAMS = 2048
 """Most programs for tiles of heavy nodes' rows: they step through a list that may be short."""
@@ -241,6 +241,8 @@ class TritonFactors(RowFactors):
 
     def update(self, table: Tensor, rule: Rule) -> Iterable[Block]:
         """See `RowFactors.update`: rows with single gradients remain."""
+        if rule.kind not in KINDS:
+            return super().update(table, rule)
         remaining, tables, before = list[Block](), [table, *rule.state.values()], list[Tensor]()
         if (single := self._single()) is not None:
             block, others = single
@@ -255,12 +257,12 @@ class TritonFactors(RowFactors):
                 number.mul_(value)
         squares, _ = self.factors.formed.pop(self.of_bias, (None, None))
         of_table = Update(numbers, table=table, **rule.state)
-        if "total" in rule.state:
+        if rule.kind == "adagrad":
             of_table = of_table._replace(squares=squares)
         if table.dtype == torch.bfloat16:
             of_table = of_table._replace(seed=torch.randint(1 << 31, (), device=device))
         tiles = self.factors.plan.tiles
-        tile = tiles.adam if "mean" in rule.state else tiles.update
+        tile = tiles.adam if rule.kind == "adam" else tiles.update
         self.factors.launch(tile, of_table, of_bias=self.of_bias)
         for some, old in zip(tables, before, strict=False):
             some[block.rows] = old

@@ -213,10 +213,10 @@ def _update_block(
     if mean is None:
         rows = rows.to(factor.dtype) - gradient.to(factor.dtype) * factor
     else:
-        f, one, two, three, rate, correction, eps = factor
+        f, one_less_beta1, beta2, one_less_beta2, rate, correction, eps = factor
         gradient = gradient.to(f.dtype) * f
-        m += one * (gradient - m)
-        q = q * two + three * gradient * gradient
+        m += one_less_beta1 * (gradient - m)
+        q = q * beta2 + one_less_beta2 * gradient * gradient
         rows = rows.to(f.dtype) - rate * m / (tl.sqrt(q) / correction + eps)
     if table.dtype.element_ty == tl.bfloat16:
         pair = start.to(tl.uint32) + (child[:, None] * columns + h[None, :] // 2).to(tl.uint32)
