@@ -1,8 +1,9 @@
 """What every backend takes and returns: the problem, the gradients asked for, and the base class.
 
-A backend computes the softmaxes on the targets' paths and, backwards, the gradients. `Problem.of`
-checks shapes, dtypes and devices, a backend the values of targets. It does not reduce over
-positions or know about autograd.
+A backend computes the softmaxes on the targets' paths and, backwards, the gradients. A visit is a
+position at a node of its target's path; the positions may be sorted by the nodes that they visit.
+`Problem.of` checks shapes, dtypes and devices; a backend checks the values of targets, does not
+reduce over positions, and knows nothing of autograd.
 """
 
 from abc import ABC, abstractmethod
@@ -30,7 +31,7 @@ class Problem(NamedTuple):
     tree: TreeArrays
     bias: Tensor | None  # [R] floating point
     depth: int  # D
-    max_path_columns: int  # most children of the nodes on a path, in all
+    max_path_columns: int  # children of all nodes on a path, on the path with the most of them
     ignore_index: int  # value of the targets that are ignored
     shard: Shard | None = None  # None: `weight` has all rows of the tree
 
@@ -87,7 +88,7 @@ class Problem(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """The most logits of all visits."""
+        """As many logits as all visits have at most."""
         return self.num_positions * self.max_path_columns
 
     @property
@@ -138,7 +139,7 @@ class Gradients(NamedTuple):
 
 
 Tensors = tuple[Tensor, ...]
-"""What a forward saves for the backward: a NamedTuple of the backend's own."""
+"""What a forward saves for the backward: a NamedTuple, of a type of the backend's own."""
 
 
 class Softmaxes(NamedTuple):
@@ -146,8 +147,8 @@ class Softmaxes(NamedTuple):
 
     In at least fp32, see `compute_dtype`, and in the order of the problem's positions. A level has
     no visit where a path has ended or a node has one child. Only `largest + log_total - logit` is
-    read, and for a shard also `largest + log_total`, so one field may hold the whole sum and the
-    others be zeros that broadcast to [D, P]. Without a visit `largest + log_total - logit` is 0 or
+    read, and for a shard also `largest + log_total`, so one field may hold all of it (`logit` with
+    the opposite sign) and the others be zeros that broadcast to [D, P]. Without a visit it is 0 or
     -inf; in a shard `largest + log_total` is -inf there, and for nodes without rows in it.
     """
 
@@ -157,11 +158,11 @@ class Softmaxes(NamedTuple):
 
     @classmethod
     def by_position(cls, position: Tensor, *values: Tensor) -> "Softmaxes":
-        """Given values of the sorted positions, see `Visits`."""
+        """The softmaxes of sorted positions, each with its place `position` [P] in the problem."""
         return cls(*(torch.empty_like(x).index_copy_(1, position, x) for x in values))
 
     def nll_by_level(self) -> Tensor:
-        """The terms of the nll, 0 for no visit."""
+        """The terms of the nll; 0 for no visit, also where they are -inf."""
         nll = self.largest - self.logit + self.log_total
         return nll.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=0)
 
@@ -177,7 +178,8 @@ class Solver(ABC):
     def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
         """The softmaxes, and what the backward needs.
 
-        That is a `saved_type` with tensors as of `new_saved`; it is not read unless `needs.any`.
+        That is what `saved_type` says, with tensors of the shapes and dtypes of `new_saved`; unless
+        `needs.any`, it is not read. P may be 0. The same inputs give the same bits.
 
         A target that is neither a word nor `ignore_index` raises an IndexError, or fails a
         device-side assertion where the backend does not wait for the device.
@@ -195,9 +197,10 @@ class Solver(ABC):
     def backward(
         self, d_nll: Tensor, problem: Problem, saved: Any, needs: Needs, lse: Tensor | None = None
     ) -> Gradients:
-        """The gradients that are needed, given the gradient d_nll [P] of the nll.
+        """The gradients that are needed, given the gradient d_nll [P] of the nll, in its dtype.
 
-        d_nll may have stride 0 (a broadcast scalar); what it has for ignored targets counts as 0.
+        d_nll may have stride 0 (a broadcast scalar); what it has for ignored targets counts as 0,
+        even if it is not finite. A second backward may follow, so that `saved` stays as it is.
         With `needs.row_wise`, d_weight and d_bias are `RowGradient`s of a `RowFactors` (see
         `rowwise/factors.py`) or of a subclass that updates a table by itself. `problem` and `saved`
         are those of the forward, whose `needs` asked for at least these gradients. For a shard, the
@@ -208,10 +211,11 @@ class Solver(ABC):
 class Backend(Solver):
     """A solver of problems whose rows are in this process, all of a tree or a shard's.
 
-    To add one: an instance in `BACKENDS` of `backends/__init__.py` (in order of preference), its
-    name in `BackendName` of `functional.py`, in `lm/config/schema.py`, and among those of
-    `tests/output/conftest.py` and `test_laws.py`. One that does not take shards says so in
-    `obstacle`; one that "auto" may choose overrides `verified` with `verify.verified(self, …)`.
+    To add one: an instance in `BACKENDS` of `backends/__init__.py`, in order of preference (from
+    the start: custom ops are made of these); its name in `BackendName` of `functional.py` and in
+    `lm/config/schema.py`; a way to choose it in the fixture `backend` of `tests/output/conftest.py`
+    and its name in `test_laws.py`. One that does not take shards says so in `obstacle`; one that
+    compiles code and that "auto" may choose overrides `verified`, as `compiled/backend.py` does.
     """
 
     name: str  # as in the argument `backend` of the public functions
@@ -233,9 +237,12 @@ class Backend(Solver):
         return problem.num_positions
 
     def saved_type(self, problem: Problem, needs: Needs) -> Any:
-        """Which of `saved_types` a forward with a backward saves; from sizes alone."""
+        """Which of `saved_types` a forward with a backward saves; the tensors may be meta."""
         return self.saved_types[0]
 
     @abstractmethod
     def new_saved(self, problem: Problem, needs: Needs) -> Tensors:
-        """What a forward with a backward saves, in uninitialised memory; from sizes alone."""
+        """What a forward with a backward saves, in uninitialised memory, on the problem's device.
+
+        The problem may consist of meta tensors.
+        """
