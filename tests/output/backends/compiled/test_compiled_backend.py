@@ -7,13 +7,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import data_prep.compiled
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS, choose_backend, verify
 from lm.output.backends.base import Backend, Gradients, Needs, Problem
@@ -191,12 +189,11 @@ def one() -> int:
     return 1
 
 
-@pytest.mark.parametrize("compiled", [compilation.compiled, data_prep.compiled.compiled])
 def test_one_process_at_a_time_uses_the_files_of_compiled_code(
-    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
-    files, found = compiled(one)._cache._cache_file, []
+    files, found = compilation.compiled(one)._cache._cache_file, []
     files.save("first", 1)
 
     def use() -> None:
