@@ -123,7 +123,7 @@ def _patched(values: dict[str, Any]) -> Iterator[None]:
 
 NO_ERRORS = ("SAVED_ELEMENTS", "SAVED_ELEMENTS_OF_ONE_NODE", "FULL_SAVED_ELEMENTS")
 THREE_PARTS = {
-    "division.LEAST_COLUMNS": 0, "division._in_threads": lambda *_: None, "step.LEAST_ZEROS": 0,
+    "division.LEAST_COLUMNS": 0, "division._in_threads": lambda *_: None, "passes.LEAST_ZEROS": 0,
     "memory.LARGE_BYTES": 1 << 12, "division.torch.get_num_threads": lambda: 3,
 }  # fmt: skip
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lm.output import HierarchicalSoftmax
 from lm.output.backends import nodes
-from lm.output.backends.compiled import step
+from lm.output.backends.compiled import passes
 from lm.output.functional import BackendName
 from lm.output.rowwise import RowGradient, lookup
 
@@ -169,8 +169,8 @@ def test_gradients_of_nodes_with_few_visits_are_products(
     Except for narrow nodes in the compiled backend.
     """
     monkeypatch.setattr(nodes, "BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr(step, "NARROW", 0)
-    monkeypatch.setattr(step, "FORMED_VISITS", W)
+    monkeypatch.setattr(passes, "NARROW", 0)
+    monkeypatch.setattr(passes, "FORMED_VISITS", W)
     weight, bias = table(TWO_LEVEL)
     hidden, target = torch.randn(W - 1, H, dtype=torch.float64), torch.randint(0, N, (W - 1,))
     each = nll([hidden, weight, bias, target], TWO_LEVEL, row_wise=True, backend=backend)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lm.output import ClassTree
 from lm.output.backends import nodes
-from lm.output.backends.compiled import division, step
+from lm.output.backends.compiled import division, passes
 from lm.output.backends.triton import rows
 from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.triton.routing import Routing
@@ -75,8 +75,8 @@ def test_steps_are_the_same_bit_for_bit_for_any_number_of_threads(
     kind: str, visits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of visited nodes and of others, formed once or at each use."""
-    monkeypatch.setattr(step, "FORMED_VISITS", visits)
-    monkeypatch.setattr(step, "NARROW", 2)
+    monkeypatch.setattr(passes, "FORMED_VISITS", visits)
+    monkeypatch.setattr(passes, "NARROW", 2)
     monkeypatch.setattr(division, "LEAST_COLUMNS", 1)
     way = Way("three levels", kind, order="loss first", positions=9)
     results = []

@@ -5,7 +5,7 @@ A visit costs no call of PyTorch, rows are read where they are, and they are sti
 (5) follows (1). Work is divided among PyTorch's number of threads, forward by positions and
 backward by rows; the results are the same bit for bit for any number.
 
-This file says what the backend takes; `step` has the forward and the backward, of the loops in
+This file says what the backend takes; `passes` has the forward and the backward, of the loops in
 `loops`. The reference backend computes softmaxes with so many columns that errors are not saved
 (such as most full softmaxes, which are one large product, best left to PyTorch) and shards.
 """
@@ -71,9 +71,9 @@ class CompiledBackend(reference.ReferenceBackend):
         """See `Solver.softmaxes`; logits are less the log-sum-exps, which are 0 then."""
         if self.saved_type(problem, needs) is not Saved:
             return super().softmaxes(problem, needs)
-        from lm.output.backends.compiled import step
+        from lm.output.backends.compiled import passes
 
-        log_prob, saved = step.target_log_prob(problem, needs)
+        log_prob, saved = passes.target_log_prob(problem, needs)
         zero = log_prob.new_zeros(1, 1)
         log_prob = torch.empty_like(log_prob).index_copy_(1, saved.position, log_prob)
         return Softmaxes(zero, zero, log_prob), saved
@@ -83,9 +83,9 @@ class CompiledBackend(reference.ReferenceBackend):
         if self.saved_type(problem, needs) is not Saved:
             softmaxes, saved = super().softmaxes(problem, needs)
             return softmaxes.nll_by_level().sum(0), None, saved
-        from lm.output.backends.compiled import step
+        from lm.output.backends.compiled import passes
 
-        return step.nll(problem, needs)
+        return passes.nll(problem, needs)
 
     def backward(
         self, d_nll: Tensor, problem: Problem, saved: Any, needs: Needs, lse: Tensor | None = None
@@ -93,9 +93,9 @@ class CompiledBackend(reference.ReferenceBackend):
         """See `Solver.backward`."""
         if not isinstance(saved, Saved):
             return super().backward(d_nll, problem, saved, needs, lse)
-        from lm.output.backends.compiled import step
+        from lm.output.backends.compiled import passes
 
-        return step.backward(d_nll, problem, saved, needs)
+        return passes.backward(d_nll, problem, saved, needs)
 
 
 def failures() -> Failures:

@@ -16,7 +16,7 @@ from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import BACKENDS, choose_backend, verify
 from lm.output.backends.base import Backend, Gradients, Needs, Problem
 from lm.output.backends.compiled import backend, loops
-from lm.output.backends.compiled.step import target_log_prob
+from lm.output.backends.compiled.passes import target_log_prob
 from lm.output.backends.visits import route
 from lm.output.codegen import compilation, vectors
 
