@@ -123,6 +123,10 @@ class RankingReport:
             for name in ("expected", "observed")
         )
         lines += [f"HR@{last.k} by tenths, expected  {expected}", f"{'observed':>28}  {observed}"]
+        counts = {"popularity": self.popularity, "last item": self.last_item}
+        if above := [name for name, way in counts.items() if way.at[-1].ndcg > last.ndcg]:
+            text = f"the model is below {' and '.join(above)} in NDCG@{last.k}"
+            lines.append(f"{text}: it may need more training (train, optim)")
         lines.append(self.method)
         return "\n".join(lines)
 

@@ -155,6 +155,10 @@ def test_report_of_a_run(items_run: Path, printed: Printed) -> None:
     assert values["predictions"] == values["users"] == len(sequences.begin)
     assert f"HR@5        {values['model']['at'][1]['hit_rate']:8.4f}" in table
     assert f"  observed  {values['model']['at'][1]['observed_hit_rate']:8.4f}" in table
+    ndcg = {name: values[name]["at"][-1]["ndcg"] for name in ("model", "popularity", "last_item")}
+    above = [name.replace("_", " ") for name in ndcg if ndcg[name] > ndcg["model"]]
+    below = f"the model is below {' and '.join(above)} in NDCG@"
+    assert (below in table) == bool(above) == ("the model is below" in table)
     # Counts: the items of training that the user has not had, by the last one, then by events.
     counts, size = run.prepared.counts().copy(), run.prepared.vocab_size
     counts[[run.prepared.eos_id, run.prepared.unk_id]] = -1
