@@ -23,13 +23,13 @@ from tqdm import tqdm
 
 from data_prep.corpus.reader import read_lines
 from data_prep.errors import DataError, NotFiniteError, UserError
+from data_prep.prepared import Prepared
 from data_prep.sequences import Sequences, find_sequences
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.punctuation import EOS, UNK
 from data_prep.tokenizer.token_file import SplitInfo, counted_known, counted_literals, log_literals
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.figures import (
-    _COUNTED,
     EOS_RULE,
     ITEM,
     ITEM_RULE,
@@ -43,6 +43,9 @@ from lm.model.language_model import LanguageModel
 from lm.model.reader import evaluation_mode, read_text
 from lm.model.reader import read_lines as read_independent
 from lm.run import TrainedRun
+
+_COUNTED = ("tokens", "words", "lines", "utf8_bytes", "oov")
+"""Figures by which a text is recognized."""
 
 
 @torch.no_grad()
@@ -149,6 +152,22 @@ def _context_in_words(model: LanguageModel, context: int, sequences: Sequences |
     )
 
 
+def evaluate_prepared(
+    model: LanguageModel, prepared: Prepared, split: str, context: int, **options: Any
+) -> Evaluation:
+    """`evaluate` a model on a split of prepared data, with its `options`; raises as `tokens` too."""
+    return evaluate(
+        model,
+        prepared.tokens(split),
+        prepared.splits[split],
+        eos_id=prepared.eos_id,
+        unk_id=prepared.unk_id,
+        context=context,
+        sequences=prepared.sequences(split) if prepared.is_independent else None,
+        **options,
+    )
+
+
 def evaluate_split(
     run: TrainedRun, split: str, *, progress: bool = True, open_vocabulary: bool = False
 ) -> Evaluation:
@@ -173,16 +192,8 @@ def evaluate_split(
                 " that was prepared: restore it, or give it as --text"
             )
         return result
-    result = evaluate(
-        model,
-        prepared.tokens(split),
-        prepared.splits[split],
-        eos_id=prepared.eos_id,
-        unk_id=prepared.unk_id,
-        context=run.description.context,
-        progress=f"evaluate {split}" if progress else None,
-        sequences=prepared.sequences(split) if prepared.is_independent else None,
-    )
+    title = f"evaluate {split}" if progress else None
+    result = evaluate_prepared(model, prepared, split, run.description.context, title)
     return _described(result, run, run.config.tokenizer, prepared.tokens(split))
 
 

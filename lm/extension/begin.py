@@ -1,16 +1,15 @@
 """`lm train --init-from`: a run that begins from the weights of another, on another text."""
 
 import logging
-from typing import Any
 
 from data_prep.errors import DataError, UserError
 from data_prep.meta import META
-from data_prep.prepare import Given, prepare_with
+from data_prep.prepare import prepare_with
 from data_prep.prepared import Prepared
 from data_prep.storage import locked, make_folder, write_json_atomically
-from lm.config import Config, differences
+from lm.config import Config, describe_differences, differences
 from lm.device import launch
-from lm.evaluation import evaluate
+from lm.evaluation import evaluate_prepared
 from lm.extension.words import check_extensible, extended
 from lm.model.files import load_model
 from lm.model.language_model import LanguageModel
@@ -52,17 +51,13 @@ def begin_from(
     with locked(run.folder / LOCK):
         if checkpoint_to_resume(config, resume) is not None:
             return run.prepare(keep=True, progress=progress)
-        old = trained.tokenizer
         found = extended(trained, config, progress=progress)
-        levels = None if config.needed_classes is None else found.levels
-        origin = trained.description.weights_sha256
-        given = Given(origin, found.tokenizer, found.counts, levels, None)
-        prepared = prepare_with(*config.preparation, given, progress=progress)
-        num_kept = old.vocab_size
+        prepared = prepare_with(*config.preparation, found.given, progress=progress)
+        num_kept = trained.tokenizer.vocab_size
         _log.info("%s: %d words kept, %d new", trained.folder, num_kept, found.num_new)
         model, _ = load_model(trained.folder, trained.description, found.state)
         _report(trained, config, prepared, model.to(trained.device))
-        content = {"run": str(trained.folder.absolute()), "weights_sha256": origin}
+        content = {"run": str(trained.folder.absolute()), "weights_sha256": found.given.origin}
         write_json_atomically(run.folder / INIT, content)
         sha256 = prepared.splits["train"].sha256
         save_first_checkpoint(found.state, sha256, run.folder / "checkpoints" / LAST)
@@ -72,11 +67,7 @@ def begin_from(
 def _check(trained: TrainedRun, config: Config) -> None:
     """Raises UserError if the model of a configuration is not that of a run."""
     check_extensible(trained)
-    others = {
-        key: values
-        for key, values in differences(trained.config, config).items()
-        if not key.startswith(_FREE)
-    }
+    others = differences(trained.config, config, _FREE)
     before, after = trained.config, config
     if before.tokenizer.kind == "sentencepiece":
         sizes = before.tokenizer.vocab_size, after.tokenizer.vocab_size
@@ -86,7 +77,7 @@ def _check(trained: TrainedRun, config: Config) -> None:
     if _stored(before) != _stored(after):
         others["train.precision"] = before.train.precision, after.train.precision
     if others:
-        changes = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in others.items())
+        changes = describe_differences(others)
         same = f"lm train {trained.folder} --init-from {trained.folder} --name=NAME"
         raise UserError(
             f"--init-from {trained.folder} has another model ({changes}): set these as there, or"
@@ -107,26 +98,17 @@ def _stored(config: Config) -> str:
 
 def _report(trained: TrainedRun, config: Config, prepared: Prepared, model: LanguageModel) -> None:
     """Log the perplexities before training: of the text, and of the one that was trained on."""
-    old: Any = None
+    texts = {"this text": prepared}
     try:
-        old = trained.prepared
+        texts[f"the text of {trained.folder}"] = trained.prepared
     except UserError as error:
         _log.info("perplexity on the text of %s is not known: %s", trained.folder, error)
-    texts = {"this text": prepared, f"the text of {trained.folder}": old}
     for name, data in texts.items():
-        if data is None or "valid" not in data.splits:
+        if "valid" not in data.splits:
             continue
-        result = evaluate(
-            model,
-            data.tokens("valid"),
-            data.splits["valid"],
-            eos_id=prepared.eos_id,
-            unk_id=prepared.unk_id,
-            context=config.train.seq_len,
-            sequences=data.sequences("valid") if data.is_independent else None,
-        )
+        result = evaluate_prepared(model, data, "valid", config.train.seq_len)
         before, figure = "", trained.description.valid_perplexity
-        if data is old and figure is not None:
+        if data is not prepared and figure is not None:
             before = f" (without the new words {figure:,.2f})"
         text = "before training: validation perplexity %s on %s%s"
         _log.info(text, f"{result.perplexity:,.2f}", name, before)

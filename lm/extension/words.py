@@ -10,10 +10,11 @@ from torch import Tensor
 
 from data_prep.corpus.reader import read_lines as read_corpus
 from data_prep.errors import UserError
+from data_prep.prepare import Given
 from data_prep.tokenizer.pieces import find_pieces
 from data_prep.tokenizer.punctuation import EOS, UNK
 from data_prep.tokenizer.serialization import load_counts
-from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
+from data_prep.tokenizer.tokenizer import WordTokenizer
 from data_prep.tokenizer.vocabulary import count_words
 from data_prep.tokenizer.word_index import WordIndex
 from lm.config import Config
@@ -31,9 +32,7 @@ State = dict[str, Tensor]
 class Extended(NamedTuple):
     """A trained model with new words, the last M of N."""
 
-    tokenizer: Tokenizer
-    counts: NDArray[np.int64] | None  # [N] in the training split of the new data; None: no words
-    levels: NDArray[np.int32]  # [levels, N], the classes on the path of each word, then -1
+    given: Given  # for the preparation of the new data: words, counts there, classes; no speller
     state: State
     num_new: int
 
@@ -45,14 +44,15 @@ def extended(trained: TrainedRun, config: Config, *, progress: bool = True) -> E
     """
     check_extensible(trained)
     model, tokenizer = trained.model.requires_grad_(False), trained.tokenizer
-    tree = _classes(model)
+    tree, origin = _classes(model), trained.description.weights_sha256
+    node = torch.zeros(0, dtype=torch.int64)
     if not isinstance(tokenizer, WordTokenizer):
-        return Extended(tokenizer, None, levels_of(tree), model.state_dict(), 0)
+        given = Given(origin, tokenizer, None, levels_of(tree, node))
+        return Extended(given, model.state_dict(), 0)
     tokenizer, counts = grown_vocabulary(tokenizer, config)
     num_old, words = model.vocab_size, tokenizer.words
     context = trained.description.context
     contexts = Contexts(tokenizer, config, num_old, context, progress)
-    node = torch.zeros(0, dtype=torch.int64)
     pieces = None if model.input_pieces is None else model.input_pieces.pieces
     if num_new := len(words) - num_old:
         node = choose_nodes(model, contexts)
@@ -68,7 +68,7 @@ def extended(trained: TrainedRun, config: Config, *, progress: bool = True) -> E
         larger, _ = load_model(trained.folder, trained.description, state)
         find_rows(larger.requires_grad_(False).to(model.device), contexts, counts)
         state = larger.state_dict()
-    return Extended(tokenizer, counts, levels, state, num_new)
+    return Extended(Given(origin, tokenizer, counts, levels), state, num_new)
 
 
 def check_extensible(trained: TrainedRun) -> None:
@@ -148,7 +148,7 @@ def _node_log_prob(model: LanguageModel, hidden: Tensor) -> Tensor:
     return found
 
 
-def levels_of(tree: ClassTree, node: Tensor | None = None) -> NDArray[np.int32]:
+def levels_of(tree: ClassTree, node: Tensor) -> NDArray[np.int32]:
     """The classes [levels, N + M] on the path of each word, and of new ones below nodes [M].
 
     `ClassTree.from_levels` of them numbers the nodes as the tree does.
@@ -158,7 +158,6 @@ def levels_of(tree: ClassTree, node: Tensor | None = None) -> NDArray[np.int32]:
         >>> levels_of(tree, torch.tensor([2, 1])).tolist()
         [[0, -1, 1, 1, 1, 0]]
     """
-    node = torch.zeros(0, dtype=torch.int64) if node is None else node
     rows = tree.rows_on_path(torch.arange(tree.vocab_size, device=tree.row_of_word.device))
     above = torch.where(rows >= 0, ~tree.item_of_row[rows.clamp(min=0)], -1)[:, 1:].flip(1)
     order = (above < 0).long().argsort(dim=1, stable=True)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from data_prep.errors import CheckpointError, DataError, NotFiniteError
 from data_prep.storage import sync
-from lm.evaluation import evaluate
-from lm.figures import perplexity
+from lm.evaluation import evaluate_prepared
+from lm.figures import MAX_NATS, perplexity
 from lm.model.build import build_model, without_weights
 from lm.model.files import Description, save_model
 from lm.model.input_pieces import PIECES
@@ -34,12 +34,10 @@ from lm.training.clock import Clock, Progress
 from lm.training.cuda_graph import InputBuffers, StepGraph
 from lm.training.metrics import Metrics
 from lm.training.optimizers import build_optimizer, learning_rate
-from lm.training.shards import columns_of, convert_optimizer_state, convert_weights, held_rows
+from lm.training.shards import columns_of, convert_optimizer_state, convert_weights
 from lm.training.validation import Validation, rank_items
 
 _log = logging.getLogger(__name__)
-MAX_NATS = 700.0
-"""Loss per token from which a run counts as diverged: its perplexity has 300 digits."""
 
 
 class CarriedLoss(nn.Module):
@@ -227,16 +225,8 @@ class TrainingState:
     def validate(self, check: Callable[[], None]) -> Validation:
         """Figures of the first process, for all; `check` is called after a batch, and may raise."""
         prepared = self.run.prepared
-        result = evaluate(
-            self.model,
-            prepared.tokens("valid"),
-            prepared.splits["valid"],
-            eos_id=prepared.eos_id,
-            unk_id=prepared.unk_id,
-            context=self.config.train.seq_len,
-            sequences=prepared.sequences("valid") if prepared.is_independent else None,
-            check=check,
-        )
+        seq_len = self.config.train.seq_len
+        result = evaluate_prepared(self.model, prepared, "valid", seq_len, check=check)
         self._check_loss(result.nll_nats / result.tokens)
         found = Validation(result.perplexity)
         if self.config.ranks_items:
@@ -364,7 +354,7 @@ class TrainingState:
         """
         self.progress = Progress(**checkpoint["progress"])
         optimizer, saved = self.optimizer.optimizer, checkpoint["optimizer"]
-        state = convert_optimizer_state(optimizer, saved, self.model, held_rows)
+        state = convert_optimizer_state(optimizer, saved, self.model, DealtRows.held)
         self.optimizer.load_state_dict(state)
         self.fabric.strategy.precision.load_state_dict(checkpoint["precision"])
         devices, device = checkpoint["devices"], self.fabric.device
@@ -393,7 +383,7 @@ def _load_weights(model: LanguageModel, weights: dict[str, Tensor], precision: s
                 f" train.precision: {precision}"
             )
     try:
-        model.load_state_dict(convert_weights(model, weights, held_rows), assign=True)
+        model.load_state_dict(convert_weights(model, weights, DealtRows.held), assign=True)
     except (RuntimeError, ValueError) as error:
         problem = f"the checkpoint does not fit the configuration: {' '.join(str(error).split())}"
         raise CheckpointError(problem) from error

@@ -48,9 +48,7 @@ def rank_items(
     Raises:
         UserError: if there is no item of the catalogue to predict.
     """
-    sequences = prepared.sequences("valid")
-    if prepared.meta.settings["data"].get("predict_eos"):
-        sequences = sequences._replace(end=sequences.end - 1)  # which is no item
+    sequences = prepared.sequences("valid", ends=False)
     special = prepared.eos_id, prepared.unk_id
     with evaluation_mode(model):
         return rank(model, sequences, special, prepared.proposed_exclusion, check)
