@@ -17,7 +17,7 @@ from data_prep.errors import UserError
 from lm.evaluation import check_finite
 from lm.model.reader import read_text
 from lm.run import TrainedRun
-from lm.scoring.arpa import Floats
+from lm.scoring.ngram_tree import Floats
 
 
 def check_weight(run: TrainedRun, weight: float | None) -> None:

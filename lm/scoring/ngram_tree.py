@@ -13,6 +13,7 @@ the history alone, and has all that equation (1) needs. A line begins in the con
 Source: Katz 1987; Heafield 2011, KenLM.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -23,8 +24,10 @@ from numpy.typing import NDArray
 from data_prep.compiled import compiled
 from data_prep.errors import UserError
 from data_prep.storage import write_atomically
-from lm.scoring.arpa import NATS_PER_LOG10, Floats, Ints
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+NATS_PER_LOG10 = math.log(10)
 NEVER = -99.0
 """log10 P of `<s>` in an ARPA file, which cannot hold 0."""
 AT_ONCE = 1 << 16

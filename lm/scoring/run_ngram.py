@@ -22,11 +22,10 @@ from data_prep.settings import NonNegative, Positive, Strict
 from data_prep.storage import ArrayInfo, map_array, read_json, write_array, write_json_atomically
 from lm.figures import perplexity
 from lm.run import TrainedRun
-from lm.scoring.arpa import Floats, Ints
-from lm.scoring.arpa_model import ArpaModel
+from lm.scoring.arpa import ArpaModel
 from lm.scoring.kneser_ney import estimate
 from lm.scoring.mixture import check_weight, mixed, token_log_probs, tuned_weight
-from lm.scoring.ngram_tree import Arrays, NGramTree
+from lm.scoring.ngram_tree import Arrays, Floats, Ints, NGramTree
 
 NODES, DESCRIPTION, FORMAT_VERSION = "ngram.npy", "ngram.json", 1
 FEWEST = 100

@@ -30,7 +30,8 @@ from data_prep.tokenizer.serialization import load_counts
 from data_prep.tokenizer.tokenizer import SENTENCEPIECE_SPACE, Tokenizer
 from lm.model.reader import read_lines
 from lm.run import TrainedRun
-from lm.scoring.scorer import MAX_LOG_PROBS, Floats, LineScore, Scorer
+from lm.scoring.ngram_tree import Floats
+from lm.scoring.scorer import MAX_LOG_PROBS, LineScore, Scorer
 
 if TYPE_CHECKING:
     import pandas
