@@ -25,8 +25,8 @@ from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines
 from lm.run import TrainedRun
 from lm.scoring.adaptation import Adaptation, Mix, model_for, read_dynamic
+from lm.scoring.mixture import RunNGram
 from lm.scoring.ngram_tree import Floats, Ints
-from lm.scoring.run_ngram import RunNGram
 from lm.scoring.unknown import UnknownRule
 
 MAX_LOG_PROBS = 1 << 23
