@@ -94,14 +94,14 @@ def evaluate_ranking(
     ways = [
         rank_by_model(run.model, special, str(run.folder)),
         rank_by_counts(counts, special),
-        rank_by_counts(counts, special, _sequences(run, "train").lines()),
+        rank_by_counts(counts, special, run.prepared.sequences("train", items_alone=True).lines()),
     ]
-    everyone = _sequences(run, split)
+    everyone = run.prepared.sequences(split, items_alone=True)
     sequences = everyone if users is None else _drawn(everyone, users)
     num_items = run.prepared.vocab_size - len(special)
     if max(ks) > num_items:
         raise UserError(f"--k {max(ks)}: the catalogue has {num_items} items")
-    if not (sequences.num_predicted + sequences.num_left_out).any():
+    if not sequences.num_targets.any():
         raise UserError(f"{split}: there is no item to predict")
     ks = sorted(set(ks))
     found = predict(
@@ -118,13 +118,10 @@ def evaluate_ranking(
     model, by_count, by_last = (ranking_figures(each, sequences, ks, group) for each in found)
     if keep is not None:
         keep(found[0], sequences)
-    num_users, all_users = (
-        int((each.num_predicted + each.num_left_out > 0).sum()) for each in (sequences, everyone)
-    )
     return RankingReport(
-        users=num_users,
-        all_users=all_users,
-        predictions=int((sequences.num_predicted + sequences.num_left_out).sum()),
+        users=int((sequences.num_targets > 0).sum()),
+        all_users=int((everyone.num_targets > 0).sum()),
+        predictions=int(sequences.num_targets.sum()),
         items=num_items,
         excluded=exclude,
         repeated_share=run.prepared.repeated_share,
@@ -148,15 +145,9 @@ def _method(run: TrainedRun) -> str:
     return f"{rule}; model: {model}; intervals: {intervals}"
 
 
-def _sequences(run: TrainedRun, split: str) -> Sequences:
-    """The sequences of a split, without their ends, which are no items."""
-    found = run.prepared.sequences(split)
-    return found._replace(end=found.end - run.config.data.predict_eos)
-
-
 def _drawn(sequences: Sequences, num_users: int) -> Sequences:
     """The sequences with items to predict of users drawn at random; those of others are empty."""
-    users = np.flatnonzero(sequences.num_predicted + sequences.num_left_out)
+    users = np.flatnonzero(sequences.num_targets)
     is_drawn = np.zeros(len(sequences.begin), bool)
     is_drawn[np.random.default_rng(0).permutation(users)[:num_users]] = True
     return sequences._replace(

@@ -43,9 +43,7 @@ def rank_items(model: LanguageModel, prepared: Prepared) -> tuple[float, float]:
     Raises:
         UserError: if there is no item of the catalogue to predict.
     """
-    sequences = prepared.sequences("valid")
-    if prepared.meta.settings["data"].get("predict_eos"):
-        sequences = sequences._replace(end=sequences.end - 1)  # which is no item
+    sequences = prepared.sequences("valid", items_alone=True)
     special, was_training = (prepared.eos_id, prepared.unk_id), model.training
     figures = rank(model.eval(), sequences, special, prepared.proposed_exclusion)
     model.train(was_training)
@@ -60,7 +58,7 @@ def rank(
 
     Items outside the catalogue are missed; `special` are `<eos>` and `<unk>`.
     """
-    per_user = sequences.num_predicted + sequences.num_left_out
+    per_user = sequences.num_targets
     users = np.flatnonzero(per_user)
     num_ranked = min(len(users), RANKED_USERS)
     users = users[np.arange(num_ranked) * len(users) // max(1, num_ranked)]
