@@ -14,7 +14,7 @@ Source: Katz 1987; Heafield 2011, KenLM.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -207,31 +207,25 @@ class NGramTree:
         if len(set(words)) < len(words):
             twice = next(word for i, word in enumerate(words) if word in words[:i])
             raise UserError(f"{path}: the model has a word {twice}, which means a line's end there")
-        write_atomically(path, self._arpa_writer(words))
+        write_atomically(path, lambda file: self._write_arpa(file, np.array(words, object)))
 
-    def _arpa_writer(self, words: list[str]) -> Callable[[BinaryIO], None]:
-        names, arrays = np.array(words, object), self.arrays
-
-        def write(file: BinaryIO) -> None:
-            counts = "".join(f"ngram {n}={size}\n" for n, size in enumerate(self.sizes, 1))
-            file.write(f"\\data\\\n{counts}".encode())
-            for n in range(1, self.order + 1):
-                file.write(f"\n\\{n}-grams:\n".encode())
-                begin, end = self._begins[n : n + 2].tolist()
-                for low in range(begin, end, AT_ONCE):
-                    nodes = np.arange(low, min(low + AT_ONCE, end))
-                    log_prob = arrays.log_prob[nodes] / NATS_PER_LOG10
-                    log_prob[nodes == self.start] = NEVER
-                    columns = [map("{:.7g}\t".format, log_prob), self._texts(nodes, n, names)]
-                    if n < self.order:
-                        columns.append(
-                            map("\t{:.7g}".format, arrays.backoff[nodes] / NATS_PER_LOG10)
-                        )
-                    rows = map("".join, zip(*columns, strict=True))
-                    file.write(("\n".join(rows) + "\n").encode())
-            file.write(b"\n\\end\\\n")
-
-        return write
+    def _write_arpa(self, file: BinaryIO, names: NDArray[np.object_]) -> None:
+        counts = "".join(f"ngram {n}={size}\n" for n, size in enumerate(self.sizes, 1))
+        file.write(f"\\data\\\n{counts}".encode())
+        for n in range(1, self.order + 1):
+            file.write(f"\n\\{n}-grams:\n".encode())
+            begin, end = self._begins[n : n + 2].tolist()
+            for low in range(begin, end, AT_ONCE):
+                nodes = np.arange(low, min(low + AT_ONCE, end))
+                log_prob = self.arrays.log_prob[nodes] / NATS_PER_LOG10
+                log_prob[nodes == self.start] = NEVER
+                columns = [map("{:.7g}\t".format, log_prob), self._texts(nodes, n, names)]
+                if n < self.order:
+                    backoff = self.arrays.backoff[nodes] / NATS_PER_LOG10
+                    columns.append(map("\t{:.7g}".format, backoff))
+                rows = map("".join, zip(*columns, strict=True))
+                file.write(("\n".join(rows) + "\n").encode())
+        file.write(b"\n\\end\\\n")
 
     def _texts(self, nodes: Ints, n: int, names: NDArray[np.object_]) -> Iterable[str]:
         """The n words of each node, with spaces between."""
