@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data_prep.corpus.lines import read_text
 from data_prep.errors import DataError
@@ -299,16 +299,16 @@ def _ordered(
     arcs: Sequence[tuple[str, str, str | None, float, float]],
     *,
     place: str,
-    id: str,
     start: str,
     finals: Sequence[tuple[str, float, float]],
-    has_first_pass: bool,
-    lm_scale: float,
-    word_penalty: float,
     non_words: NonWords,
     first_word: str | None = None,
+    **others: Any,
 ) -> Lattice:
-    """A lattice with its nodes in order, one end, and without nodes that are on no whole path."""
+    """A lattice with its nodes in order, one end, and without nodes that are on no whole path.
+
+    `others` are its fields that are neither nodes nor arcs.
+    """
     begin, end = "start of the path", "end of the path"
     every = [(begin, start, first_word, 0.0, 0.0), *arcs]
     every += [(node, end, None, *scores) for node, *scores in finals]  # type: ignore[misc]
@@ -335,14 +335,8 @@ def _ordered(
         for s, t, label, *scores in every
         if s in number and t in number
     ]
-    return Lattice(
-        id=id,
-        num_nodes=len(number),
-        arcs=sorted(numbered, key=lambda arc: arc.source),
-        has_first_pass=has_first_pass,
-        lm_scale=lm_scale,
-        word_penalty=word_penalty,
-    )
+    numbered.sort(key=lambda arc: arc.source)
+    return Lattice(num_nodes=len(number), arcs=numbered, **others)
 
 
 def _reached(node: str, neighbours: dict[str, set[str]]) -> set[str]:
