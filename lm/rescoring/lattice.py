@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,15 +234,15 @@ def _kaldi_costs(text: str, row: str) -> tuple[float, float]:
 
 
 def _check_symbols(
-    name: str, blocks: dict[int, list[_Row]], word_column: dict[int, int], are_known: Known
+    name: str, blocks: Sequence[Sequence[_Row]], word_columns: Sequence[int], are_known: Known
 ) -> None:
     """Refuse numbers for words unless they are known, and warn of utterances with numbers alone."""
     suspects: list[str] = []
-    for column in sorted(set(word_column.values())):
+    for column in sorted(set(word_columns)):
         labels = [
             (title[0], fields[column])
-            for block, ((_, title), *rows) in blocks.items()
-            if word_column[block] == column
+            for ((_, title), *rows), word in zip(blocks, word_columns, strict=True)
+            if word == column
             for _, fields in rows
             if len(fields) > column
         ]
@@ -257,20 +258,16 @@ def _check_symbols(
 
 
 def _read_kaldi(name: str, lines: Iterable[str], non_words: NonWords) -> Iterator[Lattice]:
-    blocks: dict[int, list[_Row]] = {}
-    block = 0
-    for number, line in enumerate(lines, 1):
-        if fields := line.split():
-            blocks.setdefault(block, []).append((f"{name}, line {number}", fields))
-        else:
-            block = number
-    word_column = {block: 2 if _is_compact(rows) else 3 for block, (_, *rows) in blocks.items()}
-    _check_symbols(name, blocks, word_column, non_words.are_known)
-    for block, ((place, title), *rows) in blocks.items():
+    numbered = ((f"{name}, line {number}", line.split()) for number, line in enumerate(lines, 1))
+    groups = groupby(numbered, key=lambda row: bool(row[1]))
+    blocks = [list(rows) for is_filled, rows in groups if is_filled]
+    word_columns = [2 if _is_compact(rows) else 3 for _, *rows in blocks]
+    _check_symbols(name, blocks, word_columns, non_words.are_known)
+    for ((place, title), *rows), word in zip(blocks, word_columns, strict=True):
         if len(title) != 1:
             raise DataError(f"{place}: expected the id of an utterance, got {' '.join(title)!r}")
         arcs: list[tuple[str, str, str | None, float, float]] = []
-        finals, word = [], word_column[block]
+        finals = []
         for row, fields in rows:
             num_labels = word + 1 if len(fields) > 2 else 1
             labels, costs = fields[:num_labels], [*fields[num_labels:], "0,0"]
