@@ -14,7 +14,7 @@ from data_prep.sequences import Exclude, Sequences
 from lm.config import Criterion
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines
-from lm.scoring.best_items import best_items
+from lm.scoring.ranking import best_items
 
 RANKED_USERS = 4_000
 """Most users whose items are ranked: evenly spread over the split, the same each time."""
