@@ -74,10 +74,10 @@ class Prepared:
         """Whether each line is a sequence of its own: `data.sequences: independent`."""
         return self.meta.settings["data"].get("sequences") == "independent"
 
-    def sequences(self, split: str, *, ends: bool = True) -> Sequences:
+    def sequences(self, split: str, *, items_alone: bool = False) -> Sequences:
         """Return the independent sequences of a split; raises as `tokens`.
 
-        Without `ends`, the `<eos>` of `data.predict_eos`, which is no item, is left out.
+        `items_alone`: without an `<eos>` that is predicted, which is no item.
         """
         tokens, known = self.tokens(split), self.splits[split].known
         return find_sequences(
@@ -85,7 +85,7 @@ class Prepared:
             eos_id=self.eos_id,
             unk_id=self.unk_id,
             num_known=None if known is None else self._array(KNOWN.format(split)),
-            predict_eos=ends and bool(self.meta.settings["data"].get("predict_eos")),
+            predict_eos=not items_alone and bool(self.meta.settings["data"].get("predict_eos")),
         )
 
     @cached_property

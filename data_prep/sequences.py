@@ -49,6 +49,11 @@ class Sequences(NamedTuple):
         return self.end - self.begin - self.num_known
 
     @property
+    def num_targets(self) -> Ints:
+        """Items to predict [S], in the vocabulary or not."""
+        return self.num_predicted + self.num_left_out
+
+    @property
     def repeated_share(self) -> float:
         """Share of the items to predict that are also earlier in their sequence.
 

@@ -155,7 +155,7 @@ def _context_in_words(model: LanguageModel, context: int, sequences: Sequences |
 def evaluate_prepared(
     model: LanguageModel, prepared: Prepared, split: str, context: int, **options: Any
 ) -> Evaluation:
-    """`evaluate` a model on a split of prepared data, with its `options`; raises as `tokens` too."""
+    """`evaluate` a model on a split of prepared data; raises also as `Prepared.tokens`."""
     return evaluate(
         model,
         prepared.tokens(split),
@@ -193,7 +193,7 @@ def evaluate_split(
             )
         return result
     title = f"evaluate {split}" if progress else None
-    result = evaluate_prepared(model, prepared, split, run.description.context, title)
+    result = evaluate_prepared(model, prepared, split, run.description.context, progress=title)
     return _described(result, run, run.config.tokenizer, prepared.tokens(split))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lm.figures import perplexity
 from lm.loaded import LoadedModel
 from lm.run import TrainedRun
-from lm.scoring.run_ngram import RunNGram
+from lm.scoring.mixture import RunNGram
 from lm.states import Prefix, State, Step
 
 
@@ -25,7 +25,7 @@ def _refused(name: str, advice: str = "load the model without ngram=True") -> An
 
 
 class MixedModel(LoadedModel):
-    """The mixture of `lm.scoring.run_ngram`, made by `lm.load(…, ngram=True)`.
+    """The mixture of `lm.scoring.mixture`, made by `lm.load(…, ngram=True)`.
 
     Probabilities, scores and perplexities are those of the mixture, in which unknown words share
     P(`<unk>`) as in the model alone. `topk` computes those of all words. Texts are not generated,

@@ -16,7 +16,7 @@ from lm.evaluation import evaluate_split, evaluate_text
 from lm.rescoring.models import ArpaScores
 from lm.run import TrainedRun
 from lm.scoring import Scorer
-from lm.scoring.arpa_model import ArpaModel
+from lm.scoring.arpa import ArpaModel
 from tests.conftest import LETTERS, PIECES, PIECES_WITH_BYTES, Printed, Train
 from tests.conftest import OTHER_LETTERS as SENTENCES
 from tests.data_prep.tokenizer.spelling import Definition

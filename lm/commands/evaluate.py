@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
     from lm.scoring.adaptation import evaluate_adaptation
     from lm.scoring.comparison import TextLosses, check_comparable, compare
     from lm.scoring.frequency import frequency_report
-    from lm.scoring.mixture_evaluation import evaluate_mixture
+    from lm.scoring.mixture import evaluate_mixture
     from lm.scoring.unknown import noted_words
 
     is_open = options.open_vocabulary

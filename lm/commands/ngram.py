@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     """Write `ngram.npy` and `ngram.json` to the folder of the run, and print their figures."""
     _check(options)
     from lm.figures import table_of
-    from lm.scoring.run_ngram import NODES, RunNGram
+    from lm.scoring.mixture import NODES, RunNGram
 
     run = TrainedRun.open(options.run_dir, device=options.device, threads=options.threads)
     began = time.perf_counter()

@@ -44,33 +44,28 @@ def write_ranks(
     items = pyarrow.array([catalogue.item(id) for id in range(run.prepared.vocab_size)])
     tokens = run.prepared.tokens(split)
     end = np.flatnonzero(tokens == run.prepared.eos_id)
-    begin = np.append(0, end[:-1] + 1)
     is_lost = tokens == run.prepared.unk_id
-    places = np.flatnonzero(~is_lost)[sequences.begin[found.sequence] + found.place]
+    found_places = np.flatnonzero(~is_lost)[sequences.begin[found.sequence] + found.place]
     # Of the items that a sequence lacks, the last ones are to be predicted.
     lost_places = np.flatnonzero(is_lost)
     lost = np.searchsorted(end, lost_places)
     num_lost = np.bincount(lost, minlength=len(end))
     number_from_end = np.cumsum(num_lost)[lost] - np.arange(len(lost))
     is_predicted = number_from_end <= sequences.num_left_out[lost]
-    lost, lost_places = lost[is_predicted], lost_places[is_predicted]
-    sequence = np.append(found.sequence, lost)
-    place = np.append(places, lost_places)
-    order = np.argsort(place)
-    position = (place - begin[sequence] + 1)[order]
-    nothing = np.full(len(lost), np.nan)
-    target, rank, probability = (
-        np.append(each, nothing)[order] for each in (found.target, found.rank, found.probability)
-    )
+    rank, probability = np.full((2, len(tokens)), np.nan)
+    rank[found_places], probability[found_places] = found.rank, found.probability
+    places = np.sort(np.append(found_places, lost_places[is_predicted]))
+    sequence = np.searchsorted(end, places)
+    begin = np.append(0, end[:-1] + 1)
     whole = pyarrow.int64()
-    target = pyarrow.array(target, whole, from_pandas=True)
+    rank = rank[places]
     table = pyarrow.table(
         {
-            "user": users.take(pyarrow.array(sequence[order])),
-            "position": pyarrow.array(position, whole),
-            "item": items.take(target),
+            "user": users.take(pyarrow.array(sequence)),
+            "position": pyarrow.array(places - begin[sequence] + 1, whole),
+            "item": items.take(pyarrow.array(tokens[places], mask=is_lost[places])),
             "rank": pyarrow.array(rank, whole, mask=~np.isfinite(rank)),
-            "probability": pyarrow.array(probability, from_pandas=True),
+            "probability": pyarrow.array(probability[places], from_pandas=True),
         }
     )
     write_atomically(path, lambda file: parquet.write_table(table, file))

@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from data_prep.sequences import word_item
 from lm.commands.arguments import COMPUTING, COUNT, RUN, Options, open_run
 from lm.run import TrainedRun
 
@@ -27,6 +26,8 @@ NUM_TOKENS = 50_000
 POSITIONS = (1, 2, 3, 5, 9, 17, 33, 65)
 """First positions of bins, from 1."""
 NUM_CLASSES = 40
+FIGURES = ("tokens", "perplexity", "word_perplexity", "bits_per_byte", "hit_rate", "ndcg")
+"""What the page has of the figures of `lm evaluate`."""
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 h2 { margin-top: 2.5rem; border-bottom: 1px solid #bbb }
@@ -50,11 +51,12 @@ def run(options: argparse.Namespace) -> None:
 def _page(run: TrainedRun, num_samples: int) -> str:
     name = escape(run.folder.resolve().name)
     parts = [f"<h1>{name}</h1><p>{escape(_about(run))}</p>"]
+    has_data = run.has_config and run.config.prepared_path.exists()
     sections = {
         "Training": _training(run),
         "Figures": _figures(run),
-        "Where the loss is": [] if run.is_independent else _losses(run),
-        "Classes": _classes(run),
+        "Where the loss is": _losses(run) if has_data and not run.is_independent else [],
+        "Classes": _classes(run) if has_data else [],
         "Samples": [] if run.is_independent else _samples(run, num_samples),
         "Settings": _settings(run),
     }
@@ -113,14 +115,7 @@ def _figures(run: TrainedRun) -> list[str]:
     for path in sorted(run.folder.glob("evaluate-*.json")):
         values = json.loads(path.read_text(encoding="utf-8"))
         values |= (values.get("model") or {}).get("at", [{}])[0]
-        for name in (
-            "tokens",
-            "perplexity",
-            "word_perplexity",
-            "bits_per_byte",
-            "hit_rate",
-            "ndcg",
-        ):
+        for name in FIGURES:
             if isinstance(values.get(name), int | float):
                 rows.append([escape(path.stem.removeprefix("evaluate-")), name, values[name]])
     return [_table(["text", "figure", "value"], rows)] if rows else []
@@ -134,8 +129,7 @@ def _losses(run: TrainedRun) -> list[str]:
     from lm.scoring.frequency import frequency_report
     from lm.scoring.mixture import token_log_probs
 
-    splits = run.prepared.splits if run.has_config and run.config.prepared_path.exists() else {}
-    split = next((each for each in ("test", "valid") if each in splits), None)
+    split = next((each for each in ("test", "valid") if each in run.prepared.splits), None)
     if split is None:
         return []
     tokens = run.prepared.tokens(split)[:NUM_TOKENS]
@@ -162,22 +156,18 @@ def _losses(run: TrainedRun) -> list[str]:
 def _classes(run: TrainedRun) -> list[str]:
     """The heaviest nodes of the tree, with their most frequent words."""
     tree = getattr(run.model.output, "tree", None)
-    if (
-        tree is None
-        or tree.depth == 1
-        or not (run.has_config and run.config.prepared_path.exists())
-    ):
+    if tree is None or tree.depth == 1:
         return []
     import torch
 
     from lm.commands.tree_report import tree_report
+    from lm.generation.items import Catalogue
 
     counts = torch.tensor(run.prepared.counts())
     report = tree_report(tree, counts, num_nodes=NUM_CLASSES + 1, num_top_words=12)
     rows = []
     for node in report["nodes"][1:]:
-        words = list(map(run.tokenizer.token, node["top_words"]))
-        words = list(map(word_item, words)) if run.config.data.user_field is not None else words
+        words = map(Catalogue(run).item, node["top_words"])
         share = 100 * node["token_mass"]
         bar = f'<div class=bar style="width:{max(1, round(20 * share))}px"></div>'
         rows.append([bar, f"{share:.2f}&nbsp;%", node["words"], escape(" · ".join(words))])

@@ -180,7 +180,7 @@ def _models(
     from lm.loaded import LoadedModel
     from lm.mixed import MixedModel
     from lm.rescoring.models import ArpaScores, common_vocabulary_size, num_unknown_types
-    from lm.scoring.arpa_model import ArpaModel
+    from lm.scoring.arpa import ArpaModel
     from lm.scoring.unknown import UnknownWords
 
     hypotheses = [text for each in lists for text in each.texts]

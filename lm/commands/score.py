@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
     from lm.scoring import Scorer
     from lm.scoring.adaptation import Adaptation
     from lm.scoring.layouts import Layout
-    from lm.scoring.run_ngram import RunNGram
+    from lm.scoring.mixture import RunNGram
 
     return_freed_memory()
     run = open_run(options)

@@ -68,9 +68,8 @@ def _report(run: Run, num_steps: int) -> None:
         perplexity = f"perplexity {description.valid_perplexity:,.2f}"
         figure = f"validation {perplexity}, {rule}"
         if description.valid_ndcg is not None:
-            valid = run.prepared.sequences("valid")
-            has_predicted = valid.num_predicted + valid.num_left_out > run.config.data.predict_eos
-            num_users = int(has_predicted.sum())
+            valid = run.prepared.sequences("valid", items_alone=True)
+            num_users = int((valid.num_targets > 0).sum())
             users = f"{min(num_users, RANKED_USERS):,} of {num_users:,} users"
             ndcg = f"NDCG@{K} of {users} {description.valid_ndcg:.4f}"
             figure = f"validation {perplexity} ({ndcg}), {rule}"

@@ -54,7 +54,7 @@ def check_packages() -> None:
         raise UserError(f"--onnx requires {missing[0]}: pip install onnx onnxruntime")
 
 
-def write_onnx(folder: Path, *, int8: bool = False) -> list[Path]:
+def write_onnx(folder: Path, *, int8: bool = False) -> None:
     """Write the files of the exported model in a folder, and `….int8.onnx` if asked for."""
     path = folder / "score.py"
     spec = importlib.util.spec_from_file_location("score", path)
@@ -78,9 +78,8 @@ def write_onnx(folder: Path, *, int8: bool = False) -> list[Path]:
         names = ["x", "h0", "c0"], ["log_softmax", "next_h0", "next_c0"]
         step = _Step(model), (text, start, start), names, axes, known
         paths.append(_export(folder / "step.onnx", *step))
-    if int8:
-        paths += [_quantized(path) for path in paths]
-    return paths
+    for path in paths if int8 else ():
+        _quantize(path)
 
 
 def _export(
@@ -117,16 +116,14 @@ def _largest(g: Any, top: Any, dim: Any, index: Any, rows: Any, *_: Any) -> Any:
     return g.op("ScatterElements", top, index, rows, axis_i=-1, reduction_s="max")
 
 
-def _quantized(path: Path) -> Path:
-    """The file with the weights of products in 8 bits."""
+def _quantize(path: Path) -> None:
+    """Write a file with the weights of products in 8 bits next to one."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    small = path.with_suffix(".int8.onnx")
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.ERROR)  # it advises on another optimization
     try:
-        quantize_dynamic(path, small, weight_type=QuantType.QInt8)
+        quantize_dynamic(path, path.with_suffix(".int8.onnx"), weight_type=QuantType.QInt8)
     finally:
         root.setLevel(level)
-    return small

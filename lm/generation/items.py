@@ -16,7 +16,7 @@ from lm.model.language_model import LanguageModel
 from lm.model.reader import Ints, read_lines
 from lm.output.decoding.search import TopK
 from lm.run import TrainedRun
-from lm.scoring.best_items import best_items
+from lm.scoring.ranking import best_items
 from lm.scoring.unknown import UnknownWords
 from lm.states import warn_caller
 

@@ -22,8 +22,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data_prep.corpus.lines import read_text
 from data_prep.errors import DataError
@@ -233,15 +234,15 @@ def _kaldi_costs(text: str, row: str) -> tuple[float, float]:
 
 
 def _check_symbols(
-    name: str, blocks: dict[int, list[_Row]], word_column: dict[int, int], are_known: Known
+    name: str, blocks: Sequence[Sequence[_Row]], word_columns: Sequence[int], are_known: Known
 ) -> None:
     """Refuse numbers for words unless they are known, and warn of utterances with numbers alone."""
     suspects: list[str] = []
-    for column in sorted(set(word_column.values())):
+    for column in sorted(set(word_columns)):
         labels = [
             (title[0], fields[column])
-            for block, ((_, title), *rows) in blocks.items()
-            if word_column[block] == column
+            for ((_, title), *rows), word in zip(blocks, word_columns, strict=True)
+            if word == column
             for _, fields in rows
             if len(fields) > column
         ]
@@ -257,20 +258,16 @@ def _check_symbols(
 
 
 def _read_kaldi(name: str, lines: Iterable[str], non_words: NonWords) -> Iterator[Lattice]:
-    blocks: dict[int, list[_Row]] = {}
-    block = 0
-    for number, line in enumerate(lines, 1):
-        if fields := line.split():
-            blocks.setdefault(block, []).append((f"{name}, line {number}", fields))
-        else:
-            block = number
-    word_column = {block: 2 if _is_compact(rows) else 3 for block, (_, *rows) in blocks.items()}
-    _check_symbols(name, blocks, word_column, non_words.are_known)
-    for block, ((place, title), *rows) in blocks.items():
+    numbered = ((f"{name}, line {number}", line.split()) for number, line in enumerate(lines, 1))
+    groups = groupby(numbered, key=lambda row: bool(row[1]))
+    blocks = [list(rows) for is_filled, rows in groups if is_filled]
+    word_columns = [2 if _is_compact(rows) else 3 for _, *rows in blocks]
+    _check_symbols(name, blocks, word_columns, non_words.are_known)
+    for ((place, title), *rows), word in zip(blocks, word_columns, strict=True):
         if len(title) != 1:
             raise DataError(f"{place}: expected the id of an utterance, got {' '.join(title)!r}")
         arcs: list[tuple[str, str, str | None, float, float]] = []
-        finals, word = [], word_column[block]
+        finals = []
         for row, fields in rows:
             num_labels = word + 1 if len(fields) > 2 else 1
             labels, costs = fields[:num_labels], [*fields[num_labels:], "0,0"]
@@ -299,16 +296,16 @@ def _ordered(
     arcs: Sequence[tuple[str, str, str | None, float, float]],
     *,
     place: str,
-    id: str,
     start: str,
     finals: Sequence[tuple[str, float, float]],
-    has_first_pass: bool,
-    lm_scale: float,
-    word_penalty: float,
     non_words: NonWords,
     first_word: str | None = None,
+    **others: Any,
 ) -> Lattice:
-    """A lattice with its nodes in order, one end, and without nodes that are on no whole path."""
+    """A lattice with its nodes in order, one end, and without nodes that are on no whole path.
+
+    `others` are its fields that are neither nodes nor arcs.
+    """
     begin, end = "start of the path", "end of the path"
     every = [(begin, start, first_word, 0.0, 0.0), *arcs]
     every += [(node, end, None, *scores) for node, *scores in finals]  # type: ignore[misc]
@@ -335,14 +332,8 @@ def _ordered(
         for s, t, label, *scores in every
         if s in number and t in number
     ]
-    return Lattice(
-        id=id,
-        num_nodes=len(number),
-        arcs=sorted(numbered, key=lambda arc: arc.source),
-        has_first_pass=has_first_pass,
-        lm_scale=lm_scale,
-        word_penalty=word_penalty,
-    )
+    numbered.sort(key=lambda arc: arc.source)
+    return Lattice(num_nodes=len(number), arcs=numbered, **others)
 
 
 def _reached(node: str, neighbours: dict[str, set[str]]) -> set[str]:

@@ -26,7 +26,7 @@ from data_prep.tokenizer.speller import Speller
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.rescoring.nbest import Floats, Ints, NBest
 from lm.rescoring.word_errors import WordErrors
-from lm.scoring.arpa_model import NO_UNK, ArpaModel
+from lm.scoring.arpa import NO_UNK, ArpaModel
 from lm.scoring.unknown import UnknownRule, UnknownWords
 
 LOWEST = 10 * NO_UNK

@@ -43,7 +43,6 @@ class Utterances:
             UserError: if an utterance has no reference, or all references are empty.
         """
         lattices: list[Lattice] = []
-        non_words = NonWords() if non_words is None else non_words
         lines = [] if (is_folder := Path(name).is_dir()) else list(_read(name))
         if is_folder or format_of(lines) != "list":
             if costs:

@@ -62,10 +62,6 @@ class ScoredList:
         self._first_word = np.cumsum(lengths) - lengths
         self.num_models = len(by_model)
         self._log_prob = [np.concatenate(log_probs) for log_probs in by_model]
-        num_hypotheses = nbest.num_hypotheses
-        place = nbest.first[:, None] + np.arange(num_hypotheses.max())
-        self._is_absent = np.arange(num_hypotheses.max()) >= num_hypotheses[:, None]  # [U, K]
-        self._place = np.where(self._is_absent, 0, place)
 
     def lm_scores(self, mixture: float) -> Floats:
         """Equation (2), [M] nats."""
@@ -89,9 +85,10 @@ class ScoredList:
 
     def choose(self, totals: Floats) -> Ints:
         """The hypothesis with the highest total of each utterance [U]; ties go to the first."""
-        padded = np.where(self._is_absent, -np.inf, totals[self._place])
-        chosen: Ints = self.nbest.first + padded.argmax(1)
-        return chosen
+        first = self.nbest.first
+        highest = np.repeat(np.maximum.reduceat(totals, first), self.nbest.num_hypotheses)
+        places = np.flatnonzero(totals == highest)
+        return places[np.searchsorted(places, first)]
 
     def best_lines(self, chosen: Ints) -> list[str]:
         """Lines with the `chosen` hypotheses [U], in the layout of the list."""

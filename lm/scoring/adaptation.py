@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -89,13 +89,16 @@ class Cache:
 
 
 def read_dynamic(
-    model: LanguageModel, parts: Iterable[NDArray[Any]], eos_id: int, context: int, lr: float
+    model: LanguageModel, parts: Iterable[NDArray[Any]], eos_id: int, context: int, lr: float | None
 ) -> Iterator[tuple[Tensor, Tensor, Ints]]:
-    """Read a text as `lm.model.reader.read_text`, and learn from every segment after it.
+    """Read a text as `lm.model.reader.read_text`; with an lr, learn from every segment after it.
 
     The weights change when the segment after the one that was yielded is asked for. A Transformer
-    reads windows of `context` tokens, of which it predicts the second half.
+    that learns reads windows of `context` tokens, of which it predicts the second half.
     """
+    if not lr:
+        yield from read_text(model, parts, eos_id, context)
+        return
     table = {id(parameter) for parameter in model.table}
     dense = [p for p in model.parameters() if id(p) not in table]
     optimizers = [torch.optim.SGD(dense, lr), RowSGD(model.table, lr)]
@@ -160,9 +163,7 @@ class Adaptation(Strict):
         if "valid" not in run.prepared.splits:
             raise UserError(f"{run.folder} has no validation split to tune an adaptation on")
         valid = run.prepared.tokens("valid")
-        kinds = " and ".join(
-            k for k, is_ in zip(("--cache", "--dynamic"), missing, strict=True) if is_
-        )
+        kinds = " and ".join(compress(("--cache", "--dynamic"), missing))
         _log.info("tuning %s on the validation split, once for these weights: minutes", kinds)
         if missing[0]:
             theta, weight = _tuned_cache(run, valid[: NUM_TUNED[0]])
@@ -239,7 +240,7 @@ def evaluate_adaptation(
         cached += float(mix(hidden, targets, log_prob).sum()) if mix else 0.0
     learned = 0.0
     if dynamic:
-        learned = sum(float(each.sum()) for *_, each in _read(run, tokens, found.lr or 0.0))
+        learned = sum(float(each.sum()) for *_, each in _read(run, tokens, found.lr))
     size = len(tokens)
     return AdaptedEvaluation(
         tokens=size,
@@ -250,8 +251,10 @@ def evaluate_adaptation(
     )
 
 
-def adaptable_model(run: TrainedRun) -> LanguageModel:
-    """The model of a run to be trained on, without dropout, with gradients of visited rows."""
+def model_for(run: TrainedRun, lr: float | None) -> LanguageModel:
+    """The model of a run; with an lr, one to be trained on, without dropout, by visited rows."""
+    if not lr:
+        return run.model
     kept, description = run.description, run.description
     model = replace(kept.model, dropout=0.0, dropout_weight=0.0, count_word_dropout=0.0)
     description = replace(kept, model=model, output=replace(kept.output, tail_dropout=0.0))
@@ -298,11 +301,9 @@ def _tuned_lr(run: TrainedRun, tokens: NDArray[Any]) -> float:
 
 
 def _read(
-    run: TrainedRun, tokens: NDArray[Any], lr: float = 0.0
+    run: TrainedRun, tokens: NDArray[Any], lr: float | None = None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Hidden vectors, targets and log-probabilities [P] in nats; `lr` of dynamic evaluation."""
-    where = run.description.eos_id, run.description.context
-    model = adaptable_model(run) if lr else run.model
-    read = partial(read_dynamic, lr=lr) if lr else read_text
-    for hidden, targets, _ in read(model, [tokens], *where):
+    model, where = model_for(run, lr), (run.description.eos_id, run.description.context)
+    for hidden, targets, _ in read_dynamic(model, [tokens], *where, lr):
         yield hidden, targets, -model.output.nll_by_level(hidden, targets).double().sum(0)

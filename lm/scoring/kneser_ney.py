@@ -33,8 +33,7 @@ from numpy.typing import NDArray
 
 from data_prep.compiled import compiled
 from data_prep.errors import UserError
-from lm.scoring.arpa import Floats, Ints
-from lm.scoring.ngram_tree import NEVER, Arrays, NGramTree
+from lm.scoring.ngram_tree import NEVER, Arrays, Floats, Ints, NGramTree
 
 Index = NDArray[np.uint32]
 Bytes = NDArray[np.uint8]

@@ -13,7 +13,8 @@ the history alone, and has all that equation (1) needs. A line begins in the con
 Source: Katz 1987; Heafield 2011, KenLM.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -23,8 +24,10 @@ from numpy.typing import NDArray
 from data_prep.compiled import compiled
 from data_prep.errors import UserError
 from data_prep.storage import write_atomically
-from lm.scoring.arpa import NATS_PER_LOG10, Floats, Ints
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+NATS_PER_LOG10 = math.log(10)
 NEVER = -99.0
 """log10 P of `<s>` in an ARPA file, which cannot hold 0."""
 AT_ONCE = 1 << 16
@@ -204,31 +207,25 @@ class NGramTree:
         if len(set(words)) < len(words):
             twice = next(word for i, word in enumerate(words) if word in words[:i])
             raise UserError(f"{path}: the model has a word {twice}, which means a line's end there")
-        write_atomically(path, self._arpa_writer(words))
+        write_atomically(path, lambda file: self._write_arpa(file, np.array(words, object)))
 
-    def _arpa_writer(self, words: list[str]) -> Callable[[BinaryIO], None]:
-        names, arrays = np.array(words, object), self.arrays
-
-        def write(file: BinaryIO) -> None:
-            counts = "".join(f"ngram {n}={size}\n" for n, size in enumerate(self.sizes, 1))
-            file.write(f"\\data\\\n{counts}".encode())
-            for n in range(1, self.order + 1):
-                file.write(f"\n\\{n}-grams:\n".encode())
-                begin, end = self._begins[n : n + 2].tolist()
-                for low in range(begin, end, AT_ONCE):
-                    nodes = np.arange(low, min(low + AT_ONCE, end))
-                    log_prob = arrays.log_prob[nodes] / NATS_PER_LOG10
-                    log_prob[nodes == self.start] = NEVER
-                    columns = [map("{:.7g}\t".format, log_prob), self._texts(nodes, n, names)]
-                    if n < self.order:
-                        columns.append(
-                            map("\t{:.7g}".format, arrays.backoff[nodes] / NATS_PER_LOG10)
-                        )
-                    rows = map("".join, zip(*columns, strict=True))
-                    file.write(("\n".join(rows) + "\n").encode())
-            file.write(b"\n\\end\\\n")
-
-        return write
+    def _write_arpa(self, file: BinaryIO, names: NDArray[np.object_]) -> None:
+        counts = "".join(f"ngram {n}={size}\n" for n, size in enumerate(self.sizes, 1))
+        file.write(f"\\data\\\n{counts}".encode())
+        for n in range(1, self.order + 1):
+            file.write(f"\n\\{n}-grams:\n".encode())
+            begin, end = self._begins[n : n + 2].tolist()
+            for low in range(begin, end, AT_ONCE):
+                nodes = np.arange(low, min(low + AT_ONCE, end))
+                log_prob = self.arrays.log_prob[nodes] / NATS_PER_LOG10
+                log_prob[nodes == self.start] = NEVER
+                columns = [map("{:.7g}\t".format, log_prob), self._texts(nodes, n, names)]
+                if n < self.order:
+                    backoff = self.arrays.backoff[nodes] / NATS_PER_LOG10
+                    columns.append(map("\t{:.7g}".format, backoff))
+                rows = map("".join, zip(*columns, strict=True))
+                file.write(("\n".join(rows) + "\n").encode())
+        file.write(b"\n\\end\\\n")
 
     def _texts(self, nodes: Ints, n: int, names: NDArray[np.object_]) -> Iterable[str]:
         """The n words of each node, with spaces between."""

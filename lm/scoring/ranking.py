@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from data_prep.errors import UserError
@@ -31,6 +32,7 @@ from data_prep.sequences import Exclude, Sequences
 from lm.evaluation import check_finite
 from lm.model.language_model import LanguageModel
 from lm.model.reader import Ints, read_lines
+from lm.output.decoding.search import TopK
 from lm.run import TrainedRun
 from lm.scoring.ranking_figures import (
     NUM_SAMPLES,
@@ -94,14 +96,14 @@ def evaluate_ranking(
     ways = [
         rank_by_model(run.model, special, str(run.folder)),
         rank_by_counts(counts, special),
-        rank_by_counts(counts, special, run.prepared.sequences("train", ends=False).lines()),
+        rank_by_counts(counts, special, run.prepared.sequences("train", items_alone=True).lines()),
     ]
-    everyone = run.prepared.sequences(split, ends=False)
+    everyone = run.prepared.sequences(split, items_alone=True)
     sequences = everyone if users is None else _drawn(everyone, users)
     num_items = run.prepared.vocab_size - len(special)
     if max(ks) > num_items:
         raise UserError(f"--k {max(ks)}: the catalogue has {num_items} items")
-    if not (sequences.num_predicted + sequences.num_left_out).any():
+    if not sequences.num_targets.any():
         raise UserError(f"{split}: there is no item to predict")
     ks = sorted(set(ks))
     found = predict(
@@ -118,13 +120,10 @@ def evaluate_ranking(
     model, by_count, by_last = (ranking_figures(each, sequences, ks, group) for each in found)
     if keep is not None:
         keep(found[0], sequences)
-    num_users, all_users = (
-        int((each.num_predicted + each.num_left_out > 0).sum()) for each in (sequences, everyone)
-    )
     return RankingReport(
-        users=num_users,
-        all_users=all_users,
-        predictions=int((sequences.num_predicted + sequences.num_left_out).sum()),
+        users=int((sequences.num_targets > 0).sum()),
+        all_users=int((everyone.num_targets > 0).sum()),
+        predictions=int(sequences.num_targets.sum()),
         items=num_items,
         excluded=exclude,
         repeated_share=run.prepared.repeated_share,
@@ -150,7 +149,7 @@ def _method(run: TrainedRun) -> str:
 
 def _drawn(sequences: Sequences, num_users: int) -> Sequences:
     """The sequences with items to predict of users drawn at random; those of others are empty."""
-    users = np.flatnonzero(sequences.num_predicted + sequences.num_left_out)
+    users = np.flatnonzero(sequences.num_targets)
     is_drawn = np.zeros(len(sequences.begin), bool)
     is_drawn[np.random.default_rng(0).permutation(users)[:num_users]] = True
     return sequences._replace(
@@ -247,6 +246,44 @@ def rank_by_model(model: LanguageModel, special: Sequence[int], name: str = "") 
         return tuple(each.cpu().numpy() for each in found)
 
     return ranked
+
+
+@torch.no_grad()
+def best_items(
+    model: LanguageModel,
+    hidden: Tensor,
+    k: int,
+    *,
+    special: Sequence[int],
+    seen: Sequence[Sequence[int] | NDArray[Any]] | None = None,
+) -> TopK:
+    """The k most probable items of positions [P, H], [P, k], by search.
+
+    A position that has fewer than k has these, then -1 with the log-probability -∞.
+
+    Args:
+        model: in evaluation mode.
+        hidden: its vectors.
+        k: number of items of each, at most those that are not `special`.
+        special: token ids that are no items.
+        seen: token ids that are left out of each position too.
+
+    Raises:
+        ValueError: if k is out of range, or a log-probability is not finite.
+    """
+    if seen is None or k > model.vocab_size - len(set(special)):
+        return model.output.topk(hidden, k, excluded=special)
+    rows = [torch.from_numpy(np.unique([*special, *each])) for each in seen]
+    left_out = pad_sequence(rows, batch_first=True, padding_value=-1).to(hidden.device)
+    sizes = np.array([min(k, model.vocab_size - len(row)) for row in rows])
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    log_prob = hidden.new_full((len(sizes), k), -torch.inf, dtype=dtype)
+    best = TopK(log_prob, torch.full_like(log_prob, -1, dtype=torch.int64))
+    for size in set(sizes.tolist()) - {0}:
+        users = np.flatnonzero(sizes == size)
+        found = model.output.topk(hidden[users], size, excluded=left_out[users])
+        best.log_prob[users, :size], best.word[users, :size] = found.log_prob, found.word
+    return best
 
 
 def rank_by_counts(

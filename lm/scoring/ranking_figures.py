@@ -179,7 +179,7 @@ def ranking_figures(
     found: Predictions, sequences: Sequences, ks: Sequence[int], group: Ints
 ) -> Ranked:
     """The figures of predictions, and of the targets outside the catalogue, which are missed."""
-    per_user = sequences.num_predicted + sequences.num_left_out
+    per_user = sequences.num_targets
     discount = 1 / np.log2(1 + found.rank)  # 0 of a missed target
 
     def mean(name: str, values: NDArray[Any]) -> dict[str, Any]:

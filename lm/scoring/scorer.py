@@ -10,7 +10,6 @@ Items that the catalogue of a model of independent sequences lacks are left out.
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,17 +22,15 @@ from data_prep.tokenizer.speller import Speller
 from data_prep.tokenizer.tokenizer import AlignedLine, Tokenizer, WordTokenizer, line_batches
 from lm.evaluation import check_finite
 from lm.model.language_model import LanguageModel
-from lm.model.reader import read_lines, read_text
+from lm.model.reader import read_lines
 from lm.run import TrainedRun
-from lm.scoring.adaptation import Adaptation, Mix, adaptable_model, read_dynamic
-from lm.scoring.run_ngram import RunNGram
+from lm.scoring.adaptation import Adaptation, Mix, model_for, read_dynamic
+from lm.scoring.mixture import RunNGram
+from lm.scoring.ngram_tree import Floats, Ints
 from lm.scoring.unknown import UnknownRule
 
 MAX_LOG_PROBS = 1 << 23
 """Largest number of log-probabilities [positions, N] that ranks and entropies are computed from."""
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 class TokenScores(NamedTuple):
@@ -120,11 +117,7 @@ class Scorer:
         self.ngram = ngram
         if vocabulary_size is not None and tokenizer.kind != "words":
             raise UserError("a vocabulary size applies to models of words, not of pieces of words")
-        self._read, self._mixer = read_text, None
-        if adaptation is not None and adaptation.lr:
-            self._read = partial(read_dynamic, lr=adaptation.lr)
-        if adaptation is not None and adaptation.theta is not None:
-            self._mixer = adaptation.mixer
+        self._adaptation = adaptation or Adaptation(weights_sha256="")  # which is none
         known, leave_out = model.vocab_size - 1, leave_out_unknown
         self.unknown = UnknownRule(known, vocabulary_size, speller, leave_out=leave_out)
 
@@ -137,8 +130,7 @@ class Scorer:
         speller = run.speller if open_vocabulary and not run.tokenizer.has_bytes else None
         settings |= {"speller": speller, "leave_out_unknown": run.is_independent}
         adaptation: Adaptation | None = settings.get("adaptation")
-        learns = adaptation is not None and adaptation.lr
-        model = adaptable_model(run) if learns else run.model
+        model = model_for(run, adaptation.lr if adaptation else None)
         return cls(model, run.tokenizer, context=run.description.context, **settings)
 
     def unknown_log_prob(self, lines: Sequence[str], num_unknown: int) -> Floats:
@@ -194,8 +186,9 @@ class Scorer:
                 yield part
 
         figures, num_tokens = list[list[NDArray[Any]]](), 0
-        mix = self._mixer and self._mixer()
-        text = self._read(self.model, parts(), self.tokenizer.eos_id, self.context)
+        mix = None if self._adaptation.theta is None else self._adaptation.mixer()
+        where = self.tokenizer.eos_id, self.context
+        text = read_dynamic(self.model, parts(), *where, self._adaptation.lr)
         for hidden, targets, context in text:
             columns = self._figures(hidden, targets, details, mix)
             figures.append([context, *columns])

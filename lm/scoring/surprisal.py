@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from data_prep.errors import UserError
 from data_prep.tokenizer.punctuation import EOS, UNK
 from data_prep.tokenizer.serialization import load_counts
-from data_prep.tokenizer.tokenizer import SENTENCEPIECE_SPACE, Tokenizer
+from data_prep.tokenizer.tokenizer import SENTENCEPIECE_SPACE
 from lm.model.reader import read_lines
 from lm.run import TrainedRun
-from lm.scoring.scorer import MAX_LOG_PROBS, Floats, LineScore, Scorer
+from lm.scoring.ngram_tree import Floats
+from lm.scoring.scorer import MAX_LOG_PROBS, LineScore, Scorer
 
 if TYPE_CHECKING:
     import pandas
@@ -83,21 +83,16 @@ def surprisal_table(
     return table if eos else table[~is_eos].astype({"length": int}).reset_index(drop=True)
 
 
-def begins_word(tokenizer: Tokenizer) -> NDArray[np.bool_]:
-    """Whether each token [N] begins a word or ends a line."""
-    pieces = map(tokenizer.token, range(tokenizer.vocab_size))
-    begins = [piece.startswith(SENTENCEPIECE_SPACE) for piece in pieces]
-    begins[tokenizer.eos_id] = begins[tokenizer.unk_id] = True
-    return np.array(begins)
-
-
 @torch.no_grad()
 def _corrected(scorer: Scorer, scores: list[LineScore]) -> list[Floats]:
     """Log-probabilities of the units of lines that are read in pieces."""
     if scorer.ngram is not None:
         raise ValueError("surprisal: pieces of words are not corrected for an n-gram model")
     model, tokenizer = scorer.model, scorer.tokenizer
-    begins = torch.from_numpy(begins_word(tokenizer)).to(model.device)
+    pieces = map(tokenizer.token, range(tokenizer.vocab_size))
+    begins_word = [piece.startswith(SENTENCEPIECE_SPACE) for piece in pieces]
+    begins_word[tokenizer.eos_id] = begins_word[tokenizer.unk_id] = True
+    begins = torch.tensor(begins_word, device=model.device)
     log_boundary = [np.zeros(len(score.tokens.id)) for score in scores]
     ids = [score.tokens.id for score in scores]
     for hidden, _, index, place in read_lines(model, ids, tokenizer.eos_id):

@@ -15,7 +15,7 @@ from data_prep.sequences import Exclude, Sequences
 from lm.config import Criterion
 from lm.model.language_model import LanguageModel
 from lm.model.reader import evaluation_mode, read_lines
-from lm.scoring.best_items import best_items
+from lm.scoring.ranking import best_items
 
 RANKED_USERS = 4_000
 """Most users whose items are ranked: evenly spread over the split, the same each time."""
@@ -48,7 +48,7 @@ def rank_items(
     Raises:
         UserError: if there is no item of the catalogue to predict.
     """
-    sequences = prepared.sequences("valid", ends=False)
+    sequences = prepared.sequences("valid", items_alone=True)
     special = prepared.eos_id, prepared.unk_id
     with evaluation_mode(model):
         return rank(model, sequences, special, prepared.proposed_exclusion, check)
@@ -66,7 +66,7 @@ def rank(
 
     Items outside the catalogue are missed; `special` are `<eos>` and `<unk>`.
     """
-    per_user = sequences.num_predicted + sequences.num_left_out
+    per_user = sequences.num_targets
     users = np.flatnonzero(per_user)
     num_ranked = min(len(users), RANKED_USERS)
     users = users[np.arange(num_ranked) * len(users) // max(1, num_ranked)]

@@ -18,7 +18,7 @@ from lm.rescoring.weights import Weights
 from lm.rescoring.word_errors import word_errors
 from lm.run import TrainedRun
 from lm.scoring import Scorer
-from lm.scoring.arpa_model import ArpaModel
+from lm.scoring.arpa import ArpaModel
 from tests.conftest import Printed, toy_sentences
 from tests.scoring.arpa_files import THE_CAT, write
 

@@ -20,7 +20,7 @@ from lm.rescoring.models import ArpaScores
 from lm.rescoring.nbest import Floats, NBest
 from lm.rescoring.weights import ScoredList, Weights, tune
 from lm.rescoring.word_errors import WordErrors, _distance, word_errors
-from lm.scoring.arpa_model import ArpaModel
+from lm.scoring.arpa import ArpaModel
 from tests.conftest import ADVERBS, NOUNS, VERBS
 from tests.scoring.arpa_files import THE_CAT, write
 

@@ -17,8 +17,7 @@ from lm.cli import main
 from lm.mixed import MixedModel
 from lm.run import TrainedRun
 from lm.scoring import Scorer
-from lm.scoring.mixture import mixed, tuned_weight
-from lm.scoring.run_ngram import RunNGram
+from lm.scoring.mixture import RunNGram, mixed, tuned_weight
 from tests.scoring.arpa_files import NGrams, definition, write
 
 Printed = Callable[..., str]

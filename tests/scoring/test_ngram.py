@@ -15,7 +15,7 @@ from data_prep.errors import UserError
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.rescoring.models import ArpaScores
 from lm.scoring import kneser_ney, ngram_tree
-from lm.scoring.arpa_model import ArpaModel
+from lm.scoring.arpa import ArpaModel
 from lm.scoring.kneser_ney import estimate
 from tests.scoring.arpa_files import NGrams, definition, write
 
