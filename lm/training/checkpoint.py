@@ -22,7 +22,7 @@ import torch
 
 from data_prep.errors import CheckpointError, StorageError
 from data_prep.storage import link_or_copy, make_folder, write_atomically
-from lm.training.clock import Progress
+from lm.training.progress import Progress
 
 FORMAT_VERSION = 2
 """The number changes when a version can no longer read what earlier ones have written."""

@@ -23,12 +23,12 @@ from lm.model.files import DESCRIPTION, read_description
 from lm.run import Run
 from lm.training.batches import Batch, Batches, make_batches
 from lm.training.checkpoint import load_checkpoint, load_newest
-from lm.training.clock import Progress
 from lm.training.devices import build_fabric, launched
 from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
 from lm.training.metrics import draw_curves
 from lm.training.optimizers import clip_gradients, set_learning_rate
+from lm.training.progress import Progress
 from lm.training.run_folder import LOCK, checkpoint_to_resume, report_new_length, write_run_metadata
 from lm.training.signals import Interrupted, Stopped, StopSignals
 from lm.training.state import TrainingState

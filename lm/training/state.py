@@ -30,10 +30,11 @@ from lm.training.checkpoint import (
     save_checkpoint,
     what_remains,
 )
-from lm.training.clock import Clock, Progress
+from lm.training.clock import Clock
 from lm.training.cuda_graph import InputBuffers, StepGraph
 from lm.training.metrics import Metrics
 from lm.training.optimizers import build_optimizer, learning_rate
+from lm.training.progress import Progress
 from lm.training.shards import columns_of, convert_optimizer_state, convert_weights
 from lm.training.validation import Validation, rank_items
 

@@ -12,8 +12,9 @@ from lm.config import TrainConfig
 from lm.model.language_model import LanguageModel
 from lm.training import state
 from lm.training.checkpoint import load_checkpoint
-from lm.training.clock import Clock, Progress
+from lm.training.clock import Clock
 from lm.training.metrics import read_metrics
+from lm.training.progress import Progress
 from tests.conftest import Train
 from tests.training.conftest import BeforeCall
 from tests.training.tiny_runs import LAST

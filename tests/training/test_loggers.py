@@ -18,9 +18,10 @@ from matplotlib.axes import Axes
 from data_prep.errors import NotFiniteError, UserError
 from lm.config import Config, TrainConfig, validate
 from lm.model.language_model import LanguageModel
-from lm.training.clock import Clock, Progress
+from lm.training.clock import Clock
 from lm.training.loggers import MetricsFile, ProgressBar, check_wandb, open_loggers, wandb_mode
 from lm.training.metrics import Metrics, draw_curves, read_metrics
+from lm.training.progress import Progress
 from lm.training.signals import Interrupted
 from tests.conftest import Train
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from lm.training import validation
 from lm.training.checkpoint import load_checkpoint
-from lm.training.clock import Progress
 from lm.training.metrics import read_metrics
+from lm.training.progress import Progress
 from lm.training.state import TrainingState
 from lm.training.validation import Validation
 from tests.conftest import Train
