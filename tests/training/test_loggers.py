@@ -172,7 +172,8 @@ def test_wandb_knows_how_a_run_has_ended_and_counts_its_own_steps(
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     config, fabric = replace(logs_to_wandb("offline"), run_dir=str(tmp_path)), MagicMock()
     clock = SimpleNamespace(num_steps=9, limit=None, share=0, seconds_left=lambda step: None)
-    state: Any = SimpleNamespace(config=config, fabric=fabric, step=0, clock=clock)
+    common = {"config": config, "fabric": fabric, "clock": clock, "progress": Progress()}
+    state: Any = SimpleNamespace(step=0, **common)
     id_file.write_text(" my-run\n")
     run = wandb.init.return_value
     with suppress(Exception, SystemExit), open_loggers(state, progress=False) as (_, _, logger):
