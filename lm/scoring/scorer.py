@@ -10,7 +10,7 @@ Items that the catalogue of a model of independent sequences lacks are left out.
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -135,12 +135,8 @@ class Scorer:
 
     def unknown_log_prob(self, lines: Sequence[str], num_unknown: int) -> Floats:
         """Nats of log P(word | `<unk>`) of the `num_unknown` unknown tokens of lines, in order."""
-
-        def words() -> list[str]:
-            assert isinstance(self.tokenizer, WordTokenizer)
-            return self.tokenizer.unknown_occurrences(lines)
-
-        return self.unknown.log_prob(num_unknown, words)
+        tokenizer = cast(WordTokenizer, self.tokenizer)  # if the words are read
+        return self.unknown.log_prob(num_unknown, lambda: tokenizer.unknown_occurrences(lines))
 
     def sentences(
         self, lines: Iterable[str], *, details: bool = False, at_once: int | None = None
