@@ -292,9 +292,7 @@ def _tuned_lr(run: TrainedRun, tokens: NDArray[Any]) -> float:
 
     best = -4
     for step in (4, 2, 1):
-        while (side := max((best - step, best + step), key=log_prob)) and log_prob(side) > log_prob(
-            best
-        ):
+        while log_prob(side := max(best - step, best + step, key=log_prob)) > log_prob(best):
             best = side
     static = sum(float(each.sum()) for *_, each in _read(run, tokens))
     return 2.0**best if log_prob(best) > static else 0.0

@@ -109,6 +109,19 @@ def test_rows_that_a_text_visits_change_as_with_dense_gradients(tied: bool) -> N
     torch.testing.assert_close(*values)
 
 
+@pytest.mark.parametrize("best", [-9, -4, -1, 0, 3, None])
+def test_the_learning_rate_is_the_power_of_2_of_the_lowest_perplexity_or_0(
+    best: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(_: Any, tokens: Any, lr: float = 0.0) -> Any:
+        log_prob = -99.0 if not lr else -100.0 if best is None else -abs(math.log2(lr) - best)
+        yield None, None, torch.tensor([log_prob])
+
+    monkeypatch.setattr(adaptation, "_read", read)
+    run: Any = None
+    assert adaptation._tuned_lr(run, np.arange(3)) == (0 if best is None else 2.0**best)
+
+
 @pytest.mark.parametrize("name", ["lstm_run", "transformer_run", "pieces_run"])
 def test_commands_adapt_with_what_the_validation_split_has_chosen(
     name: str,
