@@ -1,9 +1,11 @@
 """What every backend takes and returns: the problem, the gradients asked for, and the base class.
 
-A backend computes the softmaxes on the targets' paths and, backwards, the gradients. A visit is a
-position at a node of its target's path; the positions may be sorted by the nodes that they visit.
-`Problem.of` checks shapes, dtypes and devices; a backend checks the values of targets, does not
-reduce over positions, and knows nothing of autograd.
+A backend computes the softmaxes on the targets' paths and, backwards, the gradients: equations (1)
+to (6) of `reference.py`, for the tree in the arrays of `tree/arrays.py`. A visit is a position at a
+node of its target's path; the positions may be sorted by the nodes that they visit. `Problem.of`
+checks shapes, dtypes and devices, not strides. A backend checks the values of targets (see
+`inputs.check_words`), disables autocast for what it computes, does not reduce over positions, and
+records nothing for autograd. Sums are formed in `compute_dtype(hidden.dtype)`, at least fp32.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +28,7 @@ class Problem(NamedTuple):
     """
 
     hidden: Tensor  # [P, H] floating point
-    weight: Tensor  # [R, W] floating point; columns from H on are for zeros after `hidden`
+    weight: Tensor  # [R, W] floating point; of finite numbers from column H on nothing depends
     target: Tensor  # [P] int64, words or `ignore_index`
     tree: TreeArrays
     bias: Tensor | None  # [R] floating point
@@ -139,17 +141,17 @@ class Gradients(NamedTuple):
 
 
 Tensors = tuple[Tensor, ...]
-"""What a forward saves for the backward: a NamedTuple, of a type of the backend's own."""
+"""What a forward saves for the backward: of a backend, one of its `saved_types`."""
 
 
 class Softmaxes(NamedTuple):
     """The softmaxes on the targets' paths, over the rows that a problem has; [D, P] each.
 
-    In at least fp32, see `compute_dtype`, and in the order of the problem's positions. A level has
-    no visit where a path has ended or a node has one child. Only `largest + log_total - logit` is
-    read, and for a shard also `largest + log_total`, so one field may hold all of it (`logit` with
-    the opposite sign) and the others be zeros that broadcast to [D, P]. Without a visit it is 0 or
-    -inf; in a shard `largest + log_total` is -inf there, and for nodes without rows in it.
+    In the dtype of sums, and in the order of the problem's positions. A level has no visit where a
+    path has ended, a node has one child, or the target is ignored: `largest + log_total - logit` is
+    0 or -inf there, and nothing else is read, so that one field may hold all of it (`logit` with
+    the opposite sign) and the others be zeros that broadcast to [D, P]. Of a shard `logit` and
+    `largest + log_total` are read, which is -inf without a visit and for nodes without rows there.
     """
 
     largest: Tensor  # of the logits z
@@ -168,7 +170,7 @@ class Softmaxes(NamedTuple):
 
 
 class Solver(ABC):
-    """One way to compute the softmaxes on the targets' paths, and gradients.
+    """One way to compute the softmaxes on the targets' paths, and gradients, on any strides.
 
     The loss, its terms by level and the softmaxes of a table in shards follow from these. A solver
     is a `Backend`, or the `ShardedSolver` of a table whose rows are divided among processes.
@@ -178,17 +180,19 @@ class Solver(ABC):
     def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
         """The softmaxes, and what the backward needs.
 
-        That is what `saved_type` says, with tensors of the shapes and dtypes of `new_saved`; unless
-        `needs.any`, it is not read. P may be 0. The same inputs give the same bits.
+        Of a backend, that is a `saved_type` with the shapes and dtypes of `new_saved`; unless
+        `needs.any`, it is not read. Its tensors are contiguous and share no memory with each other,
+        the softmaxes or the problem. P may be 0. The same inputs give the same bits, here and
+        backwards.
 
         A target that is neither a word nor `ignore_index` raises an IndexError, or fails a
         device-side assertion where the backend does not wait for the device.
         """
 
     def nll(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor | None, Tensors]:
-        """The nll [P] in `compute_dtype`, and what the backward needs.
+        """The nll [P] in the dtype of sums, 0 if ignored, and what the backward needs.
 
-        Second, the number of targets that are not ignored, if it has been counted.
+        Second, the number of targets that are not ignored, an integer scalar, if it was counted.
         """
         softmaxes, saved = self.softmaxes(problem, needs)
         return softmaxes.nll_by_level().sum(0), None, saved
@@ -200,22 +204,24 @@ class Solver(ABC):
         """The gradients that are needed, given the gradient d_nll [P] of the nll, in its dtype.
 
         d_nll may have stride 0 (a broadcast scalar); what it has for ignored targets counts as 0,
-        even if it is not finite. A second backward may follow, so that `saved` stays as it is.
-        With `needs.row_wise`, d_weight and d_bias are `RowGradient`s of a `RowFactors` (see
-        `rowwise/factors.py`) or of a subclass that updates a table by itself. `problem` and `saved`
-        are those of the forward, whose `needs` asked for at least these gradients. For a shard, the
-        log-sum-exps [D, P] over all shards are given, and d_hidden is what its rows add.
+        even if it is not finite. A second backward may follow: `saved` must not change. `problem`
+        is that of the forward, whose `needs` asked for at least these gradients. With
+        `needs.row_wise`, which is not optional, d_weight and d_bias are `RowGradient`s of a
+        `RowFactors` in the dtype of sums (see `rowwise/factors.py`) or of a subclass that updates a
+        table by itself. For a shard, `lse` has the log-sum-exps [D, P] over all shards, in the
+        dtype of sums, for those that were saved; and d_hidden is what the rows of the shard add.
         """
 
 
 class Backend(Solver):
     """A solver of problems whose rows are in this process, all of a tree or a shard's.
 
-    To add one: an instance in `BACKENDS` of `backends/__init__.py`, in order of preference (from
-    the start: custom ops are made of these); its name in `BackendName` of `functional.py` and in
-    `lm/config/schema.py`; a way to choose it in the fixture `backend` of `tests/output/conftest.py`
-    and its name in `test_laws.py`. One that does not take shards says so in `obstacle`; one that
-    compiles code and that "auto" may choose overrides `verified`, as `compiled/backend.py` does.
+    To add one: an instance, by its name, in the dict `BACKENDS` of `backends/__init__.py`, in the
+    order of preference; its name in `BackendName` of `functional.py` and in `lm/config/schema.py`;
+    a way to choose it in the fixture `backend` of `tests/output/conftest.py`, and settings in
+    `VARIOUS` and `WAYS` of `test_laws.py`. One that does not take shards says so in `obstacle`; one
+    that compiles code and that "auto" may choose overrides `verified`, as `CompiledBackend` does.
+    The problems of these methods may consist of meta tensors, but for `softmaxes` and `backward`.
     """
 
     name: str  # as in the argument `backend` of the public functions
@@ -229,20 +235,17 @@ class Backend(Solver):
         return None
 
     def verified(self, problem: Problem, device: torch.device) -> bool:
-        """Whether "auto" may rely on the results for such dtypes and strides, as by `verify`."""
+        """Whether "auto" may rely on the results for such dtypes and strides, see `verify.py`."""
         return True
 
     def part_size(self, problem: Problem) -> int:
-        """Most positions in a block of the backward, for estimates of memory."""
+        """Most positions whose saved tensors exist at once, for estimates of memory."""
         return problem.num_positions
 
     def saved_type(self, problem: Problem, needs: Needs) -> Any:
-        """Which of `saved_types` a forward with a backward saves; the tensors may be meta."""
+        """Which of `saved_types` a forward with a backward saves."""
         return self.saved_types[0]
 
     @abstractmethod
     def new_saved(self, problem: Problem, needs: Needs) -> Tensors:
-        """What a forward with a backward saves, in uninitialised memory, on the problem's device.
-
-        The problem may consist of meta tensors.
-        """
+        """What a forward with a backward saves, in uninitialised memory of the same device."""

@@ -1,18 +1,19 @@
 """Optimizers of tables of rows, whose step touches only the rows with a gradient.
 
 The compiled and Triton backends form and apply the gradient of a batch themselves, see
-`backends/compiled/row_updates.py` and `backends/triton/rows.py`. Of any other `RowGradient`, a
-block is formed, its rows are updated, and it is discarded. Rows without a gradient retain their
-values and their state: `RowSGD` steps as SGD, `RowAdagrad` has one sum for each row, and the
-moments of `RowAdam` decay where there is a gradient alone, corrected by the number of steps of the
-table. There is no weight decay, which would touch every row.
+`backends/compiled/row_updates.py` and `backends/triton/rows.py`. Any other gradient is applied
+here: of a `RowGradient` that is a sum of several batches or has the errors of a shard, or whose
+table is not contiguous, a block is formed, its rows are updated, and it is discarded. Rows without
+a gradient retain their values and their state: `RowSGD` steps as SGD, `RowAdagrad` has one sum for
+each row, and the moments of `RowAdam` decay where there is a gradient alone, corrected by the
+number of steps of the table. There is no weight decay, which would touch every row.
 
 Where `lr` is a tensor on the device of a table, a step reads it there: a CUDA graph that contains
 the step follows what is written to it.
 
 Rows in bf16 are rounded up or down at random in proportion to the distance, so that updates smaller
-than half the last place are applied correctly on average (Gupta et al. 2015): by whichever of the
-three changes them. State is in fp32.
+than half the last place are applied correctly on average (Gupta et al. 2015), with random numbers
+of whichever code changes them. State is in at least fp32.
 """
 
 import sys
@@ -41,8 +42,9 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
     """
 
     def __init__(self, params: Iterable[Tensor], defaults: dict[str, Any]) -> None:
-        if not defaults["lr"] > 0:
-            raise ValueError(f"lr must be positive, got {defaults['lr']}")
+        for name in ("lr", "eps"):
+            if not defaults.get(name, 1) > 0:
+                raise ValueError(f"{name} must be positive, got {defaults[name]}")
         super().__init__(params, defaults)
 
     @torch.no_grad()

@@ -132,10 +132,13 @@ def test_a_rule_of_a_users_own_is_applied_with_every_backend(backend: str) -> No
     torch.testing.assert_close(params, truth, rtol=1e-4, atol=1e-5)
 
 
-def test_a_learning_rate_must_be_positive_and_decay_rates_below_one() -> None:
+def test_a_learning_rate_and_eps_must_be_positive_and_decay_rates_below_one() -> None:
     for lr in (0.0, math.nan):
         with pytest.raises(ValueError, match=f"lr must be positive, got {lr}"):
             RowSGD(table(SHORTLIST), lr=lr)
+    for kind in (RowAdagrad, RowAdam):
+        with pytest.raises(ValueError, match="eps must be positive, got 0"):
+            kind(table(SHORTLIST), lr=0.1, eps=0)
     with pytest.raises(ValueError, match=r"betas must be within \[0, 1\), got \(0.9, 1\)"):
         RowAdam(table(SHORTLIST), lr=0.1, betas=(0.9, 1))
 

@@ -1,10 +1,11 @@
 """The row-wise gradient of a batch: its norm, and the update of rows, a few at a time.
 
 A row's gradient is formed, used and discarded, so that it stays in a cache: Σ e_v x_v over the
-visits of its node, e_v being the error of the row and x_v = d nll · h. What follows for the row, in
-fp32 if it is stored in 16 bits, is SGD, Adagrad or Adam as in `lm.output.rowwise.optimizers`, whose
-`_rule` has their numbers. Rows in bf16 are then rounded up or down at random, rows in fp16 to the
-nearest number.
+visits of its node, e_v being the error of the row and x_v = d nll · h, plus what `single` has for
+the row, all of it times a factor, as of clipping. What follows for the row, in fp32 if it is stored
+in 16 bits, is SGD, Adagrad or Adam as in `lm.output.rowwise.optimizers`, whose `_rule` has their
+numbers. Rows in bf16 (uint16 in loops, see `codegen.vectors`) are then rounded up or down at
+random, rows in fp16 to the nearest number.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,13 +29,13 @@ from lm.output.codegen.vectors import AHEAD_BYTES, INT, Vectors, constant_of
 from lm.output.inputs import compute_dtype
 from lm.output.rowwise.factors import KINDS, Block, RowFactors, Rule, each_once
 
-SGD, ADAGRAD, ADAM = range(3)
-"""Rules of `update_rows`: places in `KINDS`."""
+SGD, ADAGRAD, ADAM = map(KINDS.index, ("sgd", "adagrad", "adam"))
+"""Rules of `update_rows`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CompiledFactors(RowFactors):
-    """The gradient of a table in one batch, and of single rows, used by loops."""
+    """The gradient of a table in one batch, which `visited` has, and of single rows, for loops."""
 
     @cached_property
     def single_rows(self) -> tuple[Tensor, Tensor]:
@@ -56,8 +57,8 @@ class CompiledFactors(RowFactors):
     def update(self, table: Tensor, rule: Rule) -> Iterable[Block]:
         """See `RowFactors.update`."""
         formed = self.visited[0].formed
-        is_exact = compute_dtype(table.dtype) == formed.dtype  # rows in fp32, positions in fp64
-        if rule.kind not in KINDS or not is_exact:
+        same_dtype = compute_dtype(table.dtype) == formed.dtype  # not if positions alone are fp64
+        if rule.kind not in KINDS or not same_dtype:
             return super().update(table, rule)
         none, dtype = formed.new_empty(0, 0), own(formed).dtype.type
         state = {"total": none.view(-1), "mean": none, "square": none} | rule.state
@@ -142,7 +143,8 @@ def update_rows(
     """Change the rows from `begin` to `end`, whose gradients are formed a few at a time.
 
     Args:
-        nodes, error, hidden, formed: see `Visited`.
+        nodes, error, hidden, formed: see `Visited` in `rowwise/factors.py`, of one dtype. A node's
+            rows are in `formed` from its `place` on; -1: they are formed here.
         single: rows [K] int64, ascending, and gradients [K, W] that are added to theirs.
         states: of the optimizer, one number per row [R], and two arrays [R, W].
         numbers: factor of the gradients, as by clipping, and the numbers of the rule.
@@ -173,7 +175,7 @@ def update_rows(
             )
             if is_linear:
                 to = row_address(table, j), table.strides[0]
-                sums(error, few, table, num, stop - start, starts, strides, to, True, None)
+                sums(error, few, table, num, stop - start, starts, strides, to, True, None)  # added
                 k = _update_single(k, j + num, rule, few, single, table, states, numbers, seed)
                 continue
             at, row_stride = row_address(few, 0), few.strides[0]
@@ -206,9 +208,9 @@ def _update_single(k, until, rule, few, single, table, states, numbers, seed):
 
 @compiled
 def _update_row(rule, rows, address, row, table, states, numbers, seed):
-    """Change a row, whose gradient is at an address, with the dtype and length of `rows`."""
+    """Change a row by the gradient at an address, which has the dtype and length of `rows`."""
     num, (total, mean, square) = rows.shape[1], states
-    place, first = row_address(table, row), seed + row * num  # each element has its own seed
+    place, first = row_address(table, row), seed + row * num  # each element has its own
     if rule == ADAM:
         places = (place, row_address(mean, row), row_address(square, row))
         adam_row(rows, table, address, places, num, numbers, first)
@@ -276,7 +278,8 @@ def _rounded_at_random(emit: Vectors, value: Any, seed: Any, index: Any) -> Any:
     """The bits of fp32 numbers in bf16, rounded up or down in proportion to the distance.
 
     To the 16 bits that are dropped, as many random ones are added, and a carry rounds up. They are
-    hashes of the seed plus the element's number, by the finalizer of MurmurHash3. NaN remains so.
+    hashes of the seed plus the element's number, by the finalizer of MurmurHash3, whose last step
+    changes lower bits alone and is left out. NaN remains so.
     """
     builder, words = emit.builder, ir.VectorType(ir.IntType(32), emit.lanes)
     first = emit.everywhere(builder.trunc(builder.add(seed, index), words.element))
