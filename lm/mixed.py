@@ -8,10 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm.evaluation import encode_text, spelling_nats
 from lm.figures import perplexity
+from lm.generation.text import checked_text
 from lm.loaded import LoadedModel
 from lm.run import TrainedRun
-from lm.scoring.mixture import RunNGram
+from lm.scoring.mixture import RunNGram, token_log_probs
 from lm.states import Prefix, State, Step
 
 
@@ -92,14 +94,13 @@ class MixedModel(LoadedModel):
         return super().score(sentences, stream=stream)
 
     def perplexity(self, text: str) -> float:
-        """Perplexity of a text as one stream, `<eos>` of every line included."""
-        lines = [] if not text else text.removesuffix("\n").split("\n")
-        lines = [line for line in lines if self._run.keeps_empty_lines or line.strip()]
-        if not lines:
-            return super().perplexity("")  # which is refused
-        tokens = [score.tokens.log_prob for score in self.score(lines, stream=True)]
-        log_prob = np.concatenate(tokens)
-        return perplexity(-float(log_prob.sum()), len(log_prob))
+        """As that of `LoadedModel`, which `vocabulary_size` does not change."""
+        lines = text.removesuffix("\n").split("\n") if checked_text(text) else []
+        tokens, _ = encode_text(self._run, lines)
+        nats = -self._ngram.mixed(tokens, token_log_probs(self._run, tokens)).sum()
+        if self._open_vocabulary:
+            nats += spelling_nats(self._run, lines, int((tokens == self.unk_id).sum())).sum()
+        return perplexity(float(nats), len(tokens))
 
     evaluate = _refused("evaluate", "use perplexity, or lm evaluate --ngram")
     generate, search, continuation_log_prob = map(

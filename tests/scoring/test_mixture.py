@@ -121,6 +121,18 @@ def test_perplexities_are_those_of_the_definition(
         assert mixed_model(folder).perplexity(text) == pytest.approx(tuned["perplexity"], rel=1e-5)
 
 
+def test_perplexity_takes_unk_for_a_word_unless_the_vocabulary_is_open(
+    counted: dict[str, Path],
+) -> None:
+    text = "the zebra sees a gnu\n\nthe cat\n"
+    sizes = [mixed_model(counted["lstm"], vocabulary_size=n).perplexity(text) for n in (None, 999)]
+    assert sizes[0] == sizes[1] < 100
+    model = mixed_model(counted["lstm"], open_vocabulary=True)
+    scores = [each.tokens.log_prob for each in model.score(text.splitlines(), stream=True)]
+    log_prob = np.concatenate(scores)
+    assert model.perplexity(text) == pytest.approx(math.exp(-log_prob.mean()), rel=1e-5)
+
+
 def test_the_tuned_weight_is_the_best_one_also_at_the_ends() -> None:
     p, q = np.log(np.random.default_rng(2).uniform(size=(2, 300)))
     weight = tuned_weight(p, q)
