@@ -137,14 +137,16 @@ def test_onnx_files_have_the_probabilities_of_the_model(
 
 
 @pytest.mark.filterwarnings("default")  # transformers has some
-@pytest.mark.parametrize("kind", ["transformer", "projected", "summed"])
+@pytest.mark.parametrize("kind", ["transformer", "projected", "summed", "classes as input"])
 def test_a_transformer_is_one_of_transformers(
     kind: str, letters: Train, tmp_path: Path, printed: Printed
 ) -> None:
     """Past its context; `generate` has the most probable words; other classes refuse the folder."""
     transformers = pytest.importorskip("transformers")
-    summed = NEW[1].replace("{", "{backbone: transformer, heads: 2, ")
-    run = letters("hf", *KINDS.get(kind, [NEW[0], summed]))
+    options = [*NEW, "--model.backbone=transformer", "--model.heads=2"]
+    if kind == "classes as input":
+        options += ["--model.input_tree=two_level", "--output.tree=full", "--word_table.tied=false"]
+    run = letters("hf", *KINDS.get(kind, options))
     printed("export", run, tmp_path / "hf", "--hf")
     model, own = lm.load(run), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     ids = model.encode("ab ab b ba ab b aab ab ba b")

@@ -60,13 +60,13 @@ def export(
     """
     if onnx:
         check_packages()
+    description, tokenizer = run.description, run.tokenizer
     if hf:
         check_hf(run)
-    description, tokenizer = run.description, run.tokenizer
-    for key, value in (("output.tree", "adaptive"), ("model.input_tree", "two_level")):
-        section, name = key.split(".")
-        if getattr(getattr(description, section), name) == value:
-            raise UserError(f"{run.folder} has {key}: {value}, which {SCORE} does not compute")
+    elif description.output.tree == "adaptive" or description.model.input_tree == "two_level":
+        is_adaptive = description.output.tree == "adaptive"
+        key = "output.tree: adaptive" if is_adaptive else "model.input_tree: two_level"
+        raise UserError(f"{run.folder} has {key}, which {SCORE} does not compute")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists: an export is a new folder")
     folder.mkdir(parents=True, exist_ok=True)
