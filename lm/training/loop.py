@@ -152,7 +152,7 @@ def _fit(
             train_step(state)
             clock.step()
         signal_number = signals.agreed()
-        validates = progress.awaits_validation or state.is_validation_due
+        validates = validates_at_all and (progress.awaits_validation or state.is_validation_due)
         logs = validates or state.is_finished or state.step % log.every_steps == 0
         saves = validates or state.is_finished or signal_number is not None
         if train.checkpoint_every_steps is not None:

@@ -167,7 +167,7 @@ class TrainingState:
     def is_validation_due(self) -> bool:
         """Every `train.val_every_steps`, by default after each epoch, and after the last step."""
         is_due = self.step % self.batches.between_validations == 0
-        return "valid" in self.run.prepared.splits and (is_due or self.is_finished)
+        return is_due or self.is_finished
 
     @property
     def learning_rate(self) -> float:
