@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from data_prep.corpus.reader import read_lines
 from data_prep.errors import DataError, NotFiniteError, UserError
+from data_prep.prepared import Prepared
 from data_prep.sequences import Sequences, find_sequences
 from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.punctuation import EOS, UNK
@@ -150,6 +151,22 @@ def _context_in_words(model: LanguageModel, context: int, sequences: Sequences |
     )
 
 
+def evaluate_prepared(
+    model: LanguageModel, prepared: Prepared, split: str, context: int, progress: str | None = None
+) -> Evaluation:
+    """`evaluate` a model on a split of prepared data; raises also as `Prepared.tokens`."""
+    return evaluate(
+        model,
+        prepared.tokens(split),
+        prepared.splits[split],
+        eos_id=prepared.eos_id,
+        unk_id=prepared.unk_id,
+        context=context,
+        progress=progress,
+        sequences=prepared.sequences(split) if prepared.is_independent else None,
+    )
+
+
 def evaluate_split(
     run: TrainedRun, split: str, *, progress: bool = True, open_vocabulary: bool = False
 ) -> Evaluation:
@@ -174,16 +191,8 @@ def evaluate_split(
                 " that was prepared: restore it, or give it as --text"
             )
         return result
-    result = evaluate(
-        model,
-        prepared.tokens(split),
-        prepared.splits[split],
-        eos_id=prepared.eos_id,
-        unk_id=prepared.unk_id,
-        context=run.description.context,
-        progress=f"evaluate {split}" if progress else None,
-        sequences=prepared.sequences(split) if prepared.is_independent else None,
-    )
+    title = f"evaluate {split}" if progress else None
+    result = evaluate_prepared(model, prepared, split, run.description.context, title)
     return _described(result, run, run.config.tokenizer, prepared.tokens(split))
 
 

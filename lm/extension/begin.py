@@ -10,7 +10,7 @@ from data_prep.prepared import Prepared
 from data_prep.storage import locked, make_folder, write_json_atomically
 from lm.config import Config, differences
 from lm.device import launch
-from lm.evaluation import evaluate
+from lm.evaluation import evaluate_prepared
 from lm.extension.words import check_extensible, extended
 from lm.model.files import load_model
 from lm.model.language_model import LanguageModel
@@ -116,15 +116,7 @@ def _report(trained: TrainedRun, config: Config, prepared: Prepared, model: Lang
     for name, data in texts.items():
         if data is None or "valid" not in data.splits:
             continue
-        result = evaluate(
-            model,
-            data.tokens("valid"),
-            data.splits["valid"],
-            eos_id=prepared.eos_id,
-            unk_id=prepared.unk_id,
-            context=config.train.seq_len,
-            sequences=data.sequences("valid") if data.is_independent else None,
-        )
+        result = evaluate_prepared(model, data, "valid", config.train.seq_len)
         before, figure = "", trained.description.valid_perplexity
         if data is old and figure is not None:
             before = f" (without the new words {figure:,.2f})"

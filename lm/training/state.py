@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from data_prep.errors import CheckpointError, DataError, NotFiniteError
 from data_prep.storage import sync
-from lm.evaluation import evaluate
+from lm.evaluation import evaluate_prepared
 from lm.figures import perplexity
 from lm.model.build import build_model, without_weights
 from lm.model.files import Description, save_model
@@ -226,15 +226,7 @@ class TrainingState:
     def validate(self) -> Validation:
         """Validate the model; every process gets the figures of the first."""
         prepared = self.run.prepared
-        result = evaluate(
-            self.model,
-            prepared.tokens("valid"),
-            prepared.splits["valid"],
-            eos_id=prepared.eos_id,
-            unk_id=prepared.unk_id,
-            context=self.config.train.seq_len,
-            sequences=prepared.sequences("valid") if prepared.is_independent else None,
-        )
+        result = evaluate_prepared(self.model, prepared, "valid", self.config.train.seq_len)
         self._check_loss(result.nll_nats / result.tokens)
         found = Validation(result.perplexity)
         if self.config.ranks_items:

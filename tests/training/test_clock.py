@@ -28,7 +28,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch, before_call: BeforeCall) -> list[fl
     passed: list[float] = []
     monkeypatch.setattr("lm.training.clock.time.perf_counter", lambda: sum(passed))
     before_call(LanguageModel, "loss", lambda *_: passed.append(2.0))
-    before_call(state, "evaluate", lambda *_, **__: passed.append(10.0))
+    before_call(state, "evaluate_prepared", lambda *_, **__: passed.append(10.0))
     return passed
 
 
