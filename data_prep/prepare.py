@@ -62,8 +62,8 @@ class Given(NamedTuple):
     origin: str  # SHA-256 of the weights of the run
     tokenizer: Tokenizer
     counts: NDArray[np.int64] | None  # [N] of words in the training split; None: no words
-    levels: NDArray[np.int32] | None  # [levels, N], classes; -1 for the words that are in none
-    speller: Speller | None  # None: that of the text
+    levels: NDArray[np.int32]  # [levels, N], classes; -1 for the words that are in none
+    speller: Speller | None = None  # None: that of the text
 
 
 def prepare(

@@ -5,7 +5,7 @@ from typing import Any
 
 from data_prep.errors import DataError, UserError
 from data_prep.meta import META
-from data_prep.prepare import Given, prepare_with
+from data_prep.prepare import prepare_with
 from data_prep.prepared import Prepared
 from data_prep.storage import locked, make_folder, write_json_atomically
 from lm.config import Config, differences
@@ -52,17 +52,13 @@ def begin_from(
     with locked(run.folder / LOCK):
         if checkpoint_to_resume(config, resume) is not None:
             return run.prepare(keep=True, progress=progress)
-        old = trained.tokenizer
         found = extended(trained, config, progress=progress)
-        levels = None if config.needed_classes is None else found.levels
-        origin = trained.description.weights_sha256
-        given = Given(origin, found.tokenizer, found.counts, levels, None)
-        prepared = prepare_with(*config.preparation, given, progress=progress)
-        num_kept = old.vocab_size
+        prepared = prepare_with(*config.preparation, found.given, progress=progress)
+        num_kept = trained.tokenizer.vocab_size
         _log.info("%s: %d words kept, %d new", trained.folder, num_kept, found.num_new)
         model, _ = load_model(trained.folder, trained.description, found.state)
         _report(trained, config, prepared, model.to(trained.device))
-        content = {"run": str(trained.folder.absolute()), "weights_sha256": origin}
+        content = {"run": str(trained.folder.absolute()), "weights_sha256": found.given.origin}
         write_json_atomically(run.folder / INIT, content)
         sha256 = prepared.splits["train"].sha256
         save_first_checkpoint(found.state, sha256, run.folder / "checkpoints" / LAST)

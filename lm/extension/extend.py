@@ -12,7 +12,7 @@ from data_prep.tokenizer.serialization import load_counts
 from data_prep.tokenizer.speller import SPELLER
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.config import Config, differences, to_yaml
-from lm.extension.words import Extended, extended
+from lm.extension.words import extended
 from lm.model.files import save_model
 from lm.run import Run, TrainedRun
 from lm.training.run_folder import write_run_metadata
@@ -62,6 +62,7 @@ def extend(
     _check(trained, config)
     config = config if text is None else with_text(config, text, min_count)
     found = extended(trained, config, progress=progress)
+    given, tokenizer = found.given, found.given.tokenizer
     what = "items" if trained.is_independent else "words"
     if not found.num_new:
         if trained.is_independent or text is None:
@@ -71,13 +72,11 @@ def extend(
         moved = "; those from data.valid_from on are not in it" * (config.data.split == "time")
         raise UserError(f"{trained.folder} has all {what} of {where}{moved}")
     if trained.is_independent:
-        _compare_events(trained, found)
+        _compare_events(trained, given)
     with new_folder(config.run_path) as folder:
         sections = config.data, config.tokenizer, config.needed_classes
-        speller, origin = None, trained.description.weights_sha256
-        if (trained.folder / SPELLER).exists() and isinstance(found.tokenizer, WordTokenizer):
-            speller = trained.speller.outside(found.tokenizer.words)
-        given = Given(origin, found.tokenizer, found.counts, found.levels, speller)
+        if (trained.folder / SPELLER).exists() and isinstance(tokenizer, WordTokenizer):
+            given = given._replace(speller=trained.speller.outside(tokenizer.words))
         prepared = prepare_with(*sections, folder / "data", given, progress=progress)
         write_run_metadata(Run.of(replace(config, run_dir=str(folder)), prepared=prepared))
         write_hashed(folder / "config.yaml", [to_yaml(config).encode()])
@@ -86,21 +85,21 @@ def extend(
         description = replace(description, tokenizer_sha256=sha256)
         save_model(folder, found.state, description)
     num_special = 2 if trained.is_independent else 0
-    num_all, num_old = found.tokenizer.vocab_size - num_special, trained.tokenizer.vocab_size
-    new = [found.tokenizer.token(num_old + k) for k in range(min(found.num_new, _NUM_NAMED))]
+    num_all, num_old = tokenizer.vocab_size - num_special, trained.tokenizer.vocab_size
+    new = [tokenizer.token(num_old + k) for k in range(min(found.num_new, _NUM_NAMED))]
     named = ", ".join(new) + ", …" * (found.num_new > _NUM_NAMED)
     line = "%s: %d new %s (%s), %d in all"
     _log.info(line, config.run_path, found.num_new, what, named, num_all)
 
 
-def _compare_events(trained: TrainedRun, found: Extended) -> None:
+def _compare_events(trained: TrainedRun, given: Given) -> None:
     """Warn of data that has fewer items than the run was trained with."""
-    assert found.counts is not None
+    assert given.counts is not None
     counts, tokenizer = load_counts(trained.folder), trained.tokenizer
     before = counts.sum() - counts[[tokenizer.eos_id, tokenizer.unk_id]].sum()
-    if found.counts.sum() < before:
+    if given.counts.sum() < before:
         text = "the training split has %d events, that of %s had %d: all so far should be in it"
-        _log.warning(text, found.counts.sum(), trained.folder, before)
+        _log.warning(text, given.counts.sum(), trained.folder, before)
 
 
 def _check(trained: TrainedRun, config: Config) -> None:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from data_prep.corpus.reader import read_lines as read_corpus
 from data_prep.errors import UserError
+from data_prep.prepare import Given
 from data_prep.tokenizer.pieces import find_pieces
 from data_prep.tokenizer.punctuation import EOS, UNK
 from data_prep.tokenizer.serialization import load_counts
-from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
+from data_prep.tokenizer.tokenizer import WordTokenizer
 from data_prep.tokenizer.vocabulary import count_words
 from data_prep.tokenizer.word_index import WordIndex
 from lm.config import Config
@@ -31,9 +32,7 @@ State = dict[str, Tensor]
 class Extended(NamedTuple):
     """A trained model with new words, the last M of N."""
 
-    tokenizer: Tokenizer
-    counts: NDArray[np.int64] | None  # [N] in the training split of the new data; None: no words
-    levels: NDArray[np.int32]  # [levels, N], the classes on the path of each word, then -1
+    given: Given  # for the preparation of the new data: words, counts there, classes; no speller
     state: State
     num_new: int
 
@@ -45,9 +44,9 @@ def extended(trained: TrainedRun, config: Config, *, progress: bool = True) -> E
     """
     check_extensible(trained)
     model, tokenizer = trained.model.requires_grad_(False), trained.tokenizer
-    tree = _classes(model)
+    tree, origin = _classes(model), trained.description.weights_sha256
     if not isinstance(tokenizer, WordTokenizer):
-        return Extended(tokenizer, None, levels_of(tree), model.state_dict(), 0)
+        return Extended(Given(origin, tokenizer, None, levels_of(tree)), model.state_dict(), 0)
     tokenizer, counts = grown_vocabulary(tokenizer, config)
     num_old, words = model.vocab_size, tokenizer.words
     context = trained.description.context
@@ -68,7 +67,7 @@ def extended(trained: TrainedRun, config: Config, *, progress: bool = True) -> E
         larger, _ = load_model(trained.folder, trained.description, state)
         find_rows(larger.requires_grad_(False).to(model.device), contexts, counts)
         state = larger.state_dict()
-    return Extended(tokenizer, counts, levels, state, num_new)
+    return Extended(Given(origin, tokenizer, counts, levels), state, num_new)
 
 
 def check_extensible(trained: TrainedRun) -> None:

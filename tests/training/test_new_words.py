@@ -172,7 +172,7 @@ def test_rows_of_new_words_are_better_than_means_and_these_than_random_ones(
     weight = states["random"]["output.weight"]
     weight[rows] = torch.empty_like(weight[rows]).uniform_(-0.25, 0.25)
     states["random"]["output.bias"][rows] = 0
-    tokenizer = found["mean"].tokenizer
+    tokenizer = found["mean"].given.tokenizer
     lines = sentences(9, 40, NOUNS[:3] + NAMES).splitlines()
     ids = torch.tensor([[tokenizer.eos_id, *tokenizer.encode(line)] for line in lines]).T
     is_new, nll = ids[1:] >= trained.model.vocab_size, dict[str, float]()
