@@ -2,6 +2,7 @@
 
 from lm.config.load import (
     changed,
+    describe_differences,
     differences,
     load_config,
     load_run_config,
@@ -30,6 +31,7 @@ __all__ = [
     "WordTable",
     "WordTableConfig",
     "changed",
+    "describe_differences",
     "differences",
     "load_config",
     "load_run_config",

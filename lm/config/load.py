@@ -157,11 +157,21 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 
 
-def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """`section.key` → (old value, new value) for every key that differs and has an effect."""
+Differences = dict[str, tuple[Any, Any]]
+"""`section.key` → (old value, new value)."""
+
+
+def differences(old: Config, new: Config, free: tuple[str, ...] = ()) -> Differences:
+    """Every key that differs and has an effect, but those that begin with one of `free`."""
     before, after = _flatten(to_dict(old)), _flatten(to_dict(new))
     keys = sorted(after.keys() - keys_without_effect(after).keys())
-    return {key: (before[key], after[key]) for key in keys if before[key] != after[key]}
+    changed = (key for key in keys if before[key] != after[key] and not key.startswith(free))
+    return {key: (before[key], after[key]) for key in changed}
+
+
+def describe_differences(found: Differences) -> str:
+    """Differences on one line, for a message."""
+    return ", ".join(f"{key}: {old} → {new}" for key, (old, new) in found.items())
 
 
 _REMOVED = """classes.head=classes.shortlist, model.input=model.input_embedding,

@@ -8,7 +8,7 @@ from data_prep.meta import META
 from data_prep.prepare import prepare_with
 from data_prep.prepared import Prepared
 from data_prep.storage import locked, make_folder, write_json_atomically
-from lm.config import Config, differences
+from lm.config import Config, describe_differences, differences
 from lm.device import launch
 from lm.evaluation import evaluate_prepared
 from lm.extension.words import check_extensible, extended
@@ -68,11 +68,7 @@ def begin_from(
 def _check(trained: TrainedRun, config: Config) -> None:
     """Raises UserError if the model of a configuration is not that of a run."""
     check_extensible(trained)
-    others = {
-        key: values
-        for key, values in differences(trained.config, config).items()
-        if not key.startswith(_FREE)
-    }
+    others = differences(trained.config, config, _FREE)
     before, after = trained.config, config
     if before.tokenizer.kind == "sentencepiece":
         sizes = before.tokenizer.vocab_size, after.tokenizer.vocab_size
@@ -82,7 +78,7 @@ def _check(trained: TrainedRun, config: Config) -> None:
     if _stored(before) != _stored(after):
         others["train.precision"] = before.train.precision, after.train.precision
     if others:
-        changes = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in others.items())
+        changes = describe_differences(others)
         same = f"lm train {trained.folder} --init-from {trained.folder} --name=NAME"
         raise UserError(
             f"--init-from {trained.folder} has another model ({changes}): set these as there, or"

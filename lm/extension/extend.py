@@ -11,7 +11,7 @@ from data_prep.storage import new_folder, write_hashed
 from data_prep.tokenizer.serialization import load_counts
 from data_prep.tokenizer.speller import SPELLER
 from data_prep.tokenizer.tokenizer import WordTokenizer
-from lm.config import Config, differences, to_yaml
+from lm.config import Config, describe_differences, differences, to_yaml
 from lm.extension.words import extended
 from lm.model.files import save_model
 from lm.run import Run, TrainedRun
@@ -107,10 +107,5 @@ def _check(trained: TrainedRun, config: Config) -> None:
     name = trained.folder
     if trained.tokenizer.kind != "words":
         raise UserError(f"{name}: lm extend requires tokenizer.kind: words; pieces spell new words")
-    others = [
-        f"{key}: {old} → {new}"
-        for key, (old, new) in differences(trained.config, config).items()
-        if not key.startswith(_OF_DATA)
-    ]
-    if others:
-        raise UserError(f"lm extend changes the data alone, not {', '.join(others)}")
+    if others := differences(trained.config, config, _OF_DATA):
+        raise UserError(f"lm extend changes the data alone, not {describe_differences(others)}")

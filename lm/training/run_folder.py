@@ -6,7 +6,8 @@ from pathlib import Path
 from data_prep.errors import CheckpointError, UserError
 from data_prep.meta import check_not_given
 from data_prep.storage import write_hashed, write_json_atomically
-from lm.config import Config, differences, load_run_config, to_yaml
+from lm.config import Config, describe_differences, differences, load_run_config, to_yaml
+from lm.config.load import Differences
 from lm.model.build import check_tree
 from lm.model.files import DESCRIPTION
 from lm.run import Run
@@ -61,16 +62,12 @@ def checkpoint_to_resume(config: Config, resume: str | None) -> Path | None:
             raise CheckpointError(f"{folder} {problem}: train in another folder, --run_dir=FOLDER")
         return None
     for each in (written, checkpoint.absolute().parent.parent / "config.yaml"):
-        changes = _changes(each, config)
-        refused = {
-            key: text for key, text in changes.items() if not key.startswith(_FREE_ON_RESUME)
-        }
-        if refused:
+        if refused := _differences(each, config, _FREE_ON_RESUME):
             is_other_text = any(key.startswith("data.") for key in refused)
             begin = f", with --init-from {each.parent} from its weights" * is_other_text
             raise UserError(
                 f"{each.parent} was started with another configuration"
-                f" ({', '.join(refused.values())}): set these back to continue it, or start a new"
+                f" ({describe_differences(refused)}): set these back to continue it, or start a new"
                 f" run in another folder{begin}"
             )
     return checkpoint
@@ -90,19 +87,18 @@ def prepare_run(run: Run, resume: str | None, *, progress: bool = True) -> Run:
 
 def report_new_length(state: TrainingState) -> None:
     """Log the learning rates if a run continues with another length than it has written."""
-    changes = _changes(state.run.folder / "config.yaml", state.config)
-    length = [change for key, change in changes.items() if key.startswith("train.max_")]
+    changes = _differences(state.run.folder / "config.yaml", state.config)
+    length = {key: change for key, change in changes.items() if key.startswith("train.max_")}
     group = state.optimizer.param_groups[0]
     before, after = group["lr"] / group["scale"], state.learning_rate
     if length and before != after and not state.is_finished:
         text = "%s: the learning rate was %.3g at step %d, and continues with %.3g"
-        _log.info(text, ", ".join(length), before, state.step, after)
+        _log.info(text, describe_differences(length), before, state.step, after)
 
 
-def _changes(written: Path, config: Config) -> dict[str, str]:
-    """Key → `key: old → new` of what differs from the configuration that a run has written."""
-    found = differences(load_run_config(written.parent), config) if written.exists() else {}
-    return {key: f"{key}: {old} → {new}" for key, (old, new) in found.items()}
+def _differences(written: Path, config: Config, free: tuple[str, ...] = ()) -> Differences:
+    """The `differences` from the configuration that a run has written, none without a file."""
+    return differences(load_run_config(written.parent), config, free) if written.exists() else {}
 
 
 def write_run_metadata(run: Run) -> None:
