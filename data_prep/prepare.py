@@ -5,7 +5,6 @@ it stopped; a file that does not match its record is made again.
 """
 
 import logging
-import os
 from collections.abc import Iterable, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,7 +42,7 @@ from data_prep.meta import (
 from data_prep.prepared import Prepared
 from data_prep.sequences import word_item
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
-from data_prep.storage import copy_atomically, locked, make_folder, write_array
+from data_prep.storage import link_or_copy, locked, make_folder, write_array
 from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.serialization import TOKENIZER, load_tokenizer, save_tokenizer
 from data_prep.tokenizer.speller import SPELLER, Speller
@@ -194,11 +193,7 @@ def _take_over(
             # Files are replaced and never changed in place, so that both of their names stay valid.
             for name in FILES:
                 if name != META and (other / name).exists():
-                    (folder / name).unlink(missing_ok=True)
-                    try:
-                        os.link(other / name, folder / name)
-                    except OSError:  # a file system without links
-                        copy_atomically(other / name, folder / name)
+                    link_or_copy(other / name, folder / name)
             write_meta(folder, found)
         except (UserError, OSError) as error:
             logger.warning("%s is not used: %s", other, error)

@@ -161,7 +161,22 @@ def _delete_abandoned(temporary: Path) -> None:
 def copy_atomically(source: Path, target: Path) -> None:
     """Copy a file with `write_atomically`; UserError also if it cannot be read."""
     with open_to_read(source) as file:
-        write_atomically(target, partial(shutil.copyfileobj, file))
+        write_atomically(target, partial(shutil.copyfileobj, file, length=1 << 20))
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file another name, atomically; without hard links, as `copy_atomically`."""
+    link = temporary_name(target)
+    try:
+        link.unlink(missing_ok=True)
+        os.link(source, link)
+        try:
+            os.replace(link, target)
+        finally:
+            link.unlink(missing_ok=True)  # if that failed, or both were one file already
+        sync(target.parent)
+    except OSError:  # for instance a file system without hard links
+        copy_atomically(source, target)
 
 
 def temporary_name(path: Path, process: int | None = None) -> Path:

@@ -7,7 +7,6 @@ used and a change never reaches the file. A mapping of a file that is replaced l
 """
 
 import logging
-import os
 import pickle
 import re
 import shutil
@@ -15,7 +14,6 @@ import struct
 import warnings
 import zipfile
 from dataclasses import asdict
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from typing import Any
 import torch
 
 from data_prep.errors import CheckpointError, StorageError
-from data_prep.storage import make_folder, sync, temporary_name, write_atomically
+from data_prep.storage import link_or_copy, make_folder, write_atomically
 from lm.training.clock import Progress
 
 FORMAT_VERSION = 2
@@ -58,15 +56,7 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path, *copies: Path) -> No
             raise
         raise StorageError(f"{path}: the disk is full; {what_remains(path)}") from error
     for copy in copies:
-        link = temporary_name(copy)
-        link.unlink(missing_ok=True)
-        try:
-            os.link(path, link)
-            os.replace(link, copy)
-            sync(copy.parent)
-        except OSError:  # for instance a file system without hard links
-            with open(path, "rb") as file:
-                write_atomically(copy, partial(shutil.copyfileobj, file, length=1 << 20))
+        link_or_copy(path, copy)
 
 
 def save_first_checkpoint(state: dict[str, torch.Tensor], text_sha256: str, path: Path) -> None:

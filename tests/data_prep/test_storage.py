@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from data_prep import storage
 from data_prep.errors import UserError
-from data_prep.storage import locked, map_array, new_folder, write_atomically
+from data_prep.storage import link_or_copy, locked, map_array, new_folder, write_atomically
 
 UNSUPPORTED = [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL]
 
@@ -123,6 +123,20 @@ def test_an_unwritable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Path, "unlink", refused)
     with pytest.raises(UserError, match=r"file cannot be written: Read-only file system$"):
         write_atomically(tmp_path / "file", refused)
+
+
+def test_a_link_replaces_its_target_or_leaves_both(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(b"whole")
+    target.mkdir()
+    with pytest.raises(UserError, match="target cannot be written: Is a directory"):
+        link_or_copy(source, target)
+    assert source.read_bytes() == b"whole"
+    target.rmdir()
+    for _ in range(2):  # the second one finds that it is one file already
+        link_or_copy(source, target)
+        assert target.samefile(source)
+    assert {each.name for each in tmp_path.iterdir()} == {"source", "target"}
 
 
 @pytest.mark.parametrize("function", ["mkdir", "fsync", "replace"])
