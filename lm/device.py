@@ -185,19 +185,19 @@ def available_bytes(device: torch.device) -> int | None:
     if not (PROC / "meminfo").exists():
         return None
     resident = int((PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    free = _read_fields(PROC / "meminfo")["MemAvailable:"] * 1024
+    free = 1024 * int(read_fields(PROC / "meminfo")["MemAvailable"].split()[0])
     for group in _cgroups("memory"):
         for limit_file, usage_file, reclaimable in MEMORY_FILES:
             limit, usage = _read(group / limit_file), _read(group / usage_file)
             if limit.isdigit():
-                kept = _read_fields(group / "memory.stat").get(reclaimable, 0)
+                kept = int(read_fields(group / "memory.stat", " ").get(reclaimable, 0))
                 # Other groups may have paid the libraries of this process.
                 used = max(int(usage or 0) - kept, resident)
                 free = min(free, int(limit) - used)
     return max(free, 0) + resident
 
 
-def _read_fields(path: Path) -> dict[str, int]:
-    """The numbers of a file of lines `name number …`."""
-    lines = [line.split() for line in _read(path).splitlines()]
-    return {line[0]: int(line[1]) for line in lines}
+def read_fields(path: Path, separator: str = ":") -> dict[str, str]:
+    """The values of a file of lines `name: value`, by name; none if it cannot be read."""
+    pairs = (line.partition(separator) for line in _read(path).splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}

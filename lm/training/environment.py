@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import lm
+from lm.device import read_fields
 
 CPUINFO, STATUS = Path("/proc/cpuinfo"), Path("/proc/self/status")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -33,7 +34,7 @@ def describe_environment() -> dict[str, str | int | None]:
 
 def process_bytes(field: str) -> int:
     """Bytes of this process that Linux reports: VmRSS now, VmHWM at most so far; 0 elsewhere."""
-    return 1024 * int(_fields(STATUS).get(field, "0 kB").split()[0])
+    return 1024 * int(read_fields(STATUS).get(field, "0 kB").split()[0])
 
 
 def peak_memory() -> str | None:
@@ -48,14 +49,7 @@ def peak_memory() -> str | None:
 
 def processor_name() -> str:
     """The model of the processor and those of `INSTRUCTIONS` that it has, separated by commas."""
-    fields = _fields(CPUINFO)
+    fields = read_fields(CPUINFO)
     model = fields.get("model name") or platform.processor() or platform.machine()
     flags = fields.get("flags", "").split()
     return ", ".join([model, *(name for name in INSTRUCTIONS if name in flags)])
-
-
-def _fields(path: Path) -> dict[str, str]:
-    """The lines `name: value` of a file, by name; none without the file."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    pairs = (line.partition(":") for line in lines)
-    return {name.strip(): value.strip() for name, _, value in pairs}
