@@ -30,7 +30,6 @@ from data_prep.tokenizer.punctuation import EOS, UNK
 from data_prep.tokenizer.token_file import SplitInfo, counted_known, counted_literals, log_literals
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.figures import (
-    _COUNTED,
     EOS_RULE,
     ITEM,
     ITEM_RULE,
@@ -44,6 +43,9 @@ from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines as read_independent
 from lm.model.reader import read_text
 from lm.run import TrainedRun
+
+_COUNTED = ("tokens", "words", "lines", "utf8_bytes", "oov")
+"""Figures by which a text is recognized."""
 
 
 @torch.no_grad()

@@ -17,8 +17,6 @@ from data_prep.tokenizer.tokenizer import Tokenizer
 EOS_RULE = "one <eos> after every line, empty lines too; the first token is predicted from <eos>"
 MAX_WORD_BYTES = 35
 """Above this mean size, what spaces separate are not words: Chinese, Japanese, Thai and others."""
-_COUNTED = ("tokens", "words", "lines", "utf8_bytes", "oov")
-"""Figures by which a text is recognized."""
 ITEM = "item"
 """What a token of independent sequences is."""
 ITEM_RULE = "each line is a sequence of its own, whose first item is predicted from <eos>"
