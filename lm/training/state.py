@@ -297,11 +297,8 @@ class TrainingState:
 
         `last.ckpt` is written last: a run that continues from the previous one repeats the rest.
         """
-        prepared, folder, checkpoint = (
-            self.run.prepared,
-            self.run.folder,
-            self._checkpoint_contents(),
-        )
+        prepared, folder = self.run.prepared, self.run.folder
+        checkpoint = self._checkpoint_contents()
         if self.fabric.is_global_zero:
             if is_best:
                 description = Description(
