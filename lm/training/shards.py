@@ -16,18 +16,13 @@ from lm.training.optimizers import CombinedOptimizer
 Convert = Callable[[DealtRows, Tensor], Tensor | None]
 
 
-def held_rows(dealt: DealtRows, whole: Tensor) -> Tensor:
-    """The rows of a whole table that this process has; the inverse of `DealtRows.whole`."""
-    return dealt.held(whole).contiguous()
-
-
 def convert_weights(
     model: LanguageModel, weights: dict[str, Tensor], convert: Convert
 ) -> dict[str, Any]:
     """The state of a model with its dealt tables converted.
 
     By `DealtRows.whole`, which all processes call together, tables are whole in the first process
-    and None elsewhere; by `held_rows` they are this process's.
+    and None elsewhere; by `DealtRows.held` they are this process's.
     """
     dealt = model.dealt_tables
     return {

@@ -33,7 +33,7 @@ from lm.training.clock import Clock, Progress
 from lm.training.cuda_graph import InputBuffers, StepGraph
 from lm.training.metrics import Metrics
 from lm.training.optimizers import build_optimizer, learning_rate
-from lm.training.shards import columns_of, convert_optimizer_state, convert_weights, held_rows
+from lm.training.shards import columns_of, convert_optimizer_state, convert_weights
 from lm.training.validation import Validation, rank_items
 
 _log = logging.getLogger(__name__)
@@ -354,7 +354,7 @@ class TrainingState:
         """
         self.progress = Progress(**checkpoint["progress"])
         optimizer, saved = self.optimizer.optimizer, checkpoint["optimizer"]
-        state = convert_optimizer_state(optimizer, saved, self.model, held_rows)
+        state = convert_optimizer_state(optimizer, saved, self.model, DealtRows.held)
         self.optimizer.load_state_dict(state)
         self.fabric.strategy.precision.load_state_dict(checkpoint["precision"])
         devices, device = checkpoint["devices"], self.fabric.device
@@ -383,7 +383,7 @@ def _load_weights(model: LanguageModel, weights: dict[str, Tensor], precision: s
                 f" train.precision: {precision}"
             )
     try:
-        model.load_state_dict(convert_weights(model, weights, held_rows), assign=True)
+        model.load_state_dict(convert_weights(model, weights, DealtRows.held), assign=True)
     except (RuntimeError, ValueError) as error:
         problem = f"the checkpoint does not fit the configuration: {' '.join(str(error).split())}"
         raise CheckpointError(problem) from error
