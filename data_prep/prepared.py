@@ -74,15 +74,18 @@ class Prepared:
         """Whether each line is a sequence of its own: `data.sequences: independent`."""
         return self.meta.settings["data"].get("sequences") == "independent"
 
-    def sequences(self, split: str) -> Sequences:
-        """Return the independent sequences of a split; raises as `tokens`."""
+    def sequences(self, split: str, *, ends: bool = True) -> Sequences:
+        """Return the independent sequences of a split; raises as `tokens`.
+
+        Without `ends`, the `<eos>` of `data.predict_eos`, which is no item, is left out.
+        """
         tokens, known = self.tokens(split), self.splits[split].known
         return find_sequences(
             tokens,
             eos_id=self.eos_id,
             unk_id=self.unk_id,
             num_known=None if known is None else self._array(KNOWN.format(split)),
-            predict_eos=bool(self.meta.settings["data"].get("predict_eos")),
+            predict_eos=ends and bool(self.meta.settings["data"].get("predict_eos")),
         )
 
     @cached_property

@@ -94,9 +94,9 @@ def evaluate_ranking(
     ways = [
         rank_by_model(run.model, special, str(run.folder)),
         rank_by_counts(counts, special),
-        rank_by_counts(counts, special, _sequences(run, "train").lines()),
+        rank_by_counts(counts, special, run.prepared.sequences("train", ends=False).lines()),
     ]
-    everyone = _sequences(run, split)
+    everyone = run.prepared.sequences(split, ends=False)
     sequences = everyone if users is None else _drawn(everyone, users)
     num_items = run.prepared.vocab_size - len(special)
     if max(ks) > num_items:
@@ -146,12 +146,6 @@ def _method(run: TrainedRun) -> str:
     intervals = f"{NUM_SAMPLES:,} bootstrap draws of users, 2.5 % to 97.5 %"
     rule = f"data.split: {run.config.data.split}; seed: {run.config.seed}"
     return f"{rule}; model: {model}; intervals: {intervals}"
-
-
-def _sequences(run: TrainedRun, split: str) -> Sequences:
-    """The sequences of a split, without their ends, which are no items."""
-    found = run.prepared.sequences(split)
-    return found._replace(end=found.end - run.config.data.predict_eos)
 
 
 def _drawn(sequences: Sequences, num_users: int) -> Sequences:

@@ -43,9 +43,7 @@ def rank_items(model: LanguageModel, prepared: Prepared) -> tuple[float, float]:
     Raises:
         UserError: if there is no item of the catalogue to predict.
     """
-    sequences = prepared.sequences("valid")
-    if prepared.meta.settings["data"].get("predict_eos"):
-        sequences = sequences._replace(end=sequences.end - 1)  # which is no item
+    sequences = prepared.sequences("valid", ends=False)
     special, was_training = (prepared.eos_id, prepared.unk_id), model.training
     figures = rank(model.eval(), sequences, special, prepared.proposed_exclusion)
     model.train(was_training)
