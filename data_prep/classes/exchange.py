@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from scipy import sparse
 from tqdm import tqdm
 
+from data_prep.classes.assignment import IntArray, membership
 from data_prep.compiled import compiled
 
-IntArray = NDArray[np.int64]
 DoubleArray = NDArray[np.float64]
 
 TABLE_SIZE = 1 << 16
@@ -77,9 +77,7 @@ def exchange(
     num_all = num_word_classes + len(separate)
     in_class = word_class.astype(np.int64)
     in_class[separate] = np.arange(num_word_classes, num_all)
-    member = sparse.csr_array(
-        (np.ones(len(counts)), (np.arange(len(counts)), in_class)), shape=(len(counts), num_all)
-    )
+    member = membership(in_class, np.arange(len(counts)), num_all).astype(np.float64)
     movable = member[:, :num_word_classes]
     sides = [(member.T @ (pairs @ movable)).toarray() for pairs in (bigrams.T, bigrams)]
     mass = np.bincount(in_class, weights=counts, minlength=num_all).astype(np.int64)

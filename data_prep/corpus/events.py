@@ -18,7 +18,7 @@ from data_prep.corpus.event_table import as_times, read_table
 from data_prep.corpus.formats import reading
 from data_prep.corpus.lines import SPLITS, input_files, log_once
 from data_prep.errors import UserError
-from data_prep.sequences import RARE_REPEATS, item_word, word_item
+from data_prep.sequences import RARE_REPEATS, Ints, item_word, word_item
 from data_prep.settings import DataConfig, SplitFiles
 
 SHARES = {"valid_from": 0.8, "test_from": 0.9}
@@ -27,7 +27,6 @@ FAR, RECENT = 30, 1e8
 """Consecutive times of this ratio, the later one possible since 1970, have not the same unit."""
 ROUNDED = 1 << 27
 """Greater times, as seconds since 1970 are, are multiples of 16 or more as floats of 32 bits."""
-Ints = NDArray[np.int64]
 _held: dict[object, "_Events"] = {}
 """The table of the last split that was read, for the next one."""
 _log = logging.getLogger("data_prep")
