@@ -15,6 +15,8 @@ from data_prep.settings import TokenizerConfig
 from data_prep.tokenizer.tokenizer import Tokenizer
 
 EOS_RULE = "one <eos> after every line, empty lines too; the first token is predicted from <eos>"
+MAX_NATS = 700.0
+"""Loss per token from which a perplexity, of 300 digits, is infinite, and a run has diverged."""
 MAX_WORD_BYTES = 35
 """Above this mean size, what spaces separate are not words: Chinese, Japanese, Thai and others."""
 ITEM = "item"
@@ -97,7 +99,9 @@ class Evaluation:
         classes = f"{self.class_perplexity:.2f} × {self.within_class_perplexity:.2f}"
         classes += ", unknown words as <unk>" * (self.spelling_nats is not None)
         nats = self.nll_nats / max(1, self.words + self.lines)
-        shown = f"10^{nats / math.log(10):.1f}" if nats >= 700 else f"{self.word_perplexity:.2f}"
+        shown = f"{self.word_perplexity:.2f}"
+        if nats >= MAX_NATS:
+            shown = f"10^{nats / math.log(10):.1f}"
         per_word = f"{shown}, of {self.words:,} words + {self.lines:,} line ends"
         if self.words and self.utf8_bytes > MAX_WORD_BYTES * self.words:
             size = round(self.utf8_bytes / self.words)
@@ -161,4 +165,4 @@ def perplexity(nll: float, count: int) -> float:
     """exp(nll / count); infinity if it exceeds a float, NaN if nothing is counted."""
     if count == 0:
         return math.nan
-    return math.exp(nll / count) if nll / count < 700 else math.inf
+    return math.exp(nll / count) if nll / count < MAX_NATS else math.inf

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from data_prep.errors import CheckpointError, DataError, NotFiniteError
 from data_prep.storage import sync
 from lm.evaluation import evaluate_prepared
-from lm.figures import perplexity
+from lm.figures import MAX_NATS, perplexity
 from lm.model.build import build_model, without_weights
 from lm.model.files import Description, save_model
 from lm.model.input_pieces import PIECES
@@ -37,8 +37,6 @@ from lm.training.shards import columns_of, convert_optimizer_state, convert_weig
 from lm.training.validation import Validation, rank_items
 
 _log = logging.getLogger(__name__)
-MAX_NATS = 700.0
-"""Loss per token from which a run counts as diverged: its perplexity has 300 digits."""
 
 
 class CarriedLoss(nn.Module):
