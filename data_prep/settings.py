@@ -9,8 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -25,7 +23,7 @@ ALL_LEVELS = 1_000_000
 class Strict:
     """Base of dataclasses that pydantic validates without coercion; unknown keys are errors."""
 
-    __pydantic_config__ = STRICT
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 def without_deleted(section: dict[str, Any], **deleted: Any) -> dict[str, Any]:
