@@ -1,7 +1,6 @@
 """`lm train --init-from`: a run that begins from the weights of another, on another text."""
 
 import logging
-from typing import Any
 
 from data_prep.errors import DataError, UserError
 from data_prep.meta import META
@@ -99,18 +98,17 @@ def _stored(config: Config) -> str:
 
 def _report(trained: TrainedRun, config: Config, prepared: Prepared, model: LanguageModel) -> None:
     """Log the perplexities before training: of the text, and of the one that was trained on."""
-    old: Any = None
+    texts = {"this text": prepared}
     try:
-        old = trained.prepared
+        texts[f"the text of {trained.folder}"] = trained.prepared
     except UserError as error:
         _log.info("perplexity on the text of %s is not known: %s", trained.folder, error)
-    texts = {"this text": prepared, f"the text of {trained.folder}": old}
     for name, data in texts.items():
-        if data is None or "valid" not in data.splits:
+        if "valid" not in data.splits:
             continue
         result = evaluate_prepared(model, data, "valid", config.train.seq_len)
         before, figure = "", trained.description.valid_perplexity
-        if data is old and figure is not None:
+        if data is not prepared and figure is not None:
             before = f" (without the new words {figure:,.2f})"
         text = "before training: validation perplexity %s on %s%s"
         _log.info(text, f"{result.perplexity:,.2f}", name, before)

@@ -45,13 +45,14 @@ def extended(trained: TrainedRun, config: Config, *, progress: bool = True) -> E
     check_extensible(trained)
     model, tokenizer = trained.model.requires_grad_(False), trained.tokenizer
     tree, origin = _classes(model), trained.description.weights_sha256
+    node = torch.zeros(0, dtype=torch.int64)
     if not isinstance(tokenizer, WordTokenizer):
-        return Extended(Given(origin, tokenizer, None, levels_of(tree)), model.state_dict(), 0)
+        given = Given(origin, tokenizer, None, levels_of(tree, node))
+        return Extended(given, model.state_dict(), 0)
     tokenizer, counts = grown_vocabulary(tokenizer, config)
     num_old, words = model.vocab_size, tokenizer.words
     context = trained.description.context
     contexts = Contexts(tokenizer, config, num_old, context, progress)
-    node = torch.zeros(0, dtype=torch.int64)
     pieces = None if model.input_pieces is None else model.input_pieces.pieces
     if num_new := len(words) - num_old:
         node = choose_nodes(model, contexts)
@@ -147,7 +148,7 @@ def _node_log_prob(model: LanguageModel, hidden: Tensor) -> Tensor:
     return found
 
 
-def levels_of(tree: ClassTree, node: Tensor | None = None) -> NDArray[np.int32]:
+def levels_of(tree: ClassTree, node: Tensor) -> NDArray[np.int32]:
     """The classes [levels, N + M] on the path of each word, and of new ones below nodes [M].
 
     `ClassTree.from_levels` of them numbers the nodes as the tree does.
@@ -157,7 +158,6 @@ def levels_of(tree: ClassTree, node: Tensor | None = None) -> NDArray[np.int32]:
         >>> levels_of(tree, torch.tensor([2, 1])).tolist()
         [[0, -1, 1, 1, 1, 0]]
     """
-    node = torch.zeros(0, dtype=torch.int64) if node is None else node
     rows = tree.rows_on_path(torch.arange(tree.vocab_size, device=tree.row_of_word.device))
     above = torch.where(rows >= 0, ~tree.item_of_row[rows.clamp(min=0)], -1)[:, 1:].flip(1)
     order = (above < 0).long().argsort(dim=1, stable=True)

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -41,21 +41,19 @@ def read_metrics(path: Path) -> list[Metrics]:
     if not path.exists():
         return []
     types = {field.name: int if field.type is int else float for field in fields(Metrics)}
-    may_lack: dict[str, Any] = {"valid_perplexity": None, "skipped_steps": 0}
-    may_lack |= {"valid_hit_rate": None, "valid_ndcg": None}
+    needed = {field.name for field in fields(Metrics) if field.default is MISSING}
     lines = []
     with open(path, newline="", errors="replace") as file:
         written = file.read().partition("\0")[0]
     reader = csv.DictReader(io.StringIO(written[: written.rfind("\n") + 1], newline=""))
     try:
-        of_later_versions = {*may_lack} - {"valid_perplexity"}
-        columns = {*(reader.fieldnames or types)} | of_later_versions
-        if absent := types.keys() - columns:
+        if absent := needed - {*(reader.fieldnames or needed)}:
             raise ValueError(f"no column {min(absent)}")
         for row in reader:
-            values = {name: types[name](row[name]) for name in types if row.get(name)}
-            if types.keys() <= (complete := may_lack | values).keys():
-                lines.append(Metrics(**complete))
+            values: dict[str, Any] = {"valid_perplexity": None}
+            values |= {name: types[name](row[name]) for name in types if row.get(name)}
+            if needed <= values.keys():
+                lines.append(Metrics(**values))
     except (ValueError, csv.Error) as error:
         raise DataError(
             f"{path}, line {reader.line_num}, is damaged ({error}): delete it to continue"
