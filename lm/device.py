@@ -1,8 +1,9 @@
-"""Where a model computes: devices, CPU threads, and the memory available there."""
+"""Where a model computes: devices, processors, CPU threads, and the memory there."""
 
 import ctypes
 import logging
 import os
+import platform
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ KEPT_BYTES = 1 << 30
 """Most memory at the end of its heap that training keeps when it is freed."""
 RETURNED_BYTES = 6 << 20
 """Size from which on blocks are returned that scoring frees."""
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""Instruction sets that decide how fast matrices are multiplied, and whether bf16 pays."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 """Parameters of mallopt, from glibc's malloc.h."""
 _log = logging.getLogger(__name__)
@@ -185,19 +188,42 @@ def available_bytes(device: torch.device) -> int | None:
     if not (PROC / "meminfo").exists():
         return None
     resident = int((PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    free = 1024 * int(read_fields(PROC / "meminfo")["MemAvailable"].split()[0])
+    free = 1024 * int(_read_fields(PROC / "meminfo")["MemAvailable"].split()[0])
     for group in _cgroups("memory"):
         for limit_file, usage_file, reclaimable in MEMORY_FILES:
             limit, usage = _read(group / limit_file), _read(group / usage_file)
             if limit.isdigit():
-                kept = int(read_fields(group / "memory.stat", " ").get(reclaimable, 0))
+                kept = int(_read_fields(group / "memory.stat", " ").get(reclaimable, 0))
                 # Other groups may have paid the libraries of this process.
                 used = max(int(usage or 0) - kept, resident)
                 free = min(free, int(limit) - used)
     return max(free, 0) + resident
 
 
-def read_fields(path: Path, separator: str = ":") -> dict[str, str]:
+def process_bytes(field: str) -> int:
+    """Bytes of this process that Linux reports: VmRSS now, VmHWM at most so far; 0 elsewhere."""
+    return 1024 * int(_read_fields(PROC / "self" / "status").get(field, "0 kB").split()[0])
+
+
+def peak_memory() -> str | None:
+    """The most memory that this process has held, and its tensors on a GPU; None if not known."""
+    if not (peak := process_bytes("VmHWM")):
+        return None
+    text = f"{peak / 1e6:,.0f} MB"
+    if torch.cuda.is_available() and (of_gpu := torch.cuda.max_memory_allocated()):
+        text += f", {of_gpu / 1e6:,.0f} MB on the GPU"
+    return text
+
+
+def processor_name() -> str:
+    """The model of the processor and those of `INSTRUCTIONS` that it has, separated by commas."""
+    fields = _read_fields(PROC / "cpuinfo")
+    model = fields.get("model name") or platform.processor() or platform.machine()
+    flags = fields.get("flags", "").split()
+    return ", ".join([model, *(name for name in INSTRUCTIONS if name in flags)])
+
+
+def _read_fields(path: Path, separator: str = ":") -> dict[str, str]:
     """The values of a file of lines `name: value`, by name; none if it cannot be read."""
     pairs = (line.partition(separator) for line in _read(path).splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}

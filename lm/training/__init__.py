@@ -5,5 +5,5 @@ A step is in `loop`: it reads `batches`, computes the loss and the state carried
 all that a checkpoint contains, random numbers among them; `checkpoint` writes it durably. `devices`
 configures Fabric, `shards` converts dealt tables for checkpoints, `signals` records SIGTERM and
 Ctrl-C, `clock` measures time. A run's folder is in `run_folder`, its figures are in `metrics` and
-`loggers`, its memory is in `memory_estimate`, and the computer it ran on is in `environment`.
+`loggers`, and its memory is in `memory_estimate`.
 """

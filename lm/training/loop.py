@@ -17,14 +17,13 @@ from data_prep.errors import UserError
 from data_prep.storage import locked, make_folder
 from data_prep.tokenizer.serialization import TOKENIZER, verify_tokenizer
 from lm.config import Config
-from lm.device import keep_freed_memory
+from lm.device import keep_freed_memory, peak_memory
 from lm.model.files import DESCRIPTION, read_description
 from lm.run import Run
 from lm.training.batches import Batch, Batches, make_batches
 from lm.training.checkpoint import load_checkpoint, load_newest
 from lm.training.clock import Progress
 from lm.training.devices import build_fabric, launched
-from lm.training.environment import peak_memory
 from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
 from lm.training.metrics import draw_curves

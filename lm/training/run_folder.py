@@ -1,18 +1,25 @@
 """The folder of a run: who may write to it, and what it contains before the first step."""
 
 import logging
+import os
+import platform
+from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
+import torch
+
+import lm
 from data_prep.errors import CheckpointError, UserError
 from data_prep.meta import check_not_given
 from data_prep.storage import write_hashed, write_json_atomically
 from lm.config import Config, describe_differences, differences, load_run_config, to_yaml
 from lm.config.load import Differences
+from lm.device import processor_name
 from lm.model.build import check_tree
 from lm.model.files import DESCRIPTION
 from lm.run import Run
 from lm.training.checkpoint import BEST, LAST
-from lm.training.environment import describe_environment
 from lm.training.state import TrainingState
 
 _log = logging.getLogger(__name__)
@@ -107,3 +114,19 @@ def write_run_metadata(run: Run) -> None:
     run.prepared.copy_to(run.folder, classes=run.config.needed_classes is not None)
     write_hashed(run.folder / "config.yaml", [to_yaml(run.config).encode()])
     write_json_atomically(run.folder / "env.json", describe_environment())
+
+
+def describe_environment() -> dict[str, str | int | None]:
+    """Versions of the libraries, processor, threads and GPU, as written to `env.json`."""
+    return {
+        "sqrtlm": lm.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": version("lightning"),
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "processor": processor_name(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from lm.device import process_bytes
 from lm.output import ClassTree
 from lm.output.backends.visits import route
-from lm.training.environment import process_bytes
 from scripts.benchmarks.methods import Method, Problem
 from scripts.benchmarks.reporting import Row
 

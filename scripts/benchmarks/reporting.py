@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lm.training.environment import processor_name
+from lm.device import processor_name
 from scripts.reproduction import markdown
 
 TOP = Path(__file__).resolve().parents[2]

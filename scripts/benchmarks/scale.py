@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lm.device import process_bytes
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends.visits import route
 from lm.output.inputs import row_size
 from lm.output.rowwise import RowAdagrad
-from lm.training.environment import process_bytes
 from scripts.benchmarks import reporting
 from scripts.benchmarks.measure import DTYPES, in_new_process, kernels, memory_limit
 from scripts.benchmarks.methods import captured, parameter, zipf

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from lm.config import ModelConfig, OutputConfig, WordTable
+from lm.device import process_bytes
 from lm.evaluation import evaluate
 from lm.figures import TextCounts
 from lm.model.build import build_model
@@ -26,7 +27,6 @@ from lm.output import ClassTree, HierarchicalSoftmax
 from lm.run import Run
 from lm.training.batches import Batches
 from lm.training.checkpoint import save_checkpoint
-from lm.training.environment import process_bytes
 from lm.training.loop import train as train_run
 
 VOCAB_SIZE, HIDDEN = 200_000, 300

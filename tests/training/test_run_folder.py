@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from data_prep.storage import locked
+from lm import device
 from lm.cli import main
 from lm.run import Run
-from lm.training import environment
 from lm.training.metrics import read_metrics
 from tests.conftest import Printed, Train, contents, corpus_of
 
@@ -76,20 +76,20 @@ def test_a_run_that_does_not_fit_in_memory_is_refused_before_it_has_a_folder(
 def test_the_processor_and_the_most_memory_are_those_that_linux_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info, status = tmp_path / "cpuinfo", tmp_path / "status"
-    monkeypatch.setattr(environment, "CPUINFO", info)
-    monkeypatch.setattr(environment, "STATUS", status)
-    assert environment.processor_name() in (platform.processor(), platform.machine())
-    assert environment.peak_memory() is None
+    info, status = tmp_path / "cpuinfo", tmp_path / "self" / "status"
+    status.parent.mkdir()
+    monkeypatch.setattr(device, "PROC", tmp_path)
+    assert device.processor_name() in (platform.processor(), platform.machine())
+    assert device.peak_memory() is None
     info.write_text(
         "processor\t: 0\nmodel name\t: A B 7\nflags\t\t: fpu avx2 avx512f avx512_bf16 sse\n\n"
     )
     status.write_text("Name:\ta: b\nVmPeak:\t 9000000 kB\nVmHWM:\t 1234567 kB\n")
-    assert environment.processor_name() == "A B 7, avx2, avx512f, avx512_bf16"
-    assert environment.peak_memory() == "1,264 MB"
+    assert device.processor_name() == "A B 7, avx2, avx512f, avx512_bf16"
+    assert device.peak_memory() == "1,264 MB"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5_000_000)
-    assert environment.peak_memory() == "1,264 MB, 5 MB on the GPU"
+    assert device.peak_memory() == "1,264 MB, 5 MB on the GPU"
 
 
 def test_a_checkpoint_without_its_run_is_refused_if_it_does_not_fit(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lm.device import process_bytes
 from lm.output import ClassTree
-from lm.training.environment import process_bytes
 from scripts.benchmarks import output_layer, peers
 from scripts.benchmarks.measure import Work, least_work, make_row
 from scripts.benchmarks.methods import Method, Problem
