@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -132,7 +132,7 @@ def read_meta(folder: Path) -> Meta | None:
     if not path.exists():
         return None
     meta: Meta = read_json(path, Meta, FORMAT_VERSION)
-    if meta.checksum not in ("", _checksum(meta)):
+    if meta.checksum not in ("", _checksum(json.loads(path.read_bytes()))):
         raise DataError(f"{path} is damaged: its SHA-256 is not the recorded one")
     counts, classes, tokenizer = meta.counts, meta.classes, meta.tokenizer
     has_tokens = None not in (tokenizer, counts, meta.splits.get("train"))
@@ -175,11 +175,13 @@ def verify_stored(folder: Path, meta: Meta, name: str) -> None:
 
 def write_meta(folder: Path, meta: Meta) -> None:
     """Replace `meta.json` of a prepared folder, atomically."""
-    write_json_atomically(folder / META, asdict(replace(meta, checksum=_checksum(meta))))
+    content = asdict(meta)
+    write_json_atomically(folder / META, content | {"checksum": _checksum(content)})
 
 
-def _checksum(meta: Meta) -> str:
-    content = asdict(replace(meta, checksum=""))
+def _checksum(content: dict[str, Any]) -> str:
+    """SHA-256 of the keys that a file has, of whatever version, but for its checksum."""
+    content = content | {"checksum": ""}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -91,7 +91,7 @@ class Prepared:
     @cached_property
     def repeated_share(self) -> float:
         """Share of the items of the training split that their sequence has had before."""
-        return self.sequences("train").repeated_share
+        return self.sequences("train", items_alone=True).repeated_share
 
     @property
     def proposed_exclusion(self) -> Exclude:

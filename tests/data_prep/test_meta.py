@@ -111,6 +111,10 @@ def test_every_changed_figure_of_the_record_is_detected(corpus: Corpus) -> None:
             meta.read_meta(folder)
     path.write_text(re.sub(r'"checksum": "\w+"', '"checksum": ""', content))
     assert meta.read_meta(folder) is not None  # of an earlier version
+    record = json.loads(content)
+    assert record["splits"]["train"].pop("known") is None  # a key that another one lacks
+    path.write_text(json.dumps(record | {"checksum": meta._checksum(record)}))
+    assert meta.read_meta(folder) == corpus.prepare().meta
 
 
 @pytest.mark.parametrize(

@@ -280,11 +280,12 @@ def test_unknown_items_are_left_out_and_counted_where_they_are_predicted(predict
     assert found.repeated_share == pytest.approx(np.mean(shares))
 
 
-def prepared(folder: Path, **lines: str) -> Prepared:
+def prepared(folder: Path, *, predict_eos: bool = False, **lines: str) -> Prepared:
     for split, text in lines.items():
         (folder / f"{split}.txt").write_text(text)
     files = SplitFiles(**{split: f"{split}.txt" for split in lines})
-    data = DataConfig(dir=str(folder), files=files, sequences="independent")
+    settings: Any = {"sequences": "independent", "predict_eos": predict_eos}
+    data = DataConfig(dir=str(folder), files=files, **settings)
     return prepare(data, TokenizerConfig(lowercase=True), None, folder / "data", progress=False)
 
 
@@ -296,6 +297,12 @@ def test_a_tab_separates_the_items_that_are_known(tmp_path: Path) -> None:
     assert valid.num_known.tolist() == [2, 0, 0]
     assert valid.num_left_out.tolist() == [0, 0, 1]
     assert found.sequences("train").num_known.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("predict_eos", [False, True])
+def test_the_end_of_a_sequence_is_no_item_that_repeats(predict_eos: bool, tmp_path: Path) -> None:
+    found = prepared(tmp_path, predict_eos=predict_eos, train="a a\nb c\n")
+    assert found.repeated_share == 0.25
 
 
 @pytest.mark.parametrize(
