@@ -280,7 +280,7 @@ def test_unknown_items_are_left_out_and_counted_where_they_are_predicted(predict
     assert found.repeated_share == pytest.approx(np.mean(shares))
 
 
-def prepared(folder: Path, *, predict_eos: bool = False, **lines: str) -> Prepared:
+def prepared(folder: Path, predict_eos: bool = False, **lines: str) -> Prepared:
     for split, text in lines.items():
         (folder / f"{split}.txt").write_text(text)
     files = SplitFiles(**{split: f"{split}.txt" for split in lines})
@@ -301,7 +301,7 @@ def test_a_tab_separates_the_items_that_are_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("predict_eos", [False, True])
 def test_the_end_of_a_sequence_is_no_item_that_repeats(predict_eos: bool, tmp_path: Path) -> None:
-    found = prepared(tmp_path, predict_eos=predict_eos, train="a a\nb c\n")
+    found = prepared(tmp_path, predict_eos, train="a a\nb c\n")
     assert found.repeated_share == 0.25
 
 
@@ -319,7 +319,7 @@ def test_sequences_that_predict_those_of_training_again_are_counted(
 
 
 def test_a_damaged_record_of_known_items_is_made_again(tmp_path: Path) -> None:
-    texts = {"train": "a b c\n", "valid": "a\tb c\n"}
+    texts: Any = {"train": "a b c\n", "valid": "a\tb c\n"}
     path = prepared(tmp_path, **texts).folder / "valid-known.npy"
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"\1")
