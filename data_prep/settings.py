@@ -136,7 +136,7 @@ class TokenizerConfig(Strict):
     """sentencepiece: spell unknown characters as UTF-8 bytes, so that nothing is unknown. Not with
     `model_type: word`.
     """
-    character_coverage: Annotated[float, Field(gt=0, le=1)] = 0.9995
+    character_coverage: Annotated[float, Field(ge=0.98, le=1)] = 0.9995
     """sentencepiece: share of the characters that the pieces cover."""
     max_sentences: Positive = 1_000_000
     """sentencepiece: number of training lines sampled to build the model; memory grows with it."""

@@ -16,8 +16,8 @@ WRONG_VALUES = """\
 --optim.warmup_steps=-1 --optim.decay=2 --train.max_steps=0 --train.max_minutes=0
 --train.batch_size=0 --train.seq_len=0 --train.accumulate=0
 --train.precision=int8 --train.accelerator=tpu --train.devices=0
---train.strategy=fsdp --train.threads=0 --train.threads=100000
---train.keep_checkpoints=-1 --train.cuda_graph=maybe
+--train.strategy=fsdp --tokenizer.character_coverage=0.9 --train.threads=0 --train.threads=100000
+--train.keep_checkpoints=-1 --train.cuda_graph=maybe --seed=010 --train.max_minutes=1:30
 --train.skip_nonfinite_steps=-1 --train.checkpoint_every_steps=0 --train.val_every_steps=0
 --log.every_steps=0 --log.wandb=yes --seed=-1 --seed=x --data.format=xml --data.sequences=tree
 --data.split=random --tokenizer.kind=bytes --tokenizer.vocab_size=0 --tokenizer.min_count=0

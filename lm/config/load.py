@@ -89,6 +89,10 @@ def _read_values(path: str | Path) -> dict[str, Any]:
     return values
 
 
+_LOCATING = ("--data.dir", "--data.files", "--data.hub")
+"""Overrides that say where a text is."""
+
+
 def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     """`load_config` of the run in a folder, which becomes `run_dir`.
 
@@ -101,14 +105,15 @@ def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"{folder}: no run here (config.yaml is missing): {first}")
     path = folder / "config.yaml"
     values = _read_values(path)
-    written = values.get("run_dir") or f"runs/{values.get('name')}"
+    written = os.path.normpath(values.get("run_dir") or f"runs/{values.get('name')}")
     config = _overridden(values, overrides, str(path))
     _check_effects(config, (), overrides, str(path))
     keys = {override.partition("=")[0] for override in overrides}
-    if not any(key.startswith("--data") for key in keys):
-        start = str(folder.resolve()).removesuffix(f"/{written}")
-        for place in (config.data.dir, str(Path(start, config.data.dir))):
-            data = replace(config.data, dir=place)
+    if not any(key == "--data" or key.startswith(_LOCATING) for key in keys):
+        started = (os.path.abspath(folder), str(folder.resolve()))  # `runs` may be a link
+        starts = (Path(place.removesuffix(f"/{written}")) for place in started)
+        for place in (Path(), *starts):
+            data = replace(config.data, dir=str(place / config.data.dir))
             with suppress(DataError):
                 input_files(data, "train")
                 config = replace(config, data=data)
@@ -196,7 +201,7 @@ def nearest(name: str, known: Collection[str], cutoff: float = 0.5, command: str
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, a date is text and a key given twice is an error.
+    """YAML in which 1e-3 is a number; a date, 010 and 1:30 are text; a key given twice is an error.
 
     Attributes:
         section: dataclass of the values, whose fields of type str are text; None if there is none.
@@ -250,16 +255,18 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 _TAG = "tag:yaml.org,2002:"
 _NUMBERS = {_TAG + name for name in ("int", "float", "bool")}
+_RESOLVED = {_TAG + name for name in ("int", "float", "timestamp")}
 _Loader.yaml_implicit_resolvers = {
-    first: [each for each in resolvers if each[0] != _TAG + "timestamp"]
+    first: [each for each in resolvers if each[0] not in _RESOLVED]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
+_FLOAT = (
+    r"[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
 )
+for _kind, _pattern in (("int", r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+)"), ("float", _FLOAT)):
+    _first = list("-+.0123456789")
+    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(f"^({_pattern})$"), _first)
 _ADAPTER = TypeAdapter(Config)
 _UNION_BRANCHES = {"str", "list[str]", "int", "float", "constrained-int", "constrained-float"} | {
     "literal['auto']"
@@ -324,7 +331,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
             raise UserError(f"--{name}: {section} is not a section")
         values = inner
     # Text need not be valid YAML, but may be a quoted string of it, or a list.
-    is_plain = _is_text(kind) and not text.startswith(("'", '"', "["))
+    is_list = text.startswith("[") and text.endswith("]")
+    is_plain = _is_text(kind) and not (is_list or text.startswith(("'", '"')))
     can_be_null = NoneType in get_args(kind) and text in ("", "~", "null")
     values[key] = text if is_plain and not can_be_null else _parse(text, f"--{name}", kind)
 

@@ -171,7 +171,7 @@ class OptimConfig(Strict):
     decay: Annotated[float, Field(gt=0, le=1)] = 0.5
     """step, plateau: factor of the learning rate."""
     decay_after_epochs: NonNegative = 0
-    """step: number of first epochs at the full learning rate."""
+    """step: number of first epochs at the full learning rate, at least one."""
 
 
 @dataclass(frozen=True, kw_only=True)

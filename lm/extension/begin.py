@@ -93,7 +93,8 @@ def _check(trained: TrainedRun, config: Config) -> None:
 
 def _stored(config: Config) -> str:
     """The type of the parameters."""
-    return config.train.precision.removesuffix("-true").replace("bf16-mixed", "32")
+    kind, _, is_true = config.train.precision.partition("-")
+    return kind if is_true == "true" else "32"
 
 
 def _report(trained: TrainedRun, config: Config, prepared: Prepared, model: LanguageModel) -> None:

@@ -58,15 +58,19 @@ def save_model(folder: Path, weights: dict[str, Tensor], description: Descriptio
     UserError if the file system refuses; files that were there before are unchanged.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+
+    def write(file: BinaryIO) -> None:
+        """Both files, of which the weights are the last to replace theirs."""
+        content = asdict(description) | {"weights_sha256": _write_tensors(tensors, file)}
+        write_json_atomically(folder / DESCRIPTION, content | {"sha256": _sha256(content)})
+
     try:
-        sha256 = write_atomically(folder / WEIGHTS, lambda file: _write_tensors(tensors, file))
+        write_atomically(folder / WEIGHTS, write)
     except SafetensorError as error:
         reason = re.search(r"I/O error: (.*) \(os error", str(error))
         if reason is None:
             raise
         raise StorageError(f"{folder / WEIGHTS} cannot be written: {reason[1]}") from error
-    content = asdict(description) | {"weights_sha256": sha256}
-    write_json_atomically(folder / DESCRIPTION, content | {"sha256": _sha256(content)})
 
 
 def load_model(

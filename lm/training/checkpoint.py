@@ -98,18 +98,21 @@ def what_remains(path: Path) -> str:
 def load_newest(last: Path) -> tuple[Path, dict[str, Any]]:
     """Read the last checkpoint or, if that is damaged, the newest in its folder that is not.
 
-    A warning says why the last one is passed over; its error is raised if no other can be read.
+    Numbered ones come first: the best may be of steps that the run has gone back before. A warning
+    says why the last one is passed over; its error is raised if no other can be read.
     """
     try:
         return last, load_checkpoint(last)
     except CheckpointError as error:
         refused = error
-    found: list[tuple[int, Path, dict[str, Any]]] = []
+    found: list[tuple[tuple[bool, int], Path, dict[str, Any]]] = []
     for path in sorted(last.parent.glob("*.ckpt")):
         if not path.samefile(last):
             try:
                 checkpoint = load_checkpoint(path)
-                found.append((checkpoint["progress"]["batches_done"], path, checkpoint))
+                is_numbered = _NUMBERED.match(path.name) is not None
+                age = is_numbered, checkpoint["progress"]["batches_done"]
+                found.append((age, path, checkpoint))
             except CheckpointError as error:
                 _log.warning("%s", error)
     if not found:

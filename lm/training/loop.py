@@ -32,7 +32,7 @@ from lm.training.progress import Progress
 from lm.training.run_folder import LOCK, checkpoint_to_resume, report_new_length, write_run_metadata
 from lm.training.signals import Interrupted, Stopped, StopSignals
 from lm.training.state import TrainingState
-from lm.training.validation import Validation
+from lm.training.validation import Validation, check_validation
 
 _log = logging.getLogger(__name__)
 _BF16 = (
@@ -71,6 +71,7 @@ def train(
     config, folder = run.config, run.folder
     fabric = build_fabric(run)
     is_main = fabric.is_global_zero
+    check_validation(config, run.prepared)
     check_memory(run)  # which builds the tree
     batches = make_batches(config, run.prepared, fabric.global_rank, fabric.world_size)
     if is_main:
@@ -119,8 +120,8 @@ def train(
 def _ended(config: Config, batches: Batches, progress: Progress) -> str:
     """Why a run does not continue: it has all steps, or has spent the patience or the time."""
     num_steps, minutes = batches.num_steps, config.train.max_minutes
-    if progress.awaits_validation:
-        return ""
+    if progress.awaits_validation or progress.judged_batches < progress.batches_done:
+        return ""  # at the end, for what it lacks
     if num_steps is not None and batches.steps(progress.batches_done) >= num_steps:
         return "training is already complete"
     if progress.is_patience_spent(config.train.patience):
@@ -139,14 +140,9 @@ def _fit(
     """Train from the current state to the last step, or until the time is spent."""
     train, log, folder, clock = state.config.train, state.config.log, state.run.folder, state.clock
     validates_at_all = "valid" in state.run.prepared.splits
-    if not validates_at_all:
-        _warn_of_no_validation(state.config)
     progress, criterion = state.progress, state.config.criterion
     kept = _score_of_model(folder, criterion)
-    clock.start()
-    if state.is_finished and not progress.awaits_validation:  # else `_ended`
-        text = "%s: train.max_minutes: %g leaves no time for a step: a validation takes %.0f s"
-        _log.warning(text, folder, train.max_minutes, clock.validation_seconds)
+    _start(state)
     while progress.awaits_validation or not state.is_finished:
         if not progress.awaits_validation:
             train_step(state)
@@ -172,6 +168,8 @@ def _fit(
             score = valid.score(criterion)
             is_best = progress.record_validation(valid, criterion) or score > kept
             kept = max(score, kept)
+        if valid is not None or is_best:
+            progress.judged_batches = progress.batches_done
         if logs and not progress.awaits_validation:
             metrics = state.take_metrics(valid)
             for logger in loggers:
@@ -191,6 +189,20 @@ def _fit(
     if progress.is_patience_spent(train.patience):
         text = "training ends at step %d: train.patience: the last %d validations have not improved"
         _log.info(text, state.step, progress.num_since_best)
+
+
+def _start(state: TrainingState) -> None:
+    """Start the clock; a run that is at its end may lack its last validation."""
+    progress, clock = state.progress, state.clock
+    if "valid" not in state.run.prepared.splits:
+        _warn_of_no_validation(state.config)
+    clock.start()
+    if state.is_finished and progress.judged_batches < progress.batches_done:
+        progress.awaits_validation = True  # a signal has stopped it at what is now its end
+    elif state.is_finished and not progress.awaits_validation:  # else `_ended`
+        text = "%s: train.max_minutes: %g leaves no time for a step: a validation takes %.0f s"
+        minutes, seconds = state.config.train.max_minutes, clock.validation_seconds
+        _log.warning(text, state.run.folder, minutes, seconds)
 
 
 def _score_of_model(folder: Path, criterion: Criterion) -> float:

@@ -109,7 +109,7 @@ def learning_rate(
         wave = (1 + math.cos(math.pi * position)) / 2
         return config.lr * (config.min_lr_factor + (1 - config.min_lr_factor) * wave)
     if config.schedule == "step":
-        return config.lr * config.decay ** max(0, epoch + 1 - config.decay_after_epochs)
+        return config.lr * config.decay ** max(0, epoch + 1 - max(1, config.decay_after_epochs))
     if config.schedule == "plateau":
         return config.lr * config.decay**num_bad_validations
     return config.lr

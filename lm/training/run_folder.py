@@ -20,6 +20,7 @@ from lm.model.build import check_tree
 from lm.model.files import DESCRIPTION
 from lm.run import Run
 from lm.training.checkpoint import BEST, LAST
+from lm.training.metrics import read_metrics
 from lm.training.state import TrainingState
 
 _log = logging.getLogger(__name__)
@@ -63,8 +64,9 @@ def checkpoint_to_resume(config: Config, resume: str | None) -> Path | None:
     if not checkpoint.exists():
         if resume not in (None, "auto"):
             raise CheckpointError(f"--resume {resume}: no such checkpoint")
-        was_trained = (folder / LOCK).exists()  # the first model is written before a checkpoint
-        if (folder / DESCRIPTION).exists() and not was_trained:
+        # The first model is written before a checkpoint, a later one after it.
+        is_first = (folder / LOCK).exists() and _num_validations(folder / "metrics.csv") < 2
+        if (folder / DESCRIPTION).exists() and not is_first:
             problem = "has a model, but no checkpoint that training could continue from"
             raise CheckpointError(f"{folder} {problem}: train in another folder, --run_dir=FOLDER")
         return None
@@ -78,6 +80,11 @@ def checkpoint_to_resume(config: Config, resume: str | None) -> Path | None:
                 f" run in another folder{begin}"
             )
     return checkpoint
+
+
+def _num_validations(path: Path) -> int:
+    lines = read_metrics(path) if path.exists() else []
+    return sum(line.valid_perplexity is not None for line in lines)
 
 
 def prepare_run(run: Run, resume: str | None, *, progress: bool = True) -> Run:

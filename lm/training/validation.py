@@ -12,7 +12,7 @@ import torch
 from data_prep.errors import UserError
 from data_prep.prepared import Prepared
 from data_prep.sequences import Exclude, Sequences
-from lm.config import Criterion
+from lm.config import Config, Criterion
 from lm.model.language_model import LanguageModel
 from lm.model.reader import evaluation_mode, read_lines
 from lm.scoring.ranking import best_items
@@ -38,15 +38,21 @@ class Validation(NamedTuple):
         return -np.inf if self.ndcg is None else self.ndcg
 
 
+def check_validation(config: Config, prepared: Prepared) -> None:
+    """UserError if the validation of independent sequences would have nothing to predict."""
+    if prepared.is_independent and "valid" in prepared.splits:
+        sequences = prepared.sequences("valid", items_alone=config.ranks_items)
+        if not sequences.num_predicted.any():
+            num = int(sequences.num_left_out.sum())
+            raise UserError(f"valid: {num} items to predict, of which the training split has none")
+
+
 def rank_items(
     model: LanguageModel, prepared: Prepared, check: Callable[[], None]
 ) -> tuple[float, float]:
     """HR and NDCG of a model on the validation split; the mode of the model is restored.
 
     `check` is called after each block of users, to raise an error that ends the ranking.
-
-    Raises:
-        UserError: if there is no item of the catalogue to predict.
     """
     sequences = prepared.sequences("valid", items_alone=True)
     special = prepared.eos_id, prepared.unk_id
@@ -71,8 +77,6 @@ def rank(
     num_ranked = min(len(users), RANKED_USERS)
     users = users[np.arange(num_ranked) * len(users) // max(1, num_ranked)]
     sample = Sequences(sequences.tokens, *(each[users] for each in sequences[1:]))
-    if not sample.num_predicted.any():
-        raise UserError("valid: there is no item of the catalogue to predict")
     k, lines = min(K, model.vocab_size - len(set(special))), sample.lines()
     figures = torch.zeros(2, dtype=torch.float64, device=model.device)
     gain = 1 / torch.log2(2 + torch.arange(k, dtype=torch.float64, device=model.device))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -97,18 +98,24 @@ def test_the_text_of_a_run_is_found_from_another_folder(
 ) -> None:
     run, given = tmp_path / "a/runs/old", "runs/old/text.txt"
     run.mkdir(parents=True)
-    (run / "text.txt").touch()
-    given_keys = f"run_dir: runs/old\ndata: {{files: {{train: {given}}}}}\n"
-    (run / "config.yaml").write_text(MINIMAL + given_keys)
     (tmp_path / "b").mkdir()
-    for folder, override, expected in (
-        ("b", "--run_dir=runs/x", str(tmp_path / "a")),
-        ("b", "--data.dir=x", "x"),
-        ("b", f"--data.files.train={given}", "."),
-        ("a", "--seed=2", "."),
-    ):
-        monkeypatch.chdir(tmp_path / folder)
-        assert load_run_config(Path("../a/runs/old"), [override]).data.dir == expected
+    (tmp_path / "disk/old").mkdir(parents=True)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/runs").symlink_to(tmp_path / "disk")
+    for written, started in product(("runs/old", "runs/old/", "./runs//old"), ("a", "c")):
+        keys = f"run_dir: {written}\ndata: {{files: {{train: {given}}}}}\n"
+        (tmp_path / started / "runs/old/config.yaml").write_text(MINIMAL + keys)
+        (tmp_path / started / given).touch()
+        for folder, override, expected in (
+            ("b", "--run_dir=runs/x", str(tmp_path / started)),
+            ("b", "--data.prepared_dir=x", str(tmp_path / started)),
+            ("b", "--data.dir=x", "x"),
+            ("b", f"--data.files.train={given}", "."),
+            (started, "--seed=2", "."),
+        ):
+            monkeypatch.chdir(tmp_path / folder)
+            found = load_run_config(Path(f"../{started}/runs/old"), [override])
+            assert found.data.dir == expected
 
 
 def test_numbers_off_aliases_and_merge_keys_are_read_as_yaml_has_them(load: Load) -> None:

@@ -123,7 +123,7 @@ def test_every_changed_figure_of_the_record_is_detected(corpus: Corpus) -> None:
         ("words", {"vocab_size": 5, "min_count": 2}),
         ("words", {"lowercase": True, "split_punctuation": True}),
         ("sentencepiece", {"vocab_size": 16, "model_type": "char", "byte_fallback": True}),
-        ("sentencepiece", {"character_coverage": 0.9, "max_sentences": 200}),
+        ("sentencepiece", {"character_coverage": 0.99, "max_sentences": 200}),
     ],
 )
 def test_every_setting_of_a_tokenizer_is_recorded(kind: Any, options: dict[str, Any]) -> None:

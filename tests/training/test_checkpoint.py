@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data_prep.errors import UserError
-from lm.training.checkpoint import FORMAT_VERSION, load_checkpoint, save_checkpoint
+from lm.training.checkpoint import FORMAT_VERSION, load_checkpoint, load_newest, save_checkpoint
 from tests.conftest import Printed, Train, contents
 from tests.training.tiny_runs import LAST, outcome
 
@@ -157,9 +157,14 @@ def test_the_newest_checkpoints_are_kept_by_their_step_unless_the_run_goes_back(
     assert steps.pop("best.ckpt") in (4, 6)
     assert steps == {"last.ckpt": 6, "step-5.ckpt": 5, "step-6.ckpt": 6}
     assert (folder / "last.ckpt").samefile(folder / "step-6.ckpt")
+    later = (folder / "step-6.ckpt").read_bytes()
     early = train(tmp_path / "early", *OPTIONS, "--train.max_steps=2") / LAST
     train(tmp_path / "run", *OPTIONS, "--train.max_steps=4", f"--resume={early}")
     assert {path.name for path in folder.glob("step-*")} == {"step-3.ckpt", "step-4.ckpt"}
+    (folder / "best.ckpt").unlink()
+    (folder / "best.ckpt").write_bytes(later)
+    (folder / "last.ckpt").write_bytes(b"damaged")  # and step-4.ckpt, another name of the file
+    assert load_newest(folder / "last.ckpt")[0].name == "step-3.ckpt"
 
 
 def test_auto_passes_over_damaged_checkpoints_and_says_so_unless_all_are(

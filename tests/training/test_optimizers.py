@@ -26,7 +26,7 @@ def build(other: nn.Module, config: OptimConfig, words: Any = None, **table: Any
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "step", "plateau"])
 def test_warm_up_rises_linearly_to_the_full_rate_at_its_last_step(schedule: str) -> None:
     rates = [rate(step, schedule=schedule, warmup_steps=4) for step in range(5)]
-    assert rates == [0.5, 1.0, 1.5, 2.0, 1.0 if schedule == "step" else 2.0]
+    assert rates == [0.5, 1.0, 1.5, 2.0, 2.0]
 
 
 def test_rates_at_the_corners_of_their_curves() -> None:
@@ -42,6 +42,9 @@ def test_rates_at_the_corners_of_their_curves() -> None:
     assert rate(99, **cosine, warmup_steps=100) == 2.0
     halving: Any = {"schedule": "step", "decay": 0.5, "decay_after_epochs": 3}
     assert [rate(epoch=each, **halving) for each in range(6)] == [2.0, 2.0, 2.0, 1.0, 0.5, 0.25]
+    for after in (0, 1):
+        halving["decay_after_epochs"] = after
+        assert [rate(epoch=each, **halving) for each in range(3)] == [2.0, 1.0, 0.5]
     plateau: Any = {"schedule": "plateau", "decay": 0.25}
     assert [rate(num_bad_validations=n, **plateau) for n in range(4)] == [2.0, 0.5, 0.125, 0.03125]
 

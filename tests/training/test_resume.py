@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 import torch
@@ -107,6 +108,32 @@ def test_interrupted_again_and_again_equals_uninterrupted(
     assert done[0] <= done[1] < done[2] < done[3] < 24
     expected = outcome(train(tmp_path / "uninterrupted", *options))
     assert outcome(train(run, *options, "--resume", "auto")) == expected
+
+
+@pytest.mark.parametrize("limit", ["--train.max_steps=6", "--train.max_minutes=0.00001"])
+def test_a_run_that_a_smaller_limit_ends_where_a_signal_stopped_it_has_a_model(
+    limit: str, train: Train, tmp_path: Path, before_call: BeforeCall
+) -> None:
+    def kill(_: Batches, number: int) -> None:
+        if number == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before_call(Batches, "__getitem__", kill)
+    options = ["--train.max_steps=50", "--train.val_every_steps=100", "--resume=auto"]
+    with pytest.raises(SystemExit, match="143"):
+        train(tmp_path, *options)
+    train(tmp_path, *options, limit)
+    description = json.loads((tmp_path / "model.json").read_text())
+    assert (description["step"], description["valid_perplexity"] > 1) == (6, True)
+
+
+def test_a_model_after_whose_validation_others_were_is_not_replaced_without_a_checkpoint(
+    train: Train, failed: Printed, tmp_path: Path
+) -> None:
+    options = ["--train.max_steps=8", "--train.val_every_steps=4"]
+    rmtree(train(tmp_path, *options) / "checkpoints")
+    message = failed(tmp_path, *options, "--resume=auto")
+    assert "has a model, but no checkpoint that training could continue from" in message
 
 
 @pytest.mark.parametrize("change", ["none", "last.ckpt is deleted", "auto is row-wise"])
