@@ -138,7 +138,9 @@ def test_the_lse_by_level_is_that_of_each_softmax_and_differentiable_twice(tree:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert torch.autograd.gradcheck(lse, inputs)
     assert torch.autograd.gradgradcheck(lse, inputs, fast_mode=True)
-    assert layer_of(weight, tree).lse_by_level(hidden[:0], target[:0]).shape == (tree.depth, 0, 2)
+    for size in (0, 3):  # nothing is visited
+        empty = layer_of(weight, tree).lse_by_level(hidden[:size], target[:size].fill_(-100))
+        assert (empty.shape, empty.requires_grad) == ((tree.depth, size, 2), True)
 
 
 def test_rows_by_column_are_read_slowly_with_a_warning() -> None:

@@ -117,6 +117,6 @@ def lse_by_level(problem: Problem) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         lse = [node_logits(hidden[each.visits], w, b).logsumexp(1) for each, w, b in rows]
     visit = (node.flatten() >= 0).nonzero().squeeze(1)
-    by_level = hidden.new_zeros(node.numel())
+    by_level = hidden.new_zeros(node.numel()) + hidden[:0].sum()  # differentiable without a visit
     by_level = by_level.index_copy(0, visit, torch.cat([by_level[:0], *lse])).view(node.shape)
     return by_level.index_copy(1, position, by_level)

@@ -111,7 +111,7 @@ def _by_node(
         if 5 * int(tree.num_children[visited].sum()) > 2 * num_logits:
             return word_log_prob(flat, weight, tree, bias).gather(1, words)
     nodes = with_rows(visited_nodes(node[None], tree), weight, bias)
-    by_level = flat.new_zeros(rows.numel())
+    by_level = flat.new_zeros(rows.numel()) + flat[:0].sum()  # differentiable without candidates
     log_q = []
     for each, node_rows, node_bias in nodes:
         visited, visit = torch.unique_consecutive(position[each.visits], return_inverse=True)

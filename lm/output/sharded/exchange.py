@@ -104,7 +104,8 @@ class Solved(NamedTuple):
 class ShardedSolver(Solver):
     """The softmaxes of a batch of this process's positions over the rows of all processes.
 
-    All processes call it, and its backward, together. d_weight and d_bias are those of the mean
+    All processes call it, and its backward, together: gradients of hidden vectors are exchanged
+    whether the process needs its own or not. d_weight and d_bias are those of the mean
     over processes of their upstream losses, as DDP gives the gradients of other parameters.
 
     Args:
@@ -123,7 +124,7 @@ class ShardedSolver(Solver):
 
     def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
         """See `Solver.softmaxes`; `problem` has the rows that this process holds."""
-        route, gathered = self.route, self.gathered
+        route, gathered, needs = self.route, self.gathered, needs._replace(hidden=needs.any)
         hidden, target = route.send(problem.hidden), route.send(problem.target)
         found, solved = self._solved(problem._replace(hidden=hidden, target=target), needs)
         parts = [solved]
@@ -161,20 +162,18 @@ class ShardedSolver(Solver):
         for (sizes, backend), (tensors, saved_part) in zip(self.sizes, parts, strict=True):
             given = own if gradients else received
             d_part, lse = given[:, 0].contiguous(), given[:, 1:].T.contiguous()
-            asked = needs._replace(row_wise=needs.row_wise and not gradients)
+            asked = needs._replace(hidden=True, row_wise=needs.row_wise and not gradients)
             solved = sizes._replace(**tensors)
             gradients.append(backend.backward(d_part, solved, saved_part, asked, lse))
         (d_hidden, d_weight, d_bias), *of_gathered = gradients
-        if d_hidden is not None:
-            total = d_hidden.new_zeros(
-                len(own), d_hidden.shape[1], dtype=compute_dtype(d_hidden.dtype)
-            )
-            for each in of_gathered:
-                assert each.d_hidden is not None
-                total += each.d_hidden
-            for position, d_part in route.returned(d_hidden):
-                total[position] += d_part
-            d_hidden = (total * world_size).to(d_hidden.dtype)
+        assert d_hidden is not None
+        total = d_hidden.new_zeros(len(own), d_hidden.shape[1], dtype=compute_dtype(d_hidden.dtype))
+        for each in of_gathered:
+            assert each.d_hidden is not None
+            total += each.d_hidden
+        for position, d_part in route.returned(d_hidden):
+            total[position] += d_part
+        d_hidden = (total * world_size).to(d_hidden.dtype) if needs.hidden else None
         for each in of_gathered:
             assert self.gathered is not None
             _add_first(d_weight, each.d_weight, self.gathered, self.group)

@@ -124,7 +124,9 @@ class DealtRows(NamedTuple):
         else:
             local = find(row.clamp(min=0))
         local = torch.where(row >= 0, local, -1)
-        if row_wise:
+        if len(table) == 0:
+            rows = table.new_zeros(len(local), table.shape[1]) + table.sum()  # for autograd
+        elif row_wise:
             rows = lookup(table, local)
         else:
             rows = F.embedding(local.clamp(min=0), table) * (local >= 0)[:, None]

@@ -208,7 +208,7 @@ def test_candidates_equal_the_full_distribution(
     layer = layer_of(weight, tree, bias if by_loss else None)
     word = torch.randint(N, shape)  # 40 of 23 words: some repeat
     actual, expected = layer.candidate_log_prob(hidden, word), layer.log_prob(hidden)
-    assert actual.shape == word.shape
+    assert (actual.shape, actual.requires_grad) == (word.shape, True)
     torch.testing.assert_close(actual, expected.gather(-1, word))
     for most in (0, 1 << 20):
         monkeypatch.setattr(distribution, "_MAX_DENSE_LOGITS", most)

@@ -145,13 +145,14 @@ def _check(
         gathered = layer.dealt.whole(parameter)
         assert gathered is None or torch.equal(gathered, table)
     mine = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
-    own = hidden[mine].clone().requires_grad_()
+    own = hidden[mine].clone().requires_grad_(shares[rank] > 0)
     nll = layer.loss(own, target[mine], "none")
     torch.autograd.backward(nll, upstream[mine])
     given = [hidden, *tables, target]
     truth, d_hidden, *d_tables = by_definition(case, given, upstream, torch.float64)
     h, weight, bias = (each.double() for each in (hidden, *tables))
-    found: list[Any] = [nll, own.grad, layer.nll_by_level(hidden, target)]
+    d_own = torch.zeros_like(own) if own.grad is None else own.grad
+    found: list[Any] = [nll, d_own, layer.nll_by_level(hidden, target)]
     terms = definition_by_level(h, weight, bias, target, case.tree)
     expected = [truth[mine], d_hidden[mine], terms]
     for parameter, gradient in zip(layer.parameters(), d_tables, strict=True):
@@ -171,6 +172,12 @@ def _all_trees(rank: int, world_size: int) -> None:
             _check(rank, world_size, tree, placement, shares, (i + by_class) % 2 > 0, dtype)
     for placement in PLACEMENTS:
         _check(rank, world_size, "shortlist", placement, "empty", False, torch.float64)
+        for row_wise in (False, True):  # one row: other processes hold none
+            layer = ShardedSoftmax(H, ClassTree.full(1), row_wise=row_wise, placement=placement)
+            torch.autograd.backward(layer.embed(torch.zeros(2, dtype=torch.int64)).sum())
+            if len(layer.weight):
+                grad = cast(Tensor, layer.weight.grad).to_dense()[0, :H]  # of 2 each, their mean
+                torch.testing.assert_close(grad, torch.full((H,), 2.0))
 
 
 def _interpreted(rank: int, world_size: int) -> None:

@@ -161,7 +161,7 @@ def _take(num_bytes: int) -> mmap.mmap | None:
 
 
 def _give_back(memory: mmap.mmap) -> None:
-    kept = [*_free, memory]
-    while sum(map(len, kept)) > REUSED_BYTES:
-        del kept[0]
-    _free[:] = kept
+    _free.append(memory)  # the list is never replaced: other threads take from it
+    while sum(map(len, tuple(_free))) > REUSED_BYTES:
+        with suppress(IndexError):
+            _free.pop(0)

@@ -64,6 +64,23 @@ def test_each_layer_of_a_process_reuses_its_gradients_memory(
     assert sum(map(len, memory._free)) <= 200_000
 
 
+def test_memory_that_a_thread_takes_while_other_is_given_back_is_not_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = list[mmap.mmap | None]()
+
+    class Limit(int):
+        def __lt__(self, _: int) -> bool:
+            taken.append(memory._take(4096))  # as another thread, before the sizes are compared
+            return False
+
+    monkeypatch.setattr(memory, "REUSED_BYTES", Limit(1 << 20))
+    monkeypatch.setattr(memory, "_free", [mmap.mmap(-1, 4096)])
+    memory._give_back(mmap.mmap(-1, 4096))
+    (kept,), (given,) = memory._free, taken
+    assert kept is not given
+
+
 @pytest.mark.parametrize(("dtype", "num_threads"), [(torch.float32, 2), (torch.bfloat16, 1)])
 def test_zeros_of_a_large_gradient_are_written_past_the_caches(
     dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch
