@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lm.generation.completion import Completions
+from lm.generation.items import Catalogue
 from lm.generation.text import checked_text, encode_prompt
 from lm.model.reader import read_lines
 from lm.run import TrainedRun
@@ -37,6 +38,7 @@ class Probabilities(ABC):
 
     _run: TrainedRun
     _scorer: Scorer
+    _catalogue: Catalogue | None
 
     @abstractmethod
     def _state(self, prefix: Prefix) -> State:
@@ -49,6 +51,14 @@ class Probabilities(ABC):
     @abstractmethod
     def _candidates(self, states: list[State], words: Tensor) -> Tensor:
         """Log-probabilities [S, K] of tokens [1, K]."""
+
+    @abstractmethod
+    def _name(self, token: int) -> str:
+        """The word or item with a token id."""
+
+    def _beginning(self, text: str) -> str:
+        """The beginning of a word or item, as the vocabulary has it."""
+        return self._catalogue.word(checked_text(text)) if self._catalogue else text
 
     def surprisal(self, sentences: Iterable[str], *, eos: bool = False) -> "pandas.DataFrame":
         """A row for each word; see `lm.scoring.surprisal.surprisal_table` for its columns."""
@@ -75,9 +85,13 @@ class Probabilities(ABC):
             raise ValueError(f"expected pairs of texts, got {wrong[0]!r:.60}")
         texts = [checked_text(context) + checked_text(after) for context, after in pairs]
         ids, num_known = [encode_prompt(tokenizer, text)[1:] for text in texts], list[int]()
-        for whole, (context, _) in zip(ids, pairs, strict=True):
-            equal = map(eq, whole, encode_prompt(tokenizer, context)[1:])
-            num_known.append([*equal, False].index(False))
+        for whole, (context, after) in zip(ids, pairs, strict=True):
+            before = encode_prompt(tokenizer, context)[1:]
+            num = [*map(eq, whole, before), False].index(False)
+            if before[-1:] == [tokenizer.unk_id] and num == len(before) and after[:1].strip():
+                longer = encode_prompt(tokenizer, context + after[0])[1:]
+                num -= longer == before  # an unknown word that goes on
+            num_known.append(num)
         log_prob, is_greedy = np.zeros(len(ids)), np.ones(len(ids), bool)
         known = np.array(num_known)
         for hidden, target, index, _ in read_lines(model, ids, tokenizer.eos_id, known):
@@ -104,24 +118,24 @@ class Probabilities(ABC):
         """
         state = self._state(prefix)
         word, log_prob = self._completions.best(
-            beginning,
+            self._beginning(beginning),
             k,
             self._run.model.output,
             search=lambda number: self._topk(state, number, []),
             evaluate=lambda ids: self._candidates([state], ids.to(state.hidden.device)[None])[0],
         )
-        return list(zip(map(self._run.tokenizer.token, word), log_prob, strict=True))
+        return list(zip(map(self._name, word), log_prob, strict=True))
 
     @torch.no_grad()
     def prefix_log_prob(self, prefix: Prefix, beginning: str) -> float:
         """Log-probability that the next word begins with a text: log Σ P(word), -∞ if none does."""
-        state, ids = self._state(prefix), self._completions.ids(beginning)
+        state, ids = self._state(prefix), self._completions.ids(self._beginning(beginning))
         log_prob = self._candidates([state], ids.to(state.hidden.device)[None])
         return float(log_prob.logsumexp(1))
 
     def has_beginning(self, beginning: str) -> bool:
         """Whether a word of the vocabulary begins with a text."""
-        return len(self._completions.ids(beginning)) > 0
+        return len(self._completions.ids(self._beginning(beginning))) > 0
 
     @cached_property
     def _completions(self) -> Completions:

@@ -255,6 +255,7 @@ its files from data.files.valid, lm evaluate any text with --text FILE$
 2 | recommend {items} --history=user.txt --k=21 | --k 21: k must be within 1 … 20
 2 | recommend {items} --history=nested.json | is not JSON
 2 | evaluate {pieces} --mixture=0.5 --arpa=arpa.txt | has no unigram '▁ … a token for each piece
+2 | score {run} - --stream --dynamic --line-buffered | --line-buffered excludes --dynamic
 2 | score {transformer} - --stream --line-buffered | --line-buffered: the windows of a \
 Transformer's text depend on its length$
 2 | generate {run} '--prompt=a \udcff' | generate: the text 'a \\udcff' is not valid Unicode$

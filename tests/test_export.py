@@ -119,6 +119,9 @@ def test_onnx_files_have_the_probabilities_of_the_model(
         row[: len(line)] = line
     expected = [-score.tokens.log_prob.sum() for score in scores]
     for name, error in (("nll.onnx", 1e-4), ("nll.int8.onnx", 1.0)):
+        empty = {"x": x[:1, :0], "x_lens": np.zeros(1, np.int64)}
+        (nll,) = session(name).run(["nll"], empty)
+        np.testing.assert_allclose(nll, -float(model.log_prob()[model.eos_id]), atol=error)
         (nll,) = session(name).run(["nll"], {"x": x, "x_lens": lengths})
         np.testing.assert_allclose(nll, expected, atol=error)
     if kind == "transformer":

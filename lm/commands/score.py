@@ -136,6 +136,10 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--level token requires --format tsv or json")
     if options.stream and options.stream_by_id:
         raise UserError("--stream and --stream-by-id exclude each other")
+    if options.line_buffered and options.dynamic:
+        raise UserError(
+            "--line-buffered excludes --dynamic, which learns from several lines at once"
+        )
     if (options.cache or options.dynamic) and not options.stream:
         raise UserError("--cache and --dynamic require --stream: they adapt to one text")
     if options.cache and options.details:

@@ -29,7 +29,7 @@ class _Nll(nn.Module):
         self.model = model
 
     def forward(self, x: Tensor, x_lens: Tensor) -> Tensor:
-        end = torch.full_like(x[:, :1], self.model.eos_id)
+        end = x.new_full((x.shape[0], 1), self.model.eos_id)
         hidden, _ = self.model(torch.cat([end, x], 1).T)
         place = torch.arange(x.shape[1] + 1)
         target = torch.cat([x, end], 1).where(place < x_lens[:, None], self.model.eos_id)

@@ -35,8 +35,7 @@ class Catalogue:
 
     def find(self, items: Sequence[str | int]) -> tuple[list[int], list[str | int]]:
         """The token ids of the items that are in the catalogue, and the items that are not."""
-        words = [item_word(item) if self._is_escaped else str(item) for item in items]
-        encoded = list(self._tokenizer.encode_lines(words))
+        encoded = list(self._tokenizer.encode_lines([self.word(item) for item in items]))
         known = [len(ids) == 1 and ids[0] not in self.special for ids in encoded]
         ids = [ids[0] for ids, is_known in zip(encoded, known, strict=True) if is_known]
         return ids, [item for item, is_known in zip(items, known, strict=True) if not is_known]
@@ -54,6 +53,10 @@ class Catalogue:
             warn_caller(f"not in the catalogue and left out: {unknown}")
         lines, others = text.split("\n"), {*unknown, UNK}
         return "\n".join(" ".join(w for w in line.split() if w not in others) for line in lines)
+
+    def word(self, item: str | int) -> str:
+        """The word that stands for an item, or for the beginning of one."""
+        return item_word(item) if self._is_escaped else str(item)
 
     def item(self, id: int) -> str:
         """The item with a token id, as text."""

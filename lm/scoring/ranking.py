@@ -239,9 +239,13 @@ def rank_by_model(model: LanguageModel, special: Sequence[int], name: str = "") 
             rank[row] += sign[row, : int(target[row])].sum()
         own = log_prob.gather(1, target).squeeze(1)
         rank[own == -torch.inf] = torch.inf
-        best, lse = log_prob.topk(ks[-1], dim=1), log_prob.logsumexp(1)
-        mass = (best.values - lse[:, None]).double().exp().cumsum(1)[:, [k - 1 for k in ks]]
-        items = best.indices.masked_fill(best.values == -torch.inf, -1)
+        (value, item), lse = log_prob.topk(ks[-1] + 1, dim=1), log_prob.logsumexp(1)
+        ends, end = torch.tensor(ks, device=value.device), ks[-1]
+        for row in (value[:, ends - 1] == value[:, ends]).any(1).nonzero().flatten().tolist():
+            item[row] = log_prob[row].sort(descending=True, stable=True).indices[: end + 1]
+        value, item = value[:, :end], item[:, :end]
+        mass = (value - lse[:, None]).double().exp().cumsum(1)[:, ends - 1]
+        items = item.masked_fill(value == -torch.inf, -1)
         found = rank, (own - lse).double().exp(), mass, items
         return tuple(each.cpu().numpy() for each in found)
 

@@ -219,7 +219,7 @@ class Scorer:
         log_prob[:, unk_id] += log_share
         higher = log_prob > log_prob.gather(1, targets[:, None])
         rank = 1 + higher.sum(1) + (self.unknown.num_unseen - 1) * higher[:, unk_id]
-        return rank, entropy - unk * log_share
+        return rank, entropy - unk * log_share if self.unknown.is_shared else entropy
 
     def _line_scores(
         self,

@@ -91,11 +91,13 @@ def predicted(model: LanguageModel, lines: Sequences, exclude: Any, way: Any = N
     return found
 
 
-@pytest.mark.parametrize("way", ["lstm", "transformer", "popularity", "last item"])
+@pytest.mark.parametrize("way", ["lstm", "transformer", "equal", "popularity", "last item"])
 @pytest.mark.parametrize("exclude", ["nothing", "seen"])
 def test_figures_are_as_defined(way: str, exclude: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sequences = make(way if way == "transformer" else "lstm"), some_sequences()
     scores, ranker = partial(distributions, model), None
+    for parameter in model.output.parameters() if way == "equal" else ():
+        parameter.data.zero_()  # items with equal probabilities are ranked by their ids
     if way in ("popularity", "last item"):
         rng, pairs = np.random.default_rng(1), np.zeros((N, N))
         counts = np.append([90, 0], rng.integers(3, 9, N - 2))  # as many <eos> as others
@@ -215,6 +217,10 @@ def test_recommended_items_are_the_most_probable_ones(
     path.with_name("retired.txt").write_text(f"{names[0]}\nunheard of\n")
     rows = printed(*command, f"--retired={path.with_name('retired.txt')}", "--json").splitlines()
     assert json.loads(rows[-2])["items"][:3] == names[1:]
+    ones = {name for name, _ in model.topk([], 18) if name.startswith("item 1")}
+    assert set() < ones <= {name for name, _ in model.complete([], "item 1", 18)}
+    assert model.has_beginning("item 1")
+    assert model.prefix_log_prob([], "item 1") > -3
     with pytest.raises(ValueError, match="a state does not have the tokens"):
         model.topk(model.start(), exclude="seen")
     with pytest.raises(ValueError, match="expected a list of items, got 'item 19'"):
@@ -309,6 +315,9 @@ def test_unknown_items_are_left_out_of_texts_that_are_scored_or_continued(
     score = loaded.score([text])[0]
     assert score.is_oov.tolist() == [0, 1, 0, 1, 0, 0]
     assert score.context.tolist() == [1, 2, 2, 3, 3, 4]
+    entropy: Any = loaded.score([known], details=True)[0].tokens.entropy
+    every = torch.special.entr(loaded.log_prob().double().exp())
+    assert entropy[0] == pytest.approx(float(every.sum()), rel=1e-5)
     assert score.log_prob == pytest.approx(np.insert(expected.log_prob, [1, 2], 0), abs=1e-5)
     (path := tmp_path / "text.txt").write_text(f"{text}\nzz\n")
     values = json.loads(printed("evaluate", run, "--text", path, "--json"))
