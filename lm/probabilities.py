@@ -38,7 +38,6 @@ class Probabilities(ABC):
 
     _run: TrainedRun
     _scorer: Scorer
-    _catalogue: Catalogue | None
 
     @abstractmethod
     def _state(self, prefix: Prefix) -> State:
@@ -51,6 +50,11 @@ class Probabilities(ABC):
     @abstractmethod
     def _candidates(self, states: list[State], words: Tensor) -> Tensor:
         """Log-probabilities [S, K] of tokens [1, K]."""
+
+    @property
+    @abstractmethod
+    def _catalogue(self) -> Catalogue | None:
+        """The items, if the model is of independent sequences."""
 
     @abstractmethod
     def _name(self, token: int) -> str:
