@@ -33,6 +33,7 @@ _DRAWN = ("temperature", "top_k", "top_p", "min_p")
 _KNOWN = {
     *("do_sample", "max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "use_cache"),
     *("attention_mask", *_DRAWN),
+    *("bos_token_id", "transformers_version", "_from_model_config"),  # without effect here
 }
 _TREE = ("num_children", "row_of_node", "row_of_word")
 
@@ -58,8 +59,9 @@ class TreeConfig(PreTrainedConfig):
         **others: Any,
     ) -> None:
         self.backbone, self.tree, self.row_wise = backbone, tree, row_wise
+        decoder = AutoConfig.for_model(**backbone) if backbone else None
         for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-            others.setdefault(name, (backbone or {}).get(name))
+            others.setdefault(name, getattr(decoder, name, None))  # also n_layer
         super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
 
     @classmethod
@@ -97,11 +99,20 @@ class TreeForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Nothing: the parts have initialized themselves."""
+        """Draws what a folder lacks of the layer; the decoder initializes itself."""
+        if isinstance(module, HierarchicalSoftmax):
+            module.reset_parameters()
 
     def get_input_embeddings(self) -> torch.nn.Module:
         """The module of the input vectors; the layer, if it shares them."""
-        return self.lm_head if self.config.tie_word_embeddings else self.model.embed_tokens
+        is_tied = self.config.tie_word_embeddings
+        return self.lm_head if is_tied else self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: torch.nn.Module) -> None:
+        """Replaces the module of the input vectors; refused, if it is the layer."""
+        if self.config.tie_word_embeddings:
+            raise ValueError("the layer has the input vectors: set tie_word_embeddings=False")
+        self.model.set_input_embeddings(value)
 
     def resize_token_embeddings(self, *_: Any, **__: Any) -> Any:
         """Refused: a word belongs to a class."""
@@ -112,7 +123,7 @@ class TreeForCausalLM(PreTrainedModel, GenerationMixin):
             options["inputs_embeds"] = self.lm_head.embed(input_ids)
         else:
             options["input_ids"] = input_ids
-        return self.model(**options)
+        return self.model(**options | {"return_dict": True})
 
     def forward(
         self,
@@ -120,9 +131,17 @@ class TreeForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         num_items_in_batch: Any = None,
         logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+        attention_mask: Tensor | None = None,  # `GenerationMixin` gives what is named here
+        position_ids: Tensor | None = None,
         **options: Any,
-    ) -> CausalLMOutputWithPast:
-        """The mean loss of shifted labels, or else the log-probabilities of all words."""
+    ) -> Any:
+        """The mean loss of shifted labels, or else the log-probabilities of all words.
+
+        A `CausalLMOutputWithPast`, or a tuple of what it has if `return_dict`, by default that of
+        the configuration, is false.
+        """
+        options |= {"attention_mask": attention_mask, "position_ids": position_ids}
         found = self._hidden(input_ids, options)
         hidden, loss, logits = found.last_hidden_state, None, None
         if labels is None:
@@ -132,8 +151,21 @@ class TreeForCausalLM(PreTrainedModel, GenerationMixin):
             total = "mean" if num_items_in_batch is None else "sum"
             loss = self.lm_head.loss(hidden[:, :-1], targets, total)  # type: ignore[arg-type]
             loss = loss if num_items_in_batch is None else loss / num_items_in_batch
-        others = {name: value for name, value in found.items() if name != "last_hidden_state"}
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **others)
+        known = CausalLMOutputWithPast.__dataclass_fields__
+        others = {name: value for name, value in found.items() if name in known}
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **others)
+        is_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if is_dict else output.to_tuple()
+
+    def _changed_settings(self) -> set[str]:
+        """Names of the settings of `generation_config` that differ from transformers' defaults."""
+        config = self.generation_config
+        defaults = config._get_default_generation_params()
+        return {
+            name
+            for name, value in config.to_dict().items()
+            if value is not None and value is not False and value != defaults.get(name)
+        }
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
@@ -143,21 +175,26 @@ class TreeForCausalLM(PreTrainedModel, GenerationMixin):
         """
         words = options.pop("input_ids", None) if inputs is None else inputs
         given = {name for name, value in options.items() if value is not None}
-        is_plain = given <= _KNOWN and self.generation_config.num_beams in (None, 1)
-        if words is None or not is_plain:
+        if words is None or not given | self._changed_settings() <= _KNOWN:
             return super().generate(words, **options)
         settings = self.generation_config.to_dict() | options
-        length = settings["max_length"] or 20
-        if settings["max_new_tokens"] is not None:
-            length = words.shape[1] + settings["max_new_tokens"]
-        ends = torch.as_tensor(
-            settings["eos_token_id"] if settings["eos_token_id"] is not None else []
+        length, num_new = settings["max_length"], settings["max_new_tokens"]
+        if length is None or num_new is not None:
+            length = words.shape[1] + (20 if num_new is None else num_new)
+        if length <= words.shape[1]:
+            size = f"the {words.shape[1]} words of the prompt"
+            raise ValueError(f"max_length must be more than {size}, got {length}")
+        ends, pad = (
+            torch.as_tensor([] if settings[name] is None else settings[name]).to(words).flatten()
+            for name in ("eos_token_id", "pad_token_id")
         )
-        ends = ends.to(words).flatten()
-        pad = settings["pad_token_id"] if settings["pad_token_id"] is not None else ends[:1]
-        sampling = {name: settings[name] for name in _DRAWN if settings[name]}
         mask = settings.get("attention_mask")
-        mask = torch.ones_like(words) if mask is None else mask
+        if mask is None:  # as transformers infers it
+            mask = (~torch.isin(words, pad[~torch.isin(pad, ends)])).long()
+        pad = pad if len(pad) else ends[:1]
+        settings["top_k"] = settings["top_k"] or None
+        sampling = {name: settings[name] for name in _DRAWN if settings[name] is not None}
+        is_greedy = not settings["do_sample"] or settings["top_p"] == 0
         is_done = torch.zeros(len(words), dtype=torch.bool, device=words.device)
         new, cache = words, dict[str, Any]()
         while words.shape[1] < length and not bool(is_done.all()):
@@ -166,12 +203,12 @@ class TreeForCausalLM(PreTrainedModel, GenerationMixin):
             found = self._hidden(new, step | cache)
             cache = {k: v for k, v in found.items() if k in ("cache", "past_key_values")}
             hidden = found.last_hidden_state[:, -1]
-            if settings["do_sample"]:
-                new = self.lm_head.sample(hidden, **sampling)
-            else:
+            if is_greedy:
                 new = self.lm_head.predict(hidden)
+            else:
+                new = self.lm_head.sample(hidden, **sampling)
             if len(ends):
-                new = torch.where(is_done, torch.as_tensor(pad).to(new), new)
+                new = torch.where(is_done, pad, new)
                 is_done |= torch.isin(new, ends)
             new = new[:, None]
             words, mask = torch.cat([words, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
