@@ -101,7 +101,7 @@ class ClassTree(nn.Module):
             >>> ClassTree.full(5).num_children.tolist()
             [5]
         """
-        shapes.check_size("vocab_size", vocab_size, 1)
+        vocab_size = shapes.check_size("vocab_size", vocab_size, 1)
         with torch.device("cpu"):
             return cls(torch.tensor([vocab_size]), torch.tensor([-1]), torch.arange(vocab_size))
 
