@@ -190,6 +190,12 @@ def test_sizes_are_any_integers(size: Any) -> None:
     assert type(HierarchicalSoftmax(size, tree).hidden_size) is int
 
 
+@pytest.mark.parametrize("word", [-1, 5])
+def test_only_words_have_paths(word: int) -> None:
+    with pytest.raises(IndexError, match=f"word {word} is out of bounds for 5 words"):
+        ClassTree.two_level([0, 1, 0, 1, 1]).path(word)
+
+
 @pytest.mark.parametrize(
     "arrays",  # num_children, row_of_node, row_of_word
     [
