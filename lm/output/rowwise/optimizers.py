@@ -64,11 +64,23 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As for any optimizer, except that the state of rows remains in at least fp32."""
-        super().load_state_dict(state_dict)
+        loaded: dict[str, Any] = {}  # what other hooks leave
+        before = self.register_load_state_dict_pre_hook(lambda _, given: loaded.update(given))
+        after = self.register_load_state_dict_post_hook(
+            lambda _: self._restore_precision(loaded), prepend=True
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _restore_precision(self, loaded: dict[str, Any]) -> None:
+        """Replace the loaded state, which has the dtype of the tables."""
         params = [param for group in self.param_groups for param in group["params"]]
-        for number, state in state_dict["state"].items():
-            param = params[number]
-            for name, value in state.items():
+        numbers = [number for group in loaded["param_groups"] for number in group["params"]]
+        for param, number in zip(params, numbers, strict=True):
+            for name, value in loaded["state"].get(number, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     dtype = compute_dtype(param.dtype) if value.dim() else value.dtype
                     self.state[param][name] = value.to(param.device, dtype)

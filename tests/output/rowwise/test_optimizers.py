@@ -69,6 +69,32 @@ def test_a_restored_optimizer_continues_with_state_in_the_precision_of_its_table
     torch.testing.assert_close(*tables, rtol=near, atol=near, check_dtype=False)
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_hooks_change_what_is_loaded(kind: Kind) -> None:
+    """They keep the precision of the state."""
+    tables = [table(SHORTLIST, BF16) for _ in range(2)]
+    saved, loaded = (kind(params, lr=0.1) for params in tables)
+    accumulate(tables[0], SHORTLIST, 0)
+    saved.step()
+    name = next(name for name, value in saved.state[tables[0][0]].items() if torch.is_tensor(value))
+
+    def before(_: object, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = {
+            place: each | {name: each[name] * 3} for place, each in state_dict["state"].items()
+        }
+        return state_dict | {"state": state}
+
+    def after(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state[tables[1][0]][name].add_(1)
+
+    loaded.register_load_state_dict_pre_hook(before)
+    loaded.register_load_state_dict_post_hook(after)
+    loaded.load_state_dict(saved.state_dict())
+    for number, (old, new) in enumerate(zip(*tables, strict=True)):
+        expected = saved.state[old][name] * 3 + (number == 0)
+        torch.testing.assert_close(loaded.state[new][name], expected, rtol=0, atol=0)
+
+
 def test_updates_below_the_last_place_of_bf16_are_applied_on_average() -> None:
     weight = torch.ones(4000, H, dtype=torch.bfloat16, requires_grad=True)
     optimizer = RowSGD([weight], lr=1.0)
