@@ -29,7 +29,7 @@ class RowGradient(Tensor):
         factors: what the gradient is, in at least fp32; for a vector, H = 1. None for zeros.
     """
 
-    factors: RowFactors
+    _held: list[RowFactors]  # one, which `detach()` and `data` share
 
     @staticmethod
     def __new__(cls, like: Tensor, factors: RowFactors | None = None) -> "RowGradient":
@@ -37,8 +37,17 @@ class RowGradient(Tensor):
         made: RowGradient = Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device
         )
-        made.factors = factors or RowFactors()
+        made._held = [factors or RowFactors()]
         return made
+
+    @property
+    def factors(self) -> RowFactors:
+        """What the gradient is."""
+        return self._held[0]
+
+    @factors.setter
+    def factors(self, factors: RowFactors) -> None:
+        self._held[0] = factors
 
     def __repr__(self) -> str:  # type: ignore[override]
         rows = sum(len(row) for row, _ in self.factors.rows)
@@ -143,8 +152,14 @@ def _copy_(one: Tensor, other: Tensor, *_: Any) -> Any:
     return _add_(one.zero_(), other)
 
 
-def _same(one: RowGradient, **_: Any) -> RowGradient:
+def _clone(one: RowGradient, **_: Any) -> RowGradient:
     return RowGradient(one, one.factors)
+
+
+def _alias(one: RowGradient) -> RowGradient:
+    alias = RowGradient(one)
+    alias._held = one._held
+    return alias
 
 
 def _zero_(one: RowGradient) -> RowGradient:
@@ -165,9 +180,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.new_empty_strided.default: _new,
     _aten.copy_.default: _copy_,
     _aten.linalg_vector_norm.default: _norm,
-    _aten.detach.default: _same,
-    _aten.clone.default: _same,
-    _aten.alias.default: _same,
+    _aten.detach.default: _alias,
+    _aten.clone.default: _clone,
+    _aten.alias.default: _alias,
     _aten.zero_.default: _zero_,
 }
 

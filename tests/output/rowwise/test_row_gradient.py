@@ -81,7 +81,28 @@ def test_operations_that_read_a_gradient_are_those_of_the_dense_one(
     grad = row_wise()
     actual, expected = operation(grad), operation(grad.to_dense())
     actual = actual.to_dense() if isinstance(actual, RowGradient) else actual
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15, equal_nan=True)
+
+
+CHANGING: list[Callable[[Tensor], Tensor]] = [
+    lambda grad: grad.mul_(0.5),
+    lambda grad: grad.data.mul_(0.5),
+    lambda grad: grad.detach().mul_(0.5),
+    lambda grad: grad.data.zero_(),
+    lambda grad: grad.detach().data.add_(grad),
+    lambda grad: grad.clone().mul_(0.5),
+]
+
+
+@pytest.mark.parametrize("operation", CHANGING)
+def test_operations_that_change_a_gradient_or_a_tensor_that_shares_it_change_it(
+    operation: Callable[[Tensor], Tensor],
+) -> None:
+    grad = row_wise()
+    dense = grad.to_dense()
+    assert isinstance(operation(grad), RowGradient)
+    operation(dense)
+    torch.testing.assert_close(grad.to_dense(), dense, rtol=1e-12, atol=1e-15, equal_nan=True)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
