@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lm.output.inputs import compute_dtype
-from lm.output.rowwise.factors import Block, RowFactors, as_one_block, on_host
+from lm.output.rowwise.factors import Block, RowFactors, as_one_block, as_rows, on_host
 from lm.output.tracing import differentiable_once, not_compiled
 
 
@@ -22,7 +22,8 @@ class RowGradient(Tensor):
 
     A tensor of that shape whose values `to_dense` and `blocks` give. It supports the operations of
     autograd and of clipping: addition, multiplication by a number, and the 2-norm. Any other one
-    that changes no tensor is computed from `to_dense()`, which takes memory of the table's size.
+    that changes no tensor is computed from `to_dense()`, which takes memory of the table's size. An
+    ordinary tensor that is added in place gives it values of all rows, too.
 
     Args:
         like: the table; gives shape, dtype and device.
@@ -109,12 +110,22 @@ def _add(one: Tensor, other: Tensor, alpha: float = 1) -> Tensor:
     return RowGradient(one, one.factors.plus(more))
 
 
-def _add_(one: Tensor, other: Tensor, alpha: float = 1) -> Any:
-    if isinstance(one, RowGradient) and isinstance(other, RowGradient):
-        one.factors = _add(one, other, alpha).factors  # type: ignore[attr-defined]
-        return one
-    if isinstance(one, RowGradient):
+def _assign(one: Tensor, result: Any) -> Any:
+    """Change a gradient into a result of its shape; an ordinary tensor has values of all rows."""
+    if result is NotImplemented or result.shape != one.shape:
         return NotImplemented
+    assert isinstance(one, RowGradient)
+    if not isinstance(result, RowGradient):
+        row = torch.arange(len(one), device=one.device)
+        values = as_rows(result).to(compute_dtype(one.dtype))
+        result = RowGradient(one, RowFactors(rows=((row, values),)))
+    one.factors = result.factors
+    return one
+
+
+def _add_(one: Tensor, other: Tensor, alpha: float = 1) -> Any:
+    if isinstance(one, RowGradient):
+        return _assign(one, _add(one, other, alpha))
     return one.add_(other.to_dense(), alpha=alpha)
 
 
@@ -123,14 +134,6 @@ def _mul(one: Any, number: Any) -> Any:
     if isinstance(number, Tensor) and number.dim():
         return NotImplemented
     return RowGradient(one, one.factors.times(number))
-
-
-def _mul_(one: RowGradient, number: Tensor | float) -> Any:
-    product = _mul(one, number)
-    if product is NotImplemented:
-        return NotImplemented
-    one.factors = product.factors
-    return one
 
 
 def _norm(one: RowGradient, ord: float = 2, dim: Any = None, *_: Any, **__: Any) -> Any:
@@ -172,11 +175,11 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.add.Tensor: _add,
     _aten.add_.Tensor: _add_,
     _aten.mul.Tensor: _mul,
-    _aten.mul_.Tensor: _mul_,
+    _aten.mul_.Tensor: lambda one, number: _assign(one, _mul(one, number)),
     _aten.mul.Scalar: _mul,
-    _aten.mul_.Scalar: _mul_,
+    _aten.mul_.Scalar: lambda one, number: _assign(one, _mul(one, number)),
     _aten.div.Tensor: lambda one, number: _mul(one, 1 / number),
-    _aten.div_.Tensor: lambda one, number: _mul_(one, 1 / number),
+    _aten.div_.Tensor: lambda one, number: _assign(one, _mul(one, 1 / number)),
     _aten.new_empty_strided.default: _new,
     _aten.copy_.default: _copy_,
     _aten.linalg_vector_norm.default: _norm,

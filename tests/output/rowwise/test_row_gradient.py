@@ -12,7 +12,7 @@ from lm.output import HierarchicalSoftmax
 from lm.output.backends import nodes
 from lm.output.backends.compiled import passes
 from lm.output.functional import BackendName
-from lm.output.rowwise import RowGradient, lookup
+from lm.output.rowwise import RowAdagrad, RowGradient, lookup
 
 from ..definition import nll
 from .tables import SHORTLIST, TREES, H, W, accumulate, table
@@ -91,6 +91,9 @@ CHANGING: list[Callable[[Tensor], Tensor]] = [
     lambda grad: grad.data.zero_(),
     lambda grad: grad.detach().data.add_(grad),
     lambda grad: grad.clone().mul_(0.5),
+    lambda grad: grad.add_(torch.ones(grad.shape), alpha=2),
+    lambda grad: grad.data.add_(1),
+    lambda grad: grad.add_(torch.ones(grad.shape).to_sparse()),
 ]
 
 
@@ -103,6 +106,26 @@ def test_operations_that_change_a_gradient_or_a_tensor_that_shares_it_change_it(
     assert isinstance(operation(grad), RowGradient)
     operation(dense)
     torch.testing.assert_close(grad.to_dense(), dense, rtol=1e-12, atol=1e-15, equal_nan=True)
+
+
+@pytest.mark.parametrize("dense_first", [False, True])
+@pytest.mark.usefixtures("backend")
+def test_dense_and_row_wise_gradients_are_added_in_either_order(dense_first: bool) -> None:
+    """Clipped, and used by an optimizer."""
+    results = []
+    for row_wise in (False, True):
+        torch.manual_seed(0)
+        layer = HierarchicalSoftmax(H, SHORTLIST, row_wise=row_wise, dtype=torch.float64)
+        hidden, target = torch.randn(9, H, dtype=torch.float64), torch.arange(9)
+        for number in range(4):
+            is_dense = (number % 2 == 0) == dense_first
+            terms = layer.log_prob(hidden).square() if is_dense else layer.loss(hidden, target)
+            torch.autograd.backward(terms.mean())
+        norm = torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.5)
+        grads = [cast(Tensor, param.grad).to_dense() for param in layer.parameters()]
+        RowAdagrad(layer.parameters(), lr=0.1).step()
+        results.append([norm, *grads, *(param.detach() for param in layer.parameters())])
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
@@ -126,7 +149,7 @@ def test_hooks_and_anomaly_detection_see_the_gradient() -> None:
         (lambda grad: grad.exp_(), r"to_dense\(\) converts it"),
         (lambda grad: grad.to("meta"), r"zero_grad\(\) before moving a layer"),
         (lambda grad: grad.mul_(torch.ones(W)), "does not support aten.mul_"),
-        (lambda grad: grad.add_(torch.ones(grad.shape)), "does not support aten.add_"),
+        (lambda grad: grad.add_(torch.ones(2, *grad.shape)), "does not support aten.add_"),
         (lambda grad: grad.copy_(torch.ones(grad.shape)), "does not support aten.copy_"),
         (lambda grad: grad.clamp_(-1, 1), "clipped by clip_grad_norm_"),
         (lambda grad: torch._foreach_mul_([grad], grad[0, 0]), "not with foreach=True"),
