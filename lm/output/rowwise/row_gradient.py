@@ -136,8 +136,16 @@ def _mul(one: Any, number: Any) -> Any:
     return RowGradient(one, one.factors.times(number))
 
 
-def _norm(one: RowGradient, ord: float = 2, dim: Any = None, *_: Any, **__: Any) -> Any:
-    if ord != 2 or dim is not None:
+def _div(one: Any, number: Any) -> Any:
+    if not isinstance(one, RowGradient):
+        return NotImplemented
+    if not isinstance(number, Tensor) and number == 0:
+        return one.to_dense() / number  # NaN in the rows without a gradient
+    return _mul(one, 1 / number)
+
+
+def _norm(one: RowGradient, ord: float = 2, *options: Any, **dtype: Any) -> Any:
+    if ord != 2 or options or dtype:
         return NotImplemented
     return one.square_norm().sqrt()
 
@@ -178,8 +186,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.mul_.Tensor: lambda one, number: _assign(one, _mul(one, number)),
     _aten.mul.Scalar: _mul,
     _aten.mul_.Scalar: lambda one, number: _assign(one, _mul(one, number)),
-    _aten.div.Tensor: lambda one, number: _mul(one, 1 / number),
-    _aten.div_.Tensor: lambda one, number: _assign(one, _mul(one, 1 / number)),
+    _aten.div.Tensor: _div,
+    _aten.div_.Tensor: lambda one, number: _assign(one, _div(one, number)),
     _aten.new_empty_strided.default: _new,
     _aten.copy_.default: _copy_,
     _aten.linalg_vector_norm.default: _norm,

@@ -68,7 +68,13 @@ READING: list[Callable[[Tensor], Tensor]] = [
     lambda grad: grad.flatten()[:20].histc(5),
     lambda grad: grad * torch.arange(W),
     lambda grad: grad / 3,
+    lambda grad: grad / 0,
+    lambda grad: torch.tensor(2.0) / grad,
+    lambda grad: torch.linalg.vector_norm(grad),
     lambda grad: torch.linalg.vector_norm(grad, torch.inf),
+    lambda grad: torch.linalg.vector_norm(grad, 2, keepdim=True),
+    lambda grad: torch.linalg.vector_norm(grad, 2, 1),
+    lambda grad: torch.linalg.vector_norm(grad, dtype=torch.float64),
     lambda grad: torch.stack([grad, grad]).std(1),
     lambda grad: grad.new_empty_strided((3,), (1,), dtype=torch.float64).fill_(2),
 ]
@@ -94,6 +100,7 @@ CHANGING: list[Callable[[Tensor], Tensor]] = [
     lambda grad: grad.add_(torch.ones(grad.shape), alpha=2),
     lambda grad: grad.data.add_(1),
     lambda grad: grad.add_(torch.ones(grad.shape).to_sparse()),
+    lambda grad: grad.div_(0),
 ]
 
 
@@ -150,6 +157,7 @@ def test_hooks_and_anomaly_detection_see_the_gradient() -> None:
         (lambda grad: grad.to("meta"), r"zero_grad\(\) before moving a layer"),
         (lambda grad: grad.mul_(torch.ones(W)), "does not support aten.mul_"),
         (lambda grad: grad.add_(torch.ones(2, *grad.shape)), "does not support aten.add_"),
+        (lambda grad: torch.tensor(2.0).mul_(grad), "does not support aten.mul_"),
         (lambda grad: grad.copy_(torch.ones(grad.shape)), "does not support aten.copy_"),
         (lambda grad: grad.clamp_(-1, 1), "clipped by clip_grad_norm_"),
         (lambda grad: torch._foreach_mul_([grad], grad[0, 0]), "not with foreach=True"),
