@@ -83,8 +83,9 @@ def hierarchical_cross_entropy(
         1.3863
     """
     if is_for_onnx():
-        nll = -path_log_prob(hidden, weight, target.clamp(min=0), tree, bias)
-        nll = nll.masked_fill(target == ignore_index, 0)
+        ignored = target == ignore_index
+        nll = -path_log_prob(hidden, weight, target.masked_fill(ignored, 0), tree, bias)
+        nll = nll.masked_fill(ignored, 0)
         return reduced(nll, target, reduction, ignore_index)
     refuse_transforms(hidden, weight, bias)
     problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)

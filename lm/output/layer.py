@@ -85,11 +85,10 @@ class HierarchicalSoftmax(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_size("hidden_size", hidden_size, 1)
+        hidden_size = check_size("hidden_size", hidden_size, 1)
         if not isinstance(tree, ClassTree):
             raise ValueError(f"tree must be a ClassTree, such as ClassTree.full(N), got {tree!r}")
         check_backend(backend)
-        hidden_size = int(hidden_size)
         self.hidden_size, self.vocab_size = hidden_size, tree.vocab_size
         self.ignore_index, self.backend, self.row_wise = ignore_index, backend, row_wise
         num_rows = self._num_held_rows(tree)

@@ -149,12 +149,13 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
             value, kind = getattr(self, name), Integral if name == "top_k" else Real
+            convert: Any = index if kind is Integral else float
             may_be_none = name in ("top_k", "top_p", "min_p")
             if not (isinstance(value, kind) or (value is None and may_be_none)):
                 expected = "an integer" if kind is Integral else "a number"
                 raise ValueError(f"{name} must be {expected}, got {value!r}")
-            if value is not None and kind is Real:
-                object.__setattr__(self, name, float(value))  # of a fraction, or numpy's
+            if value is not None:  # of a fraction, or numpy's
+                object.__setattr__(self, name, convert(value))
         object.__setattr__(self, "excluded", word_ids("excluded", self.excluded))
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")

@@ -36,6 +36,11 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
+def as_rows(tensor: Tensor) -> Tensor:
+    """A tensor [R, ...] as rows [R, W], of a number [1, 1]; a copy if there is no such view."""
+    return tensor.reshape(tensor.shape[:1].numel(), tensor.shape[1:].numel())
+
+
 KINDS = ("sgd", "adagrad", "adam")
 """Kinds of `Rule` that backends apply by themselves."""
 

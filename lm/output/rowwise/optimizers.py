@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lm.output.inputs import compute_dtype
-from lm.output.rowwise.factors import Block, Rule, on_host
+from lm.output.rowwise.factors import Block, Rule, as_rows, on_host
 from lm.output.rowwise.row_gradient import RowGradient
 
 _UPPER_HALF = 1 if sys.byteorder == "little" else 0
@@ -64,30 +64,41 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As for any optimizer, except that the state of rows remains in at least fp32."""
-        super().load_state_dict(state_dict)
+        loaded: dict[str, Any] = {}  # what other hooks leave
+        before = self.register_load_state_dict_pre_hook(lambda _, given: loaded.update(given))
+        after = self.register_load_state_dict_post_hook(
+            lambda _: self._restore_precision(loaded), prepend=True
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _restore_precision(self, loaded: dict[str, Any]) -> None:
+        """Replace the loaded state, which has the dtype of the tables."""
         params = [param for group in self.param_groups for param in group["params"]]
-        for number, state in state_dict["state"].items():
-            param = params[number]
-            for name, value in state.items():
+        numbers = [number for group in loaded["param_groups"] for number in group["params"]]
+        for param, number in zip(params, numbers, strict=True):
+            for name, value in loaded["state"].get(number, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     dtype = compute_dtype(param.dtype) if value.dim() else value.dtype
                     self.state[param][name] = value.to(param.device, dtype)
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        table = param.view(param.shape[0], -1)
+        table = as_rows(param)
         rule = self._rule(param, table, group)
         blocks: Iterable[Block]
         if not isinstance(grad, RowGradient):
-            blocks = [
-                Block(slice(0, len(grad)), grad.view(table.shape).to(compute_dtype(table.dtype)))
-            ]
+            dense = as_rows(grad).to(compute_dtype(table.dtype))
+            blocks = [Block(slice(0, len(table)), dense)]
         elif table.is_contiguous():
             blocks = grad.factors.update(table, rule)  # none if the backend did it all
         else:
             blocks = grad.blocks()
         for block in blocks:
             stored = table[block.rows]  # a view, if the rows are a slice
-            rows = stored.to(compute_dtype(table.dtype))
+            rows = stored.to(compute_dtype(table.dtype), memory_format=torch.contiguous_format)
             self._change(rows, block, rule)
             if table.dtype == torch.bfloat16:
                 _round_stochastically(stored, rows)
@@ -95,6 +106,8 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
                 stored.copy_(rows)
             if not isinstance(block.rows, slice):
                 table[block.rows] = stored if block.source is None else stored[block.source]
+        if table.data_ptr() != param.data_ptr():  # a copy
+            param.copy_(table.view(param.shape))
 
     @abstractmethod
     def _rule(self, param: Tensor, table: Tensor, group: dict[str, Any]) -> Rule:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lm.output.inputs import compute_dtype
-from lm.output.rowwise.factors import Block, RowFactors, as_one_block, on_host
+from lm.output.rowwise.factors import Block, RowFactors, as_one_block, as_rows, on_host
 from lm.output.tracing import differentiable_once, not_compiled
 
 
@@ -22,14 +22,15 @@ class RowGradient(Tensor):
 
     A tensor of that shape whose values `to_dense` and `blocks` give. It supports the operations of
     autograd and of clipping: addition, multiplication by a number, and the 2-norm. Any other one
-    that changes no tensor is computed from `to_dense()`, which takes memory of the table's size.
+    that changes no tensor is computed from `to_dense()`, which takes memory of the table's size. An
+    ordinary tensor that is added in place gives it values of all rows, too.
 
     Args:
         like: the table; gives shape, dtype and device.
         factors: what the gradient is, in at least fp32; for a vector, H = 1. None for zeros.
     """
 
-    factors: RowFactors
+    _held: list[RowFactors]  # one, which `detach()` and `data` share
 
     @staticmethod
     def __new__(cls, like: Tensor, factors: RowFactors | None = None) -> "RowGradient":
@@ -37,8 +38,17 @@ class RowGradient(Tensor):
         made: RowGradient = Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device
         )
-        made.factors = factors or RowFactors()
+        made._held = [factors or RowFactors()]
         return made
+
+    @property
+    def factors(self) -> RowFactors:
+        """What the gradient is."""
+        return self._held[0]
+
+    @factors.setter
+    def factors(self, factors: RowFactors) -> None:
+        self._held[0] = factors
 
     def __repr__(self) -> str:  # type: ignore[override]
         rows = sum(len(row) for row, _ in self.factors.rows)
@@ -100,12 +110,22 @@ def _add(one: Tensor, other: Tensor, alpha: float = 1) -> Tensor:
     return RowGradient(one, one.factors.plus(more))
 
 
-def _add_(one: Tensor, other: Tensor, alpha: float = 1) -> Any:
-    if isinstance(one, RowGradient) and isinstance(other, RowGradient):
-        one.factors = _add(one, other, alpha).factors  # type: ignore[attr-defined]
-        return one
-    if isinstance(one, RowGradient):
+def _assign(one: Tensor, result: Any) -> Any:
+    """Change a gradient into a result of its shape; an ordinary tensor has values of all rows."""
+    if result is NotImplemented or result.shape != one.shape:
         return NotImplemented
+    assert isinstance(one, RowGradient)
+    if not isinstance(result, RowGradient):
+        row = torch.arange(len(one), device=one.device)
+        values = as_rows(result).to(compute_dtype(one.dtype))
+        result = RowGradient(one, RowFactors(rows=((row, values),)))
+    one.factors = result.factors
+    return one
+
+
+def _add_(one: Tensor, other: Tensor, alpha: float = 1) -> Any:
+    if isinstance(one, RowGradient):
+        return _assign(one, _add(one, other, alpha))
     return one.add_(other.to_dense(), alpha=alpha)
 
 
@@ -116,16 +136,16 @@ def _mul(one: Any, number: Any) -> Any:
     return RowGradient(one, one.factors.times(number))
 
 
-def _mul_(one: RowGradient, number: Tensor | float) -> Any:
-    product = _mul(one, number)
-    if product is NotImplemented:
+def _div(one: Any, number: Any) -> Any:
+    if not isinstance(one, RowGradient):
         return NotImplemented
-    one.factors = product.factors
-    return one
+    if not isinstance(number, Tensor) and number == 0:
+        return one.to_dense() / number  # NaN in the rows without a gradient
+    return _mul(one, 1 / number)
 
 
-def _norm(one: RowGradient, ord: float = 2, dim: Any = None, *_: Any, **__: Any) -> Any:
-    if ord != 2 or dim is not None:
+def _norm(one: RowGradient, ord: float = 2, *options: Any, **dtype: Any) -> Any:
+    if ord != 2 or options or dtype:
         return NotImplemented
     return one.square_norm().sqrt()
 
@@ -143,8 +163,14 @@ def _copy_(one: Tensor, other: Tensor, *_: Any) -> Any:
     return _add_(one.zero_(), other)
 
 
-def _same(one: RowGradient, **_: Any) -> RowGradient:
+def _clone(one: RowGradient, **_: Any) -> RowGradient:
     return RowGradient(one, one.factors)
+
+
+def _alias(one: RowGradient) -> RowGradient:
+    alias = RowGradient(one)
+    alias._held = one._held
+    return alias
 
 
 def _zero_(one: RowGradient) -> RowGradient:
@@ -157,17 +183,17 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.add.Tensor: _add,
     _aten.add_.Tensor: _add_,
     _aten.mul.Tensor: _mul,
-    _aten.mul_.Tensor: _mul_,
+    _aten.mul_.Tensor: lambda one, number: _assign(one, _mul(one, number)),
     _aten.mul.Scalar: _mul,
-    _aten.mul_.Scalar: _mul_,
-    _aten.div.Tensor: lambda one, number: _mul(one, 1 / number),
-    _aten.div_.Tensor: lambda one, number: _mul_(one, 1 / number),
+    _aten.mul_.Scalar: lambda one, number: _assign(one, _mul(one, number)),
+    _aten.div.Tensor: _div,
+    _aten.div_.Tensor: lambda one, number: _assign(one, _div(one, number)),
     _aten.new_empty_strided.default: _new,
     _aten.copy_.default: _copy_,
     _aten.linalg_vector_norm.default: _norm,
-    _aten.detach.default: _same,
-    _aten.clone.default: _same,
-    _aten.alias.default: _same,
+    _aten.detach.default: _alias,
+    _aten.clone.default: _clone,
+    _aten.alias.default: _alias,
     _aten.zero_.default: _zero_,
 }
 

@@ -101,7 +101,7 @@ class ClassTree(nn.Module):
             >>> ClassTree.full(5).num_children.tolist()
             [5]
         """
-        shapes.check_size("vocab_size", vocab_size, 1)
+        vocab_size = shapes.check_size("vocab_size", vocab_size, 1)
         with torch.device("cpu"):
             return cls(torch.tensor([vocab_size]), torch.tensor([-1]), torch.arange(vocab_size))
 
@@ -390,5 +390,7 @@ class ClassTree(nn.Module):
 
     def path(self, word: int) -> list[tuple[int, int]]:
         """The (node, row) pairs on a word's path, from the root down."""
+        if not 0 <= word < self.vocab_size:
+            raise IndexError(f"word {word} is out of bounds for {self.vocab_size} words")
         rows = self.rows_on_path(self.row_of_word.new_tensor(word)).tolist()
         return [(int(self.node_of_row[row]), row) for row in reversed(rows) if row >= 0]

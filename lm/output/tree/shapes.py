@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, pairwise
 from numbers import Integral
+from operator import index
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -26,7 +27,7 @@ def two_level(
 ) -> Arrays:
     """The shape of `ClassTree.two_level`."""
     if word_class is None and num_words is not None:
-        check_size("num_words", num_words, 1)
+        num_words = check_size("num_words", num_words, 1)
         word_class = torch.arange(num_words) * round(num_words**0.5) // num_words
     elif word_class is None or num_words is not None:
         raise ValueError("two_level requires either word_class or num_words")
@@ -51,7 +52,7 @@ def from_levels(
         if bool((gap := (above < 0) & (below >= 0)).any()):
             word = int(gap.nonzero()[0])
             raise ValueError(f"word {word} has a class on level {number + 1}, none on {number}")
-    check_size("shortlist", shortlist, 0)
+    shortlist = check_size("shortlist", shortlist, 0)
     if shortlist > num_words:
         raise ValueError(f"shortlist must be within 0 … {num_words} words, got {shortlist}")
     by_count = torch.arange(num_words)
@@ -90,8 +91,8 @@ def from_clusters(clusters: Sequence[Any]) -> Arrays:
 
 def balanced(vocab_size: int, branching: int) -> Arrays:
     """The shape of `ClassTree.balanced`."""
-    check_size("vocab_size", vocab_size, 1)
-    check_size("branching", branching, 2)
+    vocab_size = check_size("vocab_size", vocab_size, 1)
+    branching = check_size("branching", branching, 2)
     sizes = [vocab_size]  # items on each level, from the words up to the root
     while sizes[-1] > 1 or len(sizes) == 1:
         sizes.append(-(-sizes[-1] // branching))
@@ -106,7 +107,7 @@ def balanced(vocab_size: int, branching: int) -> Arrays:
 def huffman(counts: Tensor | Collection[int], arity: int) -> Arrays:
     """The shape of `ClassTree.huffman`."""
     counts = _integers("counts", counts)
-    check_size("arity", arity, 2)
+    arity = check_size("arity", arity, 2)
     num_words = counts.numel()
     heap = list(zip(counts.tolist(), range(num_words), strict=True))
     heapq.heapify(heap)
@@ -243,10 +244,15 @@ def sum_over_ancestors(parent: Tensor, value: Tensor) -> Tensor:
     return value
 
 
-def check_size(name: str, value: object, least: int) -> None:
-    """Raises a ValueError unless a size is an integer of at least `least`."""
-    if not isinstance(value, SupportsIndex) or int(value) < least:
+def check_size(name: str, value: SupportsIndex, least: int) -> int:
+    """The value of a size; raises a ValueError unless it is an integer of at least `least`."""
+    try:
+        size = index(value)
+    except TypeError:
+        size = None
+    if size is None or size < least:
         raise ValueError(f"{name} must be an integer ≥ {least}, got {value!r}")
+    return size
 
 
 def _integers(name: str, array: Tensor | Collection[int], least: int = 0) -> Tensor:

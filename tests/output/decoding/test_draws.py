@@ -97,6 +97,9 @@ def test_options_are_any_real_numbers(temperature: Any) -> None:
         given: Options = options | {"temperature": temperature, "top_p": Fraction(3, 4)}
         expected = sample(*layer, seeds=seeds, temperature=0.5, top_p=0.75, **options)
         assert torch.equal(sample(*layer, seeds=seeds, **given), expected)
+    expected = sample(*layer, seeds=seeds, top_k=3)
+    for top_k in (np.uint64(3), np.int8(3)):
+        assert torch.equal(sample(*layer, seeds=seeds, top_k=top_k), expected)
 
 
 @ways

@@ -69,6 +69,67 @@ def test_a_restored_optimizer_continues_with_state_in_the_precision_of_its_table
     torch.testing.assert_close(*tables, rtol=near, atol=near, check_dtype=False)
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_hooks_change_what_is_loaded(kind: Kind) -> None:
+    """They keep the precision of the state."""
+    tables = [table(SHORTLIST, BF16) for _ in range(2)]
+    saved, loaded = (kind(params, lr=0.1) for params in tables)
+    accumulate(tables[0], SHORTLIST, 0)
+    saved.step()
+    name = next(name for name, value in saved.state[tables[0][0]].items() if torch.is_tensor(value))
+
+    def before(_: object, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = {
+            place: each | {name: each[name] * 3} for place, each in state_dict["state"].items()
+        }
+        return state_dict | {"state": state}
+
+    def after(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state[tables[1][0]][name].add_(1)
+
+    loaded.register_load_state_dict_pre_hook(before)
+    loaded.register_load_state_dict_post_hook(after)
+    loaded.load_state_dict(saved.state_dict())
+    for number, (old, new) in enumerate(zip(*tables, strict=True)):
+        expected = saved.state[old][name] * 3 + (number == 0)
+        torch.testing.assert_close(loaded.state[new][name], expected, rtol=0, atol=0)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "no rows": lambda x: x[:0],
+    "empty rows": lambda x: x[:, :0],
+    "number": lambda x: x[1, 2, 3, 0],
+    "vector": lambda x: x[:, 0, 0, 0],
+    "by column": lambda x: x[:, :, 0, 0].T.contiguous().T,
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_of_any_layout_are_updated(kind: Kind, layout: str, dtype: torch.dtype) -> None:
+    """As rows without gaps are, by two ordinary gradients and a row-wise one."""
+    numbers = [LAYOUTS[layout](each.to(dtype)) for each in torch.randn(3, 6, 5, 4, 2)]
+    found, shape = numbers[0].clone(), numbers[0].shape
+    size = (shape[0], shape[1:].numel()) if shape else (1, 1)
+    expected = found.float().contiguous().view(size).clone()
+    for param in (found, expected):
+        param.requires_grad_()
+        optimizer = kind([param], lr=0.1)
+        for number in numbers[1:]:
+            param.grad = number if param is found else number.contiguous().float().view(size)
+            optimizer.step()
+        if shape and param.numel():
+            param.grad = None
+            torch.autograd.backward(lookup(param, torch.tensor([1, 5, 1])).square().sum())
+            optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    near = 1e-6 if dtype == FP32 else 3e-2
+    assert found.stride() == numbers[0].clone().stride()
+    torch.testing.assert_close(found.float().reshape(size), expected, rtol=near, atol=near)
+
+
 def test_updates_below_the_last_place_of_bf16_are_applied_on_average() -> None:
     weight = torch.ones(4000, H, dtype=torch.bfloat16, requires_grad=True)
     optimizer = RowSGD([weight], lr=1.0)

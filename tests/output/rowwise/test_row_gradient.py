@@ -12,7 +12,7 @@ from lm.output import HierarchicalSoftmax
 from lm.output.backends import nodes
 from lm.output.backends.compiled import passes
 from lm.output.functional import BackendName
-from lm.output.rowwise import RowGradient, lookup
+from lm.output.rowwise import RowAdagrad, RowGradient, lookup
 
 from ..definition import nll
 from .tables import SHORTLIST, TREES, H, W, accumulate, table
@@ -68,7 +68,13 @@ READING: list[Callable[[Tensor], Tensor]] = [
     lambda grad: grad.flatten()[:20].histc(5),
     lambda grad: grad * torch.arange(W),
     lambda grad: grad / 3,
+    lambda grad: grad / 0,
+    lambda grad: torch.tensor(2.0) / grad,
+    lambda grad: torch.linalg.vector_norm(grad),
     lambda grad: torch.linalg.vector_norm(grad, torch.inf),
+    lambda grad: torch.linalg.vector_norm(grad, 2, keepdim=True),
+    lambda grad: torch.linalg.vector_norm(grad, 2, 1),
+    lambda grad: torch.linalg.vector_norm(grad, dtype=torch.float64),
     lambda grad: torch.stack([grad, grad]).std(1),
     lambda grad: grad.new_empty_strided((3,), (1,), dtype=torch.float64).fill_(2),
 ]
@@ -81,7 +87,52 @@ def test_operations_that_read_a_gradient_are_those_of_the_dense_one(
     grad = row_wise()
     actual, expected = operation(grad), operation(grad.to_dense())
     actual = actual.to_dense() if isinstance(actual, RowGradient) else actual
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15, equal_nan=True)
+
+
+CHANGING: list[Callable[[Tensor], Tensor]] = [
+    lambda grad: grad.mul_(0.5),
+    lambda grad: grad.data.mul_(0.5),
+    lambda grad: grad.detach().mul_(0.5),
+    lambda grad: grad.data.zero_(),
+    lambda grad: grad.detach().data.add_(grad),
+    lambda grad: grad.clone().mul_(0.5),
+    lambda grad: grad.add_(torch.ones(grad.shape), alpha=2),
+    lambda grad: grad.data.add_(1),
+    lambda grad: grad.add_(torch.ones(grad.shape).to_sparse()),
+    lambda grad: grad.div_(0),
+]
+
+
+@pytest.mark.parametrize("operation", CHANGING)
+def test_operations_that_change_a_gradient_or_a_tensor_that_shares_it_change_it(
+    operation: Callable[[Tensor], Tensor],
+) -> None:
+    grad = row_wise()
+    dense = grad.to_dense()
+    assert isinstance(operation(grad), RowGradient)
+    operation(dense)
+    torch.testing.assert_close(grad.to_dense(), dense, rtol=1e-12, atol=1e-15, equal_nan=True)
+
+
+@pytest.mark.parametrize("dense_first", [False, True])
+@pytest.mark.usefixtures("backend")
+def test_dense_and_row_wise_gradients_are_added_in_either_order(dense_first: bool) -> None:
+    """Clipped, and used by an optimizer."""
+    results = []
+    for row_wise in (False, True):
+        torch.manual_seed(0)
+        layer = HierarchicalSoftmax(H, SHORTLIST, row_wise=row_wise, dtype=torch.float64)
+        hidden, target = torch.randn(9, H, dtype=torch.float64), torch.arange(9)
+        for number in range(4):
+            is_dense = (number % 2 == 0) == dense_first
+            terms = layer.log_prob(hidden).square() if is_dense else layer.loss(hidden, target)
+            torch.autograd.backward(terms.mean())
+        norm = torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.5)
+        grads = [cast(Tensor, param.grad).to_dense() for param in layer.parameters()]
+        RowAdagrad(layer.parameters(), lr=0.1).step()
+        results.append([norm, *grads, *(param.detach() for param in layer.parameters())])
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
@@ -105,7 +156,8 @@ def test_hooks_and_anomaly_detection_see_the_gradient() -> None:
         (lambda grad: grad.exp_(), r"to_dense\(\) converts it"),
         (lambda grad: grad.to("meta"), r"zero_grad\(\) before moving a layer"),
         (lambda grad: grad.mul_(torch.ones(W)), "does not support aten.mul_"),
-        (lambda grad: grad.add_(torch.ones(grad.shape)), "does not support aten.add_"),
+        (lambda grad: grad.add_(torch.ones(2, *grad.shape)), "does not support aten.add_"),
+        (lambda grad: torch.tensor(2.0).mul_(grad), "does not support aten.mul_"),
         (lambda grad: grad.copy_(torch.ones(grad.shape)), "does not support aten.copy_"),
         (lambda grad: grad.clamp_(-1, 1), "clipped by clip_grad_norm_"),
         (lambda grad: torch._foreach_mul_([grad], grad[0, 0]), "not with foreach=True"),

@@ -6,7 +6,9 @@ from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -141,6 +143,7 @@ def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
     ("make", "message"),
     [
         (lambda: ClassTree.full(0), "vocab_size must be an integer ≥ 1, got 0"),
+        (lambda: ClassTree.full(torch.tensor(2.5)), "an integer ≥ 1, got tensor"),  # type: ignore[arg-type]
         (lambda: ClassTree.full(2.5), "vocab_size must be an integer ≥ 1, got 2.5"),  # type: ignore[arg-type]
         (lambda: ClassTree.two_level([]), "non-empty"),
         (lambda: ClassTree.two_level(), "requires either word_class or num_words"),
@@ -170,6 +173,27 @@ def test_huffman_trees_have_the_least_expected_depth(arity: int) -> None:
 def test_invalid_arguments_raise(make: Callable[[], ClassTree], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("size", [torch.tensor(10), np.uint8(10)])
+def test_sizes_are_any_integers(size: Any) -> None:
+    two = size - 8
+    for tree, same in (
+        (ClassTree.full(size), ClassTree.full(10)),
+        (ClassTree.two_level(num_words=size), ClassTree.two_level(num_words=10)),
+        (ClassTree.two_level([0] * 10, two), ClassTree.two_level([0] * 10, 2)),
+        (ClassTree.balanced(size, two), ClassTree.balanced(10, 2)),
+        (ClassTree.huffman([1] * 10, two), ClassTree.huffman([1] * 10, 2)),
+    ):
+        assert all(map(torch.equal, tree.arrays, same.arrays))
+        assert type(tree.vocab_size) is int
+    assert type(HierarchicalSoftmax(size, tree).hidden_size) is int
+
+
+@pytest.mark.parametrize("word", [-1, 5])
+def test_only_words_have_paths(word: int) -> None:
+    with pytest.raises(IndexError, match=f"word {word} is out of bounds for 5 words"):
+        ClassTree.two_level([0, 1, 0, 1, 1]).path(word)
 
 
 @pytest.mark.parametrize(
