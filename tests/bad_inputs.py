@@ -158,6 +158,8 @@ data.sequences: stream → independent, train.precision: 32-true → 64-true)
 2 | generate {run} --samples=1000000000 | the texts need 6,400 GB of memory
 2 | generate {run} --beams=1000000000 | the beams need
 2 | generate {run} --beams=2 --top-k=3 | --top-k cannot be combined with --beams
+2 | generate {run} --beams=2 --temperature=0 | --temperature cannot be combined with --beams
+2 | generate {run} --beams=2 --seed=0 | --seed cannot be combined with --beams
 2 | generate {run} --beams=2 --spell-unk | --spell-unk cannot be combined with --beams
 2 | generate {run} --beams=2 --samples=3 | --samples 3 requires as many --beams
 2 | generate {run} --length-penalty=1 | --length-penalty requires --beams

@@ -93,7 +93,7 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError("--allow-unk and --spell-unk exclude each other")
         return
     for name in (*_SAMPLING, "stop", "seed", "spell_unk"):
-        if getattr(options, name) not in (None, False):
+        if (value := getattr(options, name)) is not None and value is not False:
             raise UserError(
                 f"--{name.replace('_', '-')} cannot be combined with --beams, which does not draw"
                 " words at random and ends at the end of the line"
