@@ -111,12 +111,7 @@ def _prompts(options: argparse.Namespace) -> Iterable[list[str]]:
         if options.line_buffered:
             return ([line] for line in lines)
         return [prompts] if (prompts := list(lines)) else []
-    if options.prompt != "-":
-        return [[options.prompt or ""]]
-    try:
-        return [[sys.stdin.read().removesuffix("\n")]]
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompt -: invalid UTF-8: {error.reason}") from error
+    return [["\n".join(read_text("-")) if options.prompt == "-" else options.prompt or ""]]
 
 
 def _generate(options: argparse.Namespace, run: TrainedRun, prompts: list[str]) -> None:
