@@ -89,8 +89,8 @@ def run(options: argparse.Namespace) -> None:
                 shown = (f"{item} ({prob:.4f})" for item, prob in zip(items, probs, strict=True))
                 print("\t".join([*named.values(), *shown]))
     if lost:
-        text = "%s: %d items are not in the catalogue and are left out, %s"
-        text += f"; nothing is left of {num_without} users" * bool(num_without)
+        text = "%s: items that are not in the catalogue, left out: %d, %s"
+        text += f"; users who have no other items: {num_without}" * bool(num_without)
         if options.history:
             text += ". Items with white space are given as JSON lists"
         _log.warning(text, source, len(lost), first)
@@ -109,7 +109,7 @@ def _retired(name: str | None, catalogue: "Catalogue") -> list[int]:
             " one in each line"
         )
     if unknown:
-        text = "%s: %d items are not in the catalogue, the first is %r"
+        text = "%s: items that are not in the catalogue: %d, the first is %r"
         _log.warning(text, name, len(unknown), unknown[0])
     return retired
 
