@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep.errors import NotFiniteError, UserError
+from data_prep.errors import DataError, NotFiniteError, UserError
 from lm.commands.arguments import COMPUTING, COUNT, EXCLUDE, FILE, RUN, SWITCH, Options, open_run
 from lm.run import TrainedRun
 
@@ -104,7 +104,7 @@ def _retired(name: str | None, catalogue: "Catalogue") -> list[int]:
         return []
     retired, unknown = catalogue.find([line for line in read_text(name) if line])
     if unknown and not retired:
-        raise UserError(
+        raise DataError(
             f"{name}: no line is an item of the catalogue, the first is {unknown[0]!r}: expected"
             " one in each line"
         )
@@ -132,7 +132,7 @@ def _users(
 
     data, path = run.config.data, Path(options.events)
     if not path.exists() and not glob(options.events, recursive=True):
-        raise UserError(f"--events: there is no file {path.absolute()}")
+        raise DataError(f"--events: there is no file {path.absolute()}")
     if path.is_file() and (format := find_columns(path)[0]) != "text":
         data = replace(data, format=format)  # type: ignore[arg-type]
     for user, items in histories(data, options.events):

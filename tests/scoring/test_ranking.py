@@ -244,7 +244,7 @@ def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
     left = f"{lost}, left out"
     assert f"{history}: {left}: 3, the first is 'item' in line 2; {nothing}" in caplog.text
     retired.write_text('["item 3"]\n')
-    assert main(["recommend", str(items_run), *files]) == 2
+    assert main(["recommend", str(items_run), *files]) == 3
     catalogue = [f"item {number}" for number in range(20)]
     for items, problem in (
         (catalogue, f"--retired {retired}: it has all items of the catalogue"),
