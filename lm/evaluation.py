@@ -187,7 +187,7 @@ def evaluate_split(
         before = prepared.splits[split]
         if any(getattr(result, each) != getattr(before, each) for each in _COUNTED):
             where = run.config.data.hub or run.config.data.dir
-            raise UserError(
+            raise DataError(
                 f"{split}: the text in {where}, which --open-vocabulary reads again, is not the one"
                 " that was prepared: restore it, or give it as --text"
             )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_prep.errors import UserError
+from data_prep.errors import CheckpointError, DataError, UserError
 from data_prep.storage import sha256_file, write_hashed
 from data_prep.tokenizer.serialization import TOKENIZER, load_tokenizer
 from data_prep.tokenizer.speller import SPELLER, Speller
@@ -83,7 +83,7 @@ class Run:
         """Check that the folder of the run has the classes of the prepared data, if it has any.
 
         Raises:
-            UserError: if the classes were made again, or their file is damaged.
+            DataError: if the classes were made again, or their file is damaged.
         """
         path = self.folder / "classes.npy"
         if self.config.needed_classes is None or not path.exists():
@@ -91,10 +91,10 @@ class Run:
         try:
             levels = np.load(path)
         except (ValueError, EOFError, SyntaxError, TokenError) as error:  # the header is Python
-            raise UserError(f"{path} is damaged, or not an array of numbers") from error
+            raise DataError(f"{path} is damaged, or not an array of numbers") from error
         if not np.array_equal(levels, self.prepared.class_levels().ravel()):
             problem = f"was prepared again: its classes are not those of {path}"
-            raise UserError(f"{self.prepared.folder} {problem}")
+            raise DataError(f"{self.prepared.folder} {problem}")
 
     @cached_property
     def tree(self) -> "ClassTree | None":
@@ -317,7 +317,7 @@ class TrainedRun:
         expected = self.description.tokenizer_sha256  # UserError if there is no model
         prepared = open_prepared(self.config.prepared_path)
         if prepared.tokenizer_sha256 != expected:
-            raise UserError(
+            raise DataError(
                 f"{prepared.folder} was prepared again, with another tokenizer than that of"
                 f" {self.folder}"
             )
@@ -335,7 +335,7 @@ class TrainedRun:
         """The tokenizer that the model was trained with."""
         expected = self.description.tokenizer_sha256  # UserError if there is no model
         if sha256_file(self.folder / TOKENIZER) != expected:
-            raise UserError(
+            raise CheckpointError(
                 f"{self.folder}: the tokenizer is not the one that the model was trained with"
             )
         return load_tokenizer(self.folder)

@@ -63,7 +63,7 @@ BAD_FILES = r"""\
   2=1=>2=0\nngram 3=1;;-0.3\tthe </s>=>\\3-grams:\n-1\tqu qu qu | is damaged: it has no 2-grams
 3 | rescore {run} x --lm-weight=1 --acoustic-costs=costs.txt | x
   u\n0 1 the 1,1\n1\n | files of costs belong to n-best lists in Kaldi's layout$
-2 | recommend {items} --history=x | x
+3 | recommend {items} --history=x | x
   [1 | is not JSON
   [1.5] | expected items that are text
 3 | prepare abc.txt {words} --classes.method=file --classes.file=x | x
@@ -196,7 +196,7 @@ of a table of events: --items USER ITEM TIME, of 'u', 'i', 't'$
   id,title,text\n0,t0,the cat sat\n | 'body' is no column of text: … , of 'id', 'title', 'text'
 2 | new my.yaml --text=a.csv --items u i t | a.csv
   u,i,t\nu0,1,1\nu0,2,2\nu1,1,1\n | no user has three events
-2 | evaluate copy --text=words.txt | copy/tokenizer.json
+4 | evaluate copy --text=words.txt | copy/tokenizer.json
   "lowercase": false=>"lowercase": true | copy: the tokenizer is not the one that the\
  model was trained with$
 4 | evaluate copy | copy/model.safetensors

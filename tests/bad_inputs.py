@@ -158,6 +158,8 @@ data.sequences: stream → independent, train.precision: 32-true → 64-true)
 2 | generate {run} --samples=1000000000 | the texts need 6,400 GB of memory
 2 | generate {run} --beams=1000000000 | the beams need
 2 | generate {run} --beams=2 --top-k=3 | --top-k cannot be combined with --beams
+2 | generate {run} --beams=2 --temperature=0 | --temperature cannot be combined with --beams
+2 | generate {run} --beams=2 --seed=0 | --seed cannot be combined with --beams
 2 | generate {run} --beams=2 --spell-unk | --spell-unk cannot be combined with --beams
 2 | generate {run} --beams=2 --samples=3 | --samples 3 requires as many --beams
 2 | generate {run} --length-penalty=1 | --length-penalty requires --beams
@@ -177,8 +179,8 @@ data.sequences: stream → independent, train.precision: 32-true → 64-true)
 2 | rescore {run} {nbest} --lm-weight=1 --beam=3 | --beam applies to lattices
 3 | rescore {run} {nbest} --lm-weight=1 '--non-words=(' | --non-words '(': no regular expression
 3 | rescore {run} {nbest} --lm-weight=1 --references={twice} | line 3: u1 has a reference already
-2 | rescore {run} {nbest} --lm-weight=1 --references={wordless} | the references have no words
-2 | rescore {run} {nbest} --lm-weight=1 --references={other_said} | no reference for utterance u1 of
+3 | rescore {run} {nbest} --lm-weight=1 --references={wordless} | the references have no words
+3 | rescore {run} {nbest} --lm-weight=1 --references={other_said} | no reference for utterance u1 of
 3 | rescore {run} {nbest} --lm-weight=1 --acoustic-costs={costs} | this one has tabs
 2 | rescore {run} {nbest} --lm-weight=1 --lm-costs={costs} | requires --acoustic-costs
 2 | rescore {run} {nbest} --tune {nbest} {said} --lm-weight=1 | --tune finds the weights
@@ -253,8 +255,10 @@ its files from data.files.valid, lm evaluate any text with --text FILE$
 2 | extend {items} --run_dir=x --optim.lr=1 | the data alone, not optim.lr: 0.01 → 1.0
 2 | extend {ends} --run_dir=x | data.predict_eos: false
 2 | recommend {items} --history=user.txt --k=21 | --k 21: k must be within 1 … 20
-2 | recommend {items} --history=nested.json | is not JSON
-2 | evaluate {pieces} --mixture=0.5 --arpa=arpa.txt | has no unigram '▁ … a token for each piece
+3 | recommend {items} --history=nested.json | is not JSON
+3 | recommend {items} --events=nosuch.csv | --events: there is no file … nosuch.csv$
+3 | recommend {items} --history=user.txt --retired=words.txt | words.txt: no line is an item of
+3 | evaluate {pieces} --mixture=0.5 --arpa=arpa.txt | has no unigram '▁ … a token for each piece
 2 | score {run} - --stream --dynamic --line-buffered | --line-buffered excludes --dynamic
 2 | score {transformer} - --stream --line-buffered | --line-buffered: the windows of a \
 Transformer's text depend on its length$

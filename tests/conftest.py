@@ -281,12 +281,12 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 @pytest.fixture
 def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """`complaint(*arguments)` runs a command that must fail with a single-line error, which it
-    returns without `lm: `.
+    returns without `lm: `, and with an exit code if `code` is given.
     """
 
-    def run(*arguments: object) -> str:
+    def run(*arguments: object, code: int | None = None) -> str:
         capsys.readouterr()
-        assert 2 <= main([str(argument) for argument in arguments]) <= 8
+        assert main([str(argument) for argument in arguments]) in ([code] if code else range(2, 9))
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith("lm: ")
@@ -329,9 +329,9 @@ def contents(folder: Path) -> dict[str, str]:
 def untouched(tmp_path: Path, complaint: Printed) -> Printed:
     """`complaint`, after which `tmp_path` must be unchanged."""
 
-    def run(*arguments: object) -> str:
+    def run(*arguments: object, code: int | None = None) -> str:
         before = contents(tmp_path)
-        message = complaint(*arguments)
+        message = complaint(*arguments, code=code)
         assert contents(tmp_path) == before
         return message
 

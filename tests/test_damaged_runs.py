@@ -67,7 +67,7 @@ def test_data_prepared_with_another_tokenizer_are_an_error(
 ) -> None:
     assert main(["prepare", str(tiny), f"--run_dir={copied_run}", "--tokenizer.vocab_size=9"]) == 0
     expected = f"data was prepared again, with another tokenizer than that of {copied_run}"
-    assert complaint("evaluate", copied_run) == f"{copied_run}/{expected}"
+    assert complaint("evaluate", copied_run, code=3) == f"{copied_run}/{expected}"
 
 
 @pytest.mark.parametrize("verb", ["classes", "info"])
@@ -78,13 +78,13 @@ def test_data_prepared_with_other_classes_are_an_error(
     classes = np.load(copied_run / "classes.npy")
     np.save(copied_run / "classes.npy", classes[::-1])
     expected = f"{data} was prepared again: its classes are not those of {copied_run}/classes.npy"
-    assert untouched(verb, copied_run) == expected
+    assert untouched(verb, copied_run, code=3) == expected
     content = bytearray((copied_run / "classes.npy").read_bytes())
     content[8] ^= 0x40  # the size of the header
     for damaged in (content, b"not an array"):
         (copied_run / "classes.npy").write_bytes(damaged)
         message = "classes.npy is damaged, or not an array of numbers"
-        assert untouched(verb, copied_run) == f"{copied_run}/{message}"
+        assert untouched(verb, copied_run, code=3) == f"{copied_run}/{message}"
     (copied_run / "classes.npy").unlink()
     (data / "classes.npy").write_bytes(b"short")
     assert untouched(verb, copied_run).startswith(f"{data}/classes.npy is damaged: 5 bytes")

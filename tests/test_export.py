@@ -56,6 +56,8 @@ def test_an_export_has_the_probabilities_of_the_model(
     for id in ids[3:]:  # a token at a time, past the context of a Transformer
         hidden, state = own.read([id], state)
         parts = torch.cat([parts, hidden])
+    assert own.read([], state)[0].shape == parts[:0].shape
+    assert own.read([], state)[1] is state
     torch.testing.assert_close(parts, whole)
     log_prob = own.log_prob(whole[5])
     torch.testing.assert_close(log_prob, model.log_prob(ids[:5]).float(), rtol=1e-5, atol=1e-5)
@@ -69,14 +71,15 @@ def test_an_export_is_computed_where_this_package_is_absent(
     folders = tmp_path / "fp32", tmp_path / "bf16"
     printed("export", lstm_run, folders[0])
     printed("export", lstm_run, folders[1], "--bf16")
-    lines = ["the old cat sees a dog now", "a zebra"]
+    text = "\ufeffthe old cat sees a dog now\r\na zebra\rthe\n\n\ufeffa dog"
+    lines = ["the old cat sees a dog now", "a zebra", "the", "", "a dog"]
     blocked = "import sys; sys.modules |= dict.fromkeys(['lm', 'data_prep', 'numba', 'lightning'])"
     call = "runpy.run_path('score.py', None, '__main__')"
     program = f"{blocked}; sys.argv[1:] = ['.']; import runpy; {call}"
     expected = [each.log_prob.sum() for each in lm.load(lstm_run).score(lines)]
     sizes = []
     for folder, error in zip(folders, (1e-5, 0.1), strict=True):
-        out = python("-c", program, input="\n".join(lines), cwd=folder, check=True).stdout
+        out = python("-c", program, input=text, cwd=folder, check=True).stdout
         np.testing.assert_allclose(np.array(out.split(), float), expected, atol=error)
         files = json.loads((folder / "manifest.json").read_text())["files"]
         sums = {path.name: sha256_file(path) for path in folder.iterdir() if path.name in files}

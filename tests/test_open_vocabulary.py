@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import lm
-from data_prep.errors import UserError
+from data_prep.errors import DataError, UserError
 from lm.evaluation import evaluate_split, evaluate_text
 from lm.rescoring.models import ArpaScores
 from lm.run import TrainedRun
@@ -216,7 +216,7 @@ def test_a_split_whose_text_changed_is_refused(letters: Train) -> None:
     content = text.read_text()
     try:
         text.write_text(content + "more\n")
-        with pytest.raises(UserError, match="is not the one that was prepared: restore it"):
+        with pytest.raises(DataError, match="is not the one that was prepared: restore it"):
             evaluate_split(opened, "test", progress=False, open_vocabulary=True)
     finally:
         text.write_text(content)

@@ -58,7 +58,9 @@ class HarnessModel:
     def _generate(self, context: str, given: dict[str, Any]) -> str:
         options = dict(given)
         until, lengths = options.pop("until", None) or [], [options.pop(n, None) for n in LENGTHS]
-        num_tokens = next(filter(None, lengths), MAX_TOKENS)
+        num_tokens = next((each for each in lengths if each is not None), MAX_TOKENS)
+        if not num_tokens:
+            return ""
         stop = [each for each in ([until] if isinstance(until, str) else until) if each]
         if not options.pop("do_sample", False):
             options = {"temperature": 0}

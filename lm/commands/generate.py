@@ -93,7 +93,7 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError("--allow-unk and --spell-unk exclude each other")
         return
     for name in (*_SAMPLING, "stop", "seed", "spell_unk"):
-        if getattr(options, name) not in (None, False):
+        if (value := getattr(options, name)) is not None and value is not False:
             raise UserError(
                 f"--{name.replace('_', '-')} cannot be combined with --beams, which does not draw"
                 " words at random and ends at the end of the line"
@@ -111,12 +111,7 @@ def _prompts(options: argparse.Namespace) -> Iterable[list[str]]:
         if options.line_buffered:
             return ([line] for line in lines)
         return [prompts] if (prompts := list(lines)) else []
-    if options.prompt != "-":
-        return [[options.prompt or ""]]
-    try:
-        return [[sys.stdin.read().removesuffix("\n")]]
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompt -: invalid UTF-8: {error.reason}") from error
+    return [["\n".join(read_text("-")) if options.prompt == "-" else options.prompt or ""]]
 
 
 def _generate(options: argparse.Namespace, run: TrainedRun, prompts: list[str]) -> None:

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep.errors import NotFiniteError, UserError
+from data_prep.errors import DataError, NotFiniteError, UserError
 from lm.commands.arguments import COMPUTING, COUNT, EXCLUDE, FILE, RUN, SWITCH, Options, open_run
 from lm.run import TrainedRun
 
@@ -89,8 +89,8 @@ def run(options: argparse.Namespace) -> None:
                 shown = (f"{item} ({prob:.4f})" for item, prob in zip(items, probs, strict=True))
                 print("\t".join([*named.values(), *shown]))
     if lost:
-        text = "%s: %d items are not in the catalogue and are left out, %s"
-        text += f"; nothing is left of {num_without} users" * bool(num_without)
+        text = "%s: items that are not in the catalogue, left out: %d, %s"
+        text += f"; users who have no other items: {num_without}" * bool(num_without)
         if options.history:
             text += ". Items with white space are given as JSON lists"
         _log.warning(text, source, len(lost), first)
@@ -104,12 +104,12 @@ def _retired(name: str | None, catalogue: "Catalogue") -> list[int]:
         return []
     retired, unknown = catalogue.find([line for line in read_text(name) if line])
     if unknown and not retired:
-        raise UserError(
+        raise DataError(
             f"{name}: no line is an item of the catalogue, the first is {unknown[0]!r}: expected"
             " one in each line"
         )
     if unknown:
-        text = "%s: %d items are not in the catalogue, the first is %r"
+        text = "%s: items that are not in the catalogue: %d, the first is %r"
         _log.warning(text, name, len(unknown), unknown[0])
     return retired
 
@@ -132,7 +132,7 @@ def _users(
 
     data, path = run.config.data, Path(options.events)
     if not path.exists() and not glob(options.events, recursive=True):
-        raise UserError(f"--events: there is no file {path.absolute()}")
+        raise DataError(f"--events: there is no file {path.absolute()}")
     if path.is_file() and (format := find_columns(path)[0]) != "text":
         data = replace(data, format=format)  # type: ignore[arg-type]
     for user, items in histories(data, options.events):

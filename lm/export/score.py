@@ -162,6 +162,8 @@ class Model(torch.nn.Module):
     @torch.no_grad()
     def read(self, ids: list[int], state: Any = None) -> tuple[Tensor, Any]:
         """Hidden vectors [T, H] of words and the state after them; <eos> comes before a text."""
+        if state and not ids:
+            return torch.zeros(0, self.config["hidden"]), state
         hidden, state = self(torch.tensor(ids if state else [self.eos_id, *ids])[:, None], state)
         return hidden[:, 0], state
 
@@ -174,5 +176,7 @@ class Model(torch.nn.Module):
 
 if __name__ == "__main__":
     model = Model(sys.argv[1])
-    for text in sys.stdin:
-        print(f"{float(model.score(text.removesuffix(chr(10))).double().sum()):.6f}")
+    with open(0, encoding="utf-8") as lines:  # between LF, CR or CRLF
+        for text in lines:
+            line = text.removesuffix("\n").removeprefix("\ufeff")
+            print(f"{float(model.score(line).double().sum()):.6f}")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from data_prep.errors import UserError
+from data_prep.errors import DataError
 from data_prep.sequences import item_word, word_item
 from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.tokenizer import Tokenizer
@@ -98,13 +98,13 @@ def recommend(
 
 
 def parse_items(line: str, name: str) -> list[Any]:
-    """The items of a line: separated by white space, or a JSON list; UserError if it is none."""
+    """The items of a line: separated by white space, or a JSON list; DataError if it is none."""
     if not line.lstrip().startswith("["):
         return line.split()
     try:
         items = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{name} is not JSON: {error}") from error
+        raise DataError(f"{name} is not JSON: {error}") from error
     if not all(isinstance(item, str | int) for item in items):
-        raise UserError(f"{name}: expected items that are text or integers")
+        raise DataError(f"{name}: expected items that are text or integers")
     return list(items)

@@ -40,7 +40,7 @@ class Utterances:
         `costs` are those of `read_nbest`; `non_words` are left out of all files.
 
         Raises:
-            UserError: if an utterance has no reference, or all references are empty.
+            DataError: if an utterance has no reference, or all references are empty.
         """
         lattices: list[Lattice] = []
         lines = [] if (is_folder := Path(name).is_dir()) else list(_read(name))
@@ -55,9 +55,9 @@ class Utterances:
         if references is not None:
             said = read_references(references, nbest.ids, non_words)
             if missing := [id for id in nbest.ids if id not in said]:
-                raise UserError(f"{references}: no reference for utterance {missing[0]} of {name}")
+                raise DataError(f"{references}: no reference for utterance {missing[0]} of {name}")
             if not any(said[id] for id in nbest.ids):
-                raise UserError(f"{references}: the references have no words")
+                raise DataError(f"{references}: the references have no words")
             errors = WordErrors.of([said[id] for id in nbest.ids], nbest)
             if num_unused := len(said) - len(nbest.ids):
                 others = f"{num_unused:,} of {len(said):,} references have no hypotheses in {name}"

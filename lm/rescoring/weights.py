@@ -99,13 +99,13 @@ class ScoredList:
     def all_lines(self, weights: Weights) -> list[str]:
         """Lines with all hypotheses, best first, each with its acoustic and language-model score.
 
-        They are an n-best list in the layout with tabs.
+        They are an n-best list in the layout with tabs, with ten digits of each score.
         """
         nbest, lm_scores = self.nbest, self.lm_scores(weights.mixture)
         utterance = np.repeat(np.arange(len(nbest.ids)), nbest.num_hypotheses)
         acoustic = nbest.scores[:, 0] if nbest.scores.shape[1] else np.zeros(len(nbest.texts))
         return [
-            f"{nbest.ids[utterance[k]]}\t{acoustic[k]:.6g}\t{lm_scores[k]:.6g}\t{nbest.texts[k]}"
+            f"{nbest.ids[utterance[k]]}\t{acoustic[k]:.10g}\t{lm_scores[k]:.10g}\t{nbest.texts[k]}"
             for k in np.lexsort((-self.totals(weights), utterance))
         ]
 

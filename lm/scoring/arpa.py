@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.corpus.lines import read_text
-from data_prep.errors import DataError, UserError
+from data_prep.errors import DataError
 from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.figures import token_unit
@@ -58,7 +58,7 @@ def read_arpa(path: Path, id_of: dict[str, int]) -> list[NGrams]:
     Its unigrams are added to `id_of`, the ids of words. N-grams of other words are left out.
 
     Raises:
-        UserError: if the file cannot be read or is no complete ARPA file.
+        DataError: if the file cannot be read or is no complete ARPA file.
     """
     import pyarrow
     from pyarrow import compute
@@ -174,7 +174,7 @@ class ArpaModel(NGramTree):
         has_unk: whether the file has `<unk>`.
 
     Raises:
-        UserError: if the file cannot be read, is no complete ARPA file, or has an n-gram twice.
+        DataError: if the file cannot be read, is no complete ARPA file, or has an n-gram twice.
     """
 
     eos_id, unk_id, _begin = 0, 1, 2
@@ -227,10 +227,10 @@ class ArpaModel(NGramTree):
         return keys, places
 
     def read(self, tokens: NDArray[Any]) -> tuple[Floats, Ints]:
-        """`NGramTree.read`; UserError if the file has no `</s>`."""
+        """`NGramTree.read`; DataError if the file has no `</s>`."""
         values, contexts = super().read(tokens)
         if np.isnan(values).any():
-            raise UserError(f"{self.path} has no </s>")
+            raise DataError(f"{self.path} has no </s>")
         return values, contexts
 
     def word_ids(self, words: Iterable[str]) -> Ints:
@@ -240,18 +240,18 @@ class ArpaModel(NGramTree):
         return ids
 
     def token_ids(self, tokenizer: Tokenizer, tokens: NDArray[Any]) -> Ints:
-        """Ids of the words of a text of tokens [n]; UserError if the file lacks one of them."""
+        """Ids of the words of a text of tokens [n]; DataError if the file lacks one of them."""
         eos_id, unk_id = tokenizer.eos_id, tokenizer.unk_id
         distinct, first, place = np.unique(tokens, return_index=True, return_inverse=True)
         if unk_id in distinct and not self.has_unk:
             problem = f"has no {UNK}, and the text has a word outside the vocabulary"
-            raise UserError(f"{self.path} {problem}")
+            raise DataError(f"{self.path} {problem}")
         ids = self.word_ids(map(tokenizer.token, distinct.tolist()))
         is_absent = (ids == self.unk_id) & (distinct != unk_id) & (distinct != eos_id)
         if is_absent.any():
             token = tokenizer.token(int(tokens[first[is_absent].min()]))
             unit = token_unit(tokenizer)
-            raise UserError(
+            raise DataError(
                 f"{self.path} has no unigram {token!r}, a {unit} that the model has: estimate the"
                 f" n-gram model on the model's own training text, a token for each {unit}"
             )

@@ -80,15 +80,16 @@ def check(adapter: Any, run: Path) -> None:
     texts = ["the cat", "a zebra\nthe dog"]
     rolling = [score.log_prob for score in model.continuation_log_prob([("", t) for t in texts])]
     assert adapter.loglikelihood_rolling(requests(*((t,) for t in texts))) == rolling
-    (first, second) = adapter.generate_until(
+    (first, second, nothing) = adapter.generate_until(
         requests(
             ("the", {"until": ["\n", ""], "max_gen_toks": 5, "temperature": 0.0}),
             ("the", {"until": "a", "do_sample": True, "max_tokens": 9, "top_k": 1}),
+            ("the", {"max_gen_toks": 0}),
         )
     )
     (greedy,) = model.generate("the", num_tokens=9, temperature=0)
     assert greedy.startswith(first)
-    assert second == greedy.split("a")[0]
+    assert (second, nothing) == (greedy.split("a")[0], "")
 
 
 def test_the_methods_of_the_harness_have_the_figures_of_the_model(lstm_run: Path) -> None:

@@ -88,8 +88,9 @@ def test_samples_differ_and_json_equals_the_printed_text(run: Path, printed: Pri
 def test_prompt_is_read_from_stdin(
     lstm_run: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = printed(lstm_run, "--prompt", "the old dog", "--tokens=6")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the old dog\n"))
+    expected = printed(lstm_run, "--prompt", "the old\ndog\n", "--tokens=6")
+    content = "\ufeffthe old\r\ndog\r\n\n".encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(content))))
     assert printed(lstm_run, "--prompt", "-", "--tokens=6") == expected
 
 
@@ -102,8 +103,10 @@ def test_options_that_leave_one_word_are_greedy(lstm_run: Path, printed: Printed
 def test_a_prompt_that_is_not_unicode_is_refused_before_it_is_printed(
     lstm_run: Path, complaint: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the \xff cat"), "utf-8"))
-    assert complaint("generate", lstm_run, "--prompt", "-").startswith("--prompt -: invalid UTF-8")
+    stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"the \xff cat")))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    error = complaint("generate", lstm_run, "--prompt", "-", code=3)
+    assert error.startswith("-, line 1: invalid UTF-8")
 
 
 def test_stop_strings_end_the_text_before_them(song_run: Path, printed: Printed) -> None:

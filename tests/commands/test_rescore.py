@@ -92,6 +92,9 @@ def test_both_layouts_and_the_printed_list_give_the_same_choice(
     assert again == rows
     first = {row.split("\t")[0]: row.split("\t")[3] for row in reversed(printed)}
     assert [f"{id}\t{text}" for id, text in reversed(first.items())] == rows
+    path.write_text("a\t-123456.91\tthe cat\na\t-123456.42\tthe dog\n")
+    large, _ = rescored(lstm_run, path, "--lm-weight=1", "--all")
+    assert {row.split("\t")[1] for row in large} == {"-123456.91", "-123456.42"}
 
 
 def test_files_of_costs_have_those_of_the_list_to_tune_on_too(

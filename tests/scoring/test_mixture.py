@@ -272,4 +272,4 @@ def test_mistakes_are_single_lines(
         (good.replace("\tcat\t", "\tgnu\t"), f"{path} has no unigram 'cat', a word that the model"),
     ):
         path.write_text(content)
-        assert complaint(*command).startswith(error)
+        assert complaint(*command, code=3).startswith(error)

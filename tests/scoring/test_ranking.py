@@ -245,12 +245,12 @@ def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
     retired.write_text("item 3\n\nitme 4\n")
     files = [f"--history={history}", f"--retired={retired}"]
     assert main(["recommend", str(items_run), *files]) == 0
-    lost, nothing = "are not in the catalogue", "nothing is left of 1 users"
-    left = f"{lost} and are left out, the first is"
-    assert f"{retired}: 1 items {lost}, the first is 'itme 4'" in caplog.text
-    assert f"{history}: 3 items {left} 'item' in line 2; {nothing}" in caplog.text
+    lost, nothing = "items that are not in the catalogue", "users who have no other items: 1"
+    assert f"{retired}: {lost}: 1, the first is 'itme 4'" in caplog.text
+    left = f"{lost}, left out"
+    assert f"{history}: {left}: 3, the first is 'item' in line 2; {nothing}" in caplog.text
     retired.write_text('["item 3"]\n')
-    assert main(["recommend", str(items_run), *files]) == 2
+    assert main(["recommend", str(items_run), *files]) == 3
     catalogue = [f"item {number}" for number in range(20)]
     for items, problem in (
         (catalogue, f"--retired {retired}: it has all items of the catalogue"),
@@ -265,10 +265,10 @@ def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
     for name in ("a.parquet", "a.json"):
         write_table(tmp_path / name, rows)
         assert main(["recommend", str(items_run), f"--events={tmp_path / name}"]) == 0
-        assert caplog.messages[-1].endswith("left out, the first is 'Nope' of user 'u7'")
+        assert caplog.messages[-1].endswith("left out: 1, the first is 'Nope' of user 'u7'")
     table.write_text("user,item,time\nu7,item 3,1\nu8,Nope,2\n")
     assert main(["recommend", str(items_run), f"--events={table}"]) == 0
-    assert caplog.messages[-1] == f"{table}: 1 items {left} 'Nope' of user 'u8'; {nothing}"
+    assert caplog.messages[-1] == f"{table}: {left}: 1, the first is 'Nope' of user 'u8'; {nothing}"
 
 
 def test_ends_of_sequences_are_predicted_and_are_no_items(
