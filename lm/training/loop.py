@@ -170,7 +170,7 @@ def _fit(
             kept = max(score, kept)
         if valid is not None or is_best:
             progress.judged_batches = progress.batches_done
-        if logs and not progress.awaits_validation:
+        if logs and (valid or (progress.num_tokens and not progress.awaits_validation)):
             metrics = state.take_metrics(valid)
             for logger in loggers:
                 logger.log(metrics)
