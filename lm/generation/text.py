@@ -207,8 +207,9 @@ def generate_text(
             `<eos>`.
         num_tokens: largest number of tokens of a continuation.
         num_samples: number of continuations of each prompt.
-        sampling: the distribution to draw from. The repetition penalty applies to the words of the
-            prompt and those drawn, but not to `<eos>`.
+        sampling: the distribution to draw from, with `<unk>` unless it is among the excluded words.
+            The repetition penalty applies to the words of the prompt and those drawn, but not to
+            `<eos>`.
         stop: a continuation ends before the first occurrence of one of these strings.
         seed: the seed of the random numbers, within -2^63 … 2^64 - 1; s and s + 2^64 are the same.
         speller: draws a spelling for each `<unk>`, as `Speller.draw`; None: it is written as such.

@@ -101,7 +101,7 @@ class HierarchicalSoftmax(nn.Module):
     def reset_parameters(self) -> None:
         """Draws rows uniformly from ±1/√H, as in `nn.Linear`, and sets biases to 0.
 
-        Every node thus starts close to uniform.
+        Every node thus starts close to uniform. `lm.model.build` draws again by `model.init_range`.
         """
         bound = 1 / math.sqrt(self.hidden_size)
         self.draw(self.weight, lambda rows: nn.init.uniform_(rows, -bound, bound))

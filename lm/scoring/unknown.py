@@ -1,4 +1,7 @@
-"""Unknown words: what share of P(`<unk>`) each has, and which ones texts have."""
+"""Unknown words: what share of P(`<unk>`) each has, and which ones texts have.
+
+The share of a spelling is that of `data_prep.tokenizer.speller`, a model of characters.
+"""
 
 import logging
 import math
