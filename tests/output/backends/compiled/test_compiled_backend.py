@@ -3,8 +3,6 @@
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from lm.output.backends.compiled import backend, loops
 from lm.output.backends.compiled.passes import target_log_prob
 from lm.output.backends.visits import route
 from lm.output.codegen import compilation, vectors
+from tests.conftest import python
 
 from ...definition import TREES, problem, two_level
 from ...laws import Case, Way, equals_the_definition, problem_of
@@ -158,10 +157,7 @@ def without(name: str, code: str) -> str:
 
     features = codegen.get_host_cpu_features()  # type: ignore[no-untyped-call]
     limited = features.replace(f"+{name}", f"-{name}")
-    environment = os.environ | {"NUMBA_CPU_FEATURES": limited}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
+    done = python("-c", code, env=os.environ | {"NUMBA_CPU_FEATURES": limited})
     assert not done.returncode, done.stderr
     return done.stdout.strip()
 
@@ -222,16 +218,10 @@ def test_compiled_code_is_kept_until_a_file_with_loops_or_their_code_changes(
         "found(1.0, 2.0, 3)\n"
         "print(sum(found.stats.cache_hits.values()))"
     )
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    folders = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
 
     def num_hits() -> int:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=tmp_path,
-            env=environment | {"PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-        )
+        done = python("-c", code, cwd=tmp_path, env=os.environ | folders)
         assert not done.returncode, done.stderr
         return int(done.stdout)
 

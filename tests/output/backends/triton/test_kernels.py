@@ -1,8 +1,5 @@
 """The fused kernels in the interpreter: routing, and what they read and save."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -15,6 +12,7 @@ from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.triton.plan import Memory, path_slots
 from lm.output.backends.triton.routing import Routing, sizes
 from lm.output.backends.visits import route
+from tests.conftest import python
 
 from ...definition import SMALL_TILES, gradients, problem, two_level, zipf_targets
 
@@ -96,9 +94,7 @@ print("last rows: right")
 
 def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     """In a separate process: with 32-bit offsets it would be killed."""
-    done = subprocess.run(
-        [sys.executable, "-c", LAST_ROWS], capture_output=True, text=True, check=False
-    )
+    done = python("-c", LAST_ROWS)
     assert done.stdout == "last rows: right\n", done.stderr[-2000:]
 
 
