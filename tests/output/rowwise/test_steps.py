@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree
-from lm.output.backends import nodes
 from lm.output.backends.compiled import division, passes
 from lm.output.backends.triton import rows
 from lm.output.backends.triton.launch import Launch, execute, instrumented
@@ -17,6 +16,7 @@ from lm.output.backends.triton.routing import Routing
 from lm.output.rowwise import RowAdam, RowGradient, RowSGD, factors
 
 from ..definition import SMALL_TILES, nll
+from ..laws import SETTINGS
 from .tables import KINDS, SHORTLIST, TREES, Way, accumulate, not_in_memory, table, trained
 
 pytest.importorskip("triton")
@@ -37,10 +37,8 @@ def test_steps_of_the_reference_are_those_of_dense_gradients(
     """In whole nodes, and in blocks of two rows."""
     for name in ("PRODUCT_ELEMENTS", "ROWS_ELEMENTS"):
         monkeypatch.setattr(factors, name, elements)
-    if elements == 48:
-        monkeypatch.setattr(nodes, "CAST_ELEMENTS", 37)
-        monkeypatch.setattr(nodes, "BLOCK_ELEMENTS", 37)
-    found, expected = (trained(way, backend) for backend in ("reference", "dense"))
+    with SETTINGS["blocks" if elements == 48 else ""]():
+        found, expected = (trained(way, backend) for backend in ("reference", "dense"))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
