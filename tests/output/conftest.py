@@ -9,7 +9,7 @@ import pytest
 
 from lm.output import ClassTree
 from lm.output.backends import BACKENDS
-from lm.output.backends.triton.launch import instrumented
+from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.decoding import compiled
 
 from .definition import SMALL_TILES, TREES
@@ -63,6 +63,19 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(BACKENDS["triton"], "automatic_on", frozenset({"cpu"}))
     with instrumented(tiles=SMALL_TILES):
         yield kind
+
+
+@pytest.fixture
+def launches() -> Iterator[list[Launch]]:
+    """Launches of the fused kernels, as they are executed."""
+    found: list[Launch] = []
+
+    def run(launch: Launch) -> None:
+        found.append(launch)
+        execute(launch)
+
+    with instrumented(run=run):
+        yield found
 
 
 @pytest.fixture(params=TREES)
