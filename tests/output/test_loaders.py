@@ -76,18 +76,11 @@ def test_loaders_that_replace_every_buffer_leave_the_tree_as_it_is(
     torch.testing.assert_close(loaded.state_dict(), layer.state_dict(), rtol=0, atol=0)
 
 
-def replaced(layer: HierarchicalSoftmax, name: str, value: Tensor) -> None:
-    setattr(layer.tree, name, value.clone())
-
-
-def moved(layer: HierarchicalSoftmax, name: str, value: Tensor) -> None:
-    layer.tree.get_buffer(name).data = value.clone()
-
-
-def written(layer: HierarchicalSoftmax, name: str, value: Tensor) -> None:
-    layer.tree.get_buffer(name).copy_(value)
-
-
+LOADS: dict[str, Callable[[ClassTree, str, Tensor], object]] = {
+    "replaced": lambda tree, name, value: setattr(tree, name, value.clone()),
+    "moved": lambda tree, name, value: setattr(tree.get_buffer(name), "data", value.clone()),
+    "written": lambda tree, name, value: tree.get_buffer(name).copy_(value),
+}
 HIDDEN, WORD = torch.zeros(2, H), torch.tensor([1, 2])
 CALLS: dict[str, Method] = METHODS | {
     "compiled": lambda layer, hidden, word: torch.compile(layer, backend="eager")(hidden, word)
@@ -96,15 +89,15 @@ REFUSED = (ValueError, InternalTorchDynamoError)
 
 
 @pytest.mark.parametrize("method", CALLS)
-@pytest.mark.parametrize("load", [replaced, moved, written])
+@pytest.mark.parametrize("load", LOADS)
 def test_the_arrays_of_another_tree_are_refused_however_they_are_loaded(
-    load: Callable[[HierarchicalSoftmax, str, Tensor], None], method: str
+    load: str, method: str
 ) -> None:
     layer = HierarchicalSoftmax(H, TWO_LEVEL)
     CALLS[method](layer, HIDDEN, WORD)
     torch.compiler.reset()
     for name, value in SAVED.items():
-        load(layer, name, value)
+        LOADS[load](layer.tree, name, value)
     for _ in range(2):
         with pytest.raises(REFUSED, match="the weights belong to another tree: row_of_word"):
             CALLS[method](layer, HIDDEN, WORD)
