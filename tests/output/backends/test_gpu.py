@@ -17,11 +17,12 @@ from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.decoding import compiled, distribution, fused
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.positions import Positions
-from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD, lookup
+from lm.output.rowwise import RowAdagrad, RowAdam, RowSGD, lookup
 
 from ..decoding.truth import assert_distributed, restricted
 from ..definition import gradients, nll
 from ..laws import LAWS, Case, Law, Way, equals_the_definition, problem_of
+from ..rowwise.tables import OPTIMIZERS, Kind
 
 pytestmark = pytest.mark.gpu
 PAGE = Path(__file__).parents[3] / "lm" / "output" / "README.md"
@@ -34,8 +35,6 @@ TREES: dict[str, Callable[[], ClassTree]] = {
     "full": lambda: ClassTree.full(3000),
 }
 TRITON, ROW_WISE = Way("triton"), Way("triton", "row-wise")
-Kind = Callable[..., RowOptimizer]
-KINDS: list[Kind] = [RowSGD, RowAdagrad, RowAdam]
 
 
 def on_gpu(
@@ -161,7 +160,7 @@ def test_the_recorded_step_of_the_page_trains_as_one_that_is_not_recorded(row_wi
     assert torch.equal(recorded["layer"].weight, eager["layer"].weight)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("row_wise", [True, False])
 def test_a_graphed_layer_trains_as_an_eager_one(row_wise: bool, kind: Kind) -> None:
     layers: list[Any] = []
@@ -246,7 +245,7 @@ def after_lookups(kind: Kind, dtype: torch.dtype, record: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_recorded_update_of_looked_up_rows_is_the_eager_one(
     kind: Kind, dtype: torch.dtype
 ) -> None:

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from lm.output import ClassTree
 from lm.output.backends.compiled import memory, passes
-from lm.output.rowwise import RowAdagrad, RowAdam, RowSGD, lookup
+from lm.output.rowwise import lookup
 
 from ...as_python import as_python
 from ...definition import TREES, gradients, nll, problem, two_level
 from ...laws import SETTINGS
+from ...rowwise.tables import OPTIMIZERS
 
 
 def results(tree: ClassTree, inputs: list[Tensor], target: Tensor) -> list[Tensor]:
@@ -21,8 +22,7 @@ def results(tree: ClassTree, inputs: list[Tensor], target: Tensor) -> list[Tenso
         upstream = torch.linspace(-1, 2, len(target))
         found = gradients(inputs, words, tree, upstream, "compiled")
     index = torch.tensor([0, tree.num_rows - 1, tree.num_rows // 2])
-    kinds: list[Any] = [RowSGD, RowAdagrad, RowAdam]
-    for kind in kinds:
+    for kind in OPTIMIZERS:
         torch.manual_seed(0)  # for rounding to bf16
         hidden, *table = (tensor.detach().clone() for tensor in inputs)
         optimizer = kind([each.requires_grad_() for each in table], lr=0.1)
