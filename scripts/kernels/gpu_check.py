@@ -24,9 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-GPU_TESTS = """tests/output/backends/test_gpu.py tests/output/rowwise/test_recorded_lookups.py \
-tests/model/test_lstm.py tests/training/test_cuda_graph.py \
-tests/scripts/benchmarks/test_output_layer.py"""
+GPU_TESTS = """tests/output/backends/test_gpu.py tests/model/test_lstm.py \
+tests/training/test_cuda_graph.py tests/scripts/benchmarks/test_output_layer.py"""
 PYTEST = "python3 -m pytest -q --color=no -p no:cacheprovider -o filterwarnings=default -m gpu"
 NUM_WORKERS = min(14, (os.cpu_count() or 1) - 2) if importlib.util.find_spec("xdist") else 0
 # Blocks of a cache hide accesses between tensors; libraries try calls that a driver may lack.

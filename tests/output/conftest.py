@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from lm.output import ClassTree
-from lm.output.backends import BACKENDS, nodes
-from lm.output.backends.triton.launch import instrumented
+from lm.output.backends import BACKENDS
+from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.decoding import compiled
 
 from .definition import SMALL_TILES, TREES
+from .laws import SETTINGS
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,14 +56,26 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return
     monkeypatch.setattr(BACKENDS["compiled"], "automatic_on", frozenset())
     if kind == "reference":
-        monkeypatch.setattr(nodes, "CAST_ELEMENTS", 37)
-        monkeypatch.setattr(nodes, "BLOCK_ELEMENTS", 37)
-        yield kind
+        with SETTINGS["blocks"]():
+            yield kind
         return
     pytest.importorskip("triton")
     monkeypatch.setattr(BACKENDS["triton"], "automatic_on", frozenset({"cpu"}))
     with instrumented(tiles=SMALL_TILES):
         yield kind
+
+
+@pytest.fixture
+def launches() -> Iterator[list[Launch]]:
+    """Launches of the fused kernels, as they are executed."""
+    found: list[Launch] = []
+
+    def run(launch: Launch) -> None:
+        found.append(launch)
+        execute(launch)
+
+    with instrumented(run=run):
+        yield found
 
 
 @pytest.fixture(params=TREES)

@@ -1,8 +1,6 @@
 """HierarchicalSoftmax and its function: interface, long rows, what is refused and warned of."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +15,7 @@ from lm.output.backends.nodes import lse_by_level
 from lm.output.decoding import compiled, distribution
 from lm.output.decoding.draws import Sampling
 from lm.output.rowwise import RowAdagrad, RowAdam, RowSGD
+from tests.conftest import python
 
 from .definition import METHODS, TREES, TWO_LEVEL, H, N, definition_by_level, layer_of, problem
 
@@ -116,7 +115,7 @@ def test_layer_imports_no_library_but_torch() -> None:
         "layer = HierarchicalSoftmax(4, ClassTree.full(3))\n"
         "print(layer.sample(torch.zeros(2, 4)).shape[0], 'triton' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = python("-c", code)
     assert result.stdout.split() == ["2", "False"], result.stderr
 
 

@@ -27,9 +27,9 @@ OTHER = ClassTree.two_level((torch.arange(N) * 7 % 5).roll(1))
 SAVED = dict(OTHER.named_buffers())
 
 
-def layer_of(tree: ClassTree, backend: BackendName = "auto") -> HierarchicalSoftmax:
-    torch.manual_seed(3)
-    return HierarchicalSoftmax(H, tree, backend=backend)
+def on_meta(tree: ClassTree, backend: BackendName = "auto") -> HierarchicalSoftmax:
+    with torch.device("meta"):
+        return HierarchicalSoftmax(H, tree, backend=backend)
 
 
 def figures(layer: HierarchicalSoftmax) -> list[Tensor]:
@@ -48,8 +48,7 @@ def from_pretrained(
     Parameters and buffers are replaced one by one: by those of the state, or by uninitialised ones
     where they are not in it.
     """
-    with torch.device("meta"):
-        loaded = HierarchicalSoftmax(H, layer.tree, backend=layer.backend)
+    loaded = on_meta(layer.tree, layer.backend)
     for prefix, module in loaded.named_modules():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for name, tensor in tensors:
@@ -67,7 +66,7 @@ def from_pretrained(
 def test_loaders_that_replace_every_buffer_leave_the_tree_as_it_is(
     shape: str, backend: BackendName, saved: str, fill: Callable[[Tensor], Tensor]
 ) -> None:
-    layer = layer_of(TREES[shape], backend)
+    layer = HierarchicalSoftmax(H, TREES[shape], backend=backend)
     state: dict[str, Tensor] = layer.state_dict()
     if saved == "parameters":
         state = dict(layer.named_parameters())
@@ -77,18 +76,11 @@ def test_loaders_that_replace_every_buffer_leave_the_tree_as_it_is(
     torch.testing.assert_close(loaded.state_dict(), layer.state_dict(), rtol=0, atol=0)
 
 
-def replaced(layer: HierarchicalSoftmax, name: str, value: Tensor) -> None:
-    setattr(layer.tree, name, value.clone())
-
-
-def moved(layer: HierarchicalSoftmax, name: str, value: Tensor) -> None:
-    layer.tree.get_buffer(name).data = value.clone()
-
-
-def written(layer: HierarchicalSoftmax, name: str, value: Tensor) -> None:
-    layer.tree.get_buffer(name).copy_(value)
-
-
+LOADS: dict[str, Callable[[ClassTree, str, Tensor], object]] = {
+    "replaced": lambda tree, name, value: setattr(tree, name, value.clone()),
+    "moved": lambda tree, name, value: setattr(tree.get_buffer(name), "data", value.clone()),
+    "written": lambda tree, name, value: tree.get_buffer(name).copy_(value),
+}
 HIDDEN, WORD = torch.zeros(2, H), torch.tensor([1, 2])
 CALLS: dict[str, Method] = METHODS | {
     "compiled": lambda layer, hidden, word: torch.compile(layer, backend="eager")(hidden, word)
@@ -97,15 +89,15 @@ REFUSED = (ValueError, InternalTorchDynamoError)
 
 
 @pytest.mark.parametrize("method", CALLS)
-@pytest.mark.parametrize("load", [replaced, moved, written])
+@pytest.mark.parametrize("load", LOADS)
 def test_the_arrays_of_another_tree_are_refused_however_they_are_loaded(
-    load: Callable[[HierarchicalSoftmax, str, Tensor], None], method: str
+    load: str, method: str
 ) -> None:
-    layer = layer_of(TWO_LEVEL)
+    layer = HierarchicalSoftmax(H, TWO_LEVEL)
     CALLS[method](layer, HIDDEN, WORD)
     torch.compiler.reset()
     for name, value in SAVED.items():
-        load(layer, name, value)
+        LOADS[load](layer.tree, name, value)
     for _ in range(2):
         with pytest.raises(REFUSED, match="the weights belong to another tree: row_of_word"):
             CALLS[method](layer, HIDDEN, WORD)
@@ -113,7 +105,7 @@ def test_the_arrays_of_another_tree_are_refused_however_they_are_loaded(
 
 @pytest.mark.parametrize("name", [name for name in TreeArrays._fields if name not in SAVED])
 def test_writing_to_other_arrays_is_an_error(name: str) -> None:
-    layer = layer_of(ClassTree.from_paths([[0, 0], [0, 1], [1]]))
+    layer = HierarchicalSoftmax(H, ClassTree.from_paths([[0, 0], [0, 1], [1]]))
     layer.loss(HIDDEN, WORD)
     getattr(layer.tree, name).fill_(1 << 40)
     for method in CALLS.values():
@@ -124,11 +116,6 @@ def test_writing_to_other_arrays_is_an_error(name: str) -> None:
 def reloaded(layer: HierarchicalSoftmax, source: HierarchicalSoftmax) -> HierarchicalSoftmax:
     layer.load_state_dict(source.state_dict(), assign=layer.weight.is_meta)
     return layer
-
-
-def on_meta(tree: ClassTree) -> HierarchicalSoftmax:
-    with torch.device("meta"):
-        return HierarchicalSoftmax(H, tree)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +134,7 @@ def on_meta(tree: ClassTree) -> HierarchicalSoftmax:
     ],
 )
 def test_copies_have_the_same_tree(copied: Callable[..., HierarchicalSoftmax]) -> None:
-    layer = layer_of(TREES["huffman"])
+    layer = HierarchicalSoftmax(H, TREES["huffman"])
     expected = figures(layer)
     assert all(map(torch.equal, figures(copied(layer)), expected))
 
@@ -205,11 +192,11 @@ def test_averages_of_buffers_leave_input_vectors_and_what_is_saved_alone(row_wis
 
 def _check_wrapped(rank: int, world_size: int) -> None:
     """DDP, and FSDP2 of a layer that is made without memory, as in one process."""
-    whole, share = layer_of(TWO_LEVEL), slice(rank, None, world_size)
+    whole, share = HierarchicalSoftmax(H, TWO_LEVEL), slice(rank, None, world_size)
     hidden, target = torch.randn(6, H), torch.arange(6)
     expected = whole.loss(hidden, target)
     (gradient,) = torch.autograd.grad(expected, whole.weight)
-    replica = nn.parallel.DistributedDataParallel(layer_of(TWO_LEVEL))
+    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(whole))
     for num_steps in (1, 2):  # buffers are sent before each
         replica(hidden[share], target[share]).loss.backward()
         torch.testing.assert_close(replica.module.weight.grad, num_steps * gradient)

@@ -1,5 +1,5 @@
-"""The fused kernels on a GPU, `pytest -m gpu`: bf16, tensor cores, races, streams and graphs,
-which the interpreter cannot show.
+"""The fused kernels and row-wise updates on a GPU, `pytest -m gpu`: bf16, tensor cores, races,
+streams and graphs, which the interpreter cannot show.
 """
 
 import copy
@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from lm.output import ClassTree, HierarchicalSoftmax, hierarchical_cross_entropy
+from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.decoding import compiled, distribution, fused
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.positions import Positions
-from lm.output.rowwise import RowAdagrad, RowAdam, RowOptimizer, RowSGD
+from lm.output.rowwise import RowAdagrad, RowAdam, RowSGD, lookup
 
 from ..decoding.truth import assert_distributed, restricted
-from ..definition import gradients
+from ..definition import gradients, nll
 from ..laws import LAWS, Case, Law, Way, equals_the_definition, problem_of
+from ..rowwise.tables import OPTIMIZERS, Kind
 
 pytestmark = pytest.mark.gpu
 PAGE = Path(__file__).parents[3] / "lm" / "output" / "README.md"
@@ -32,9 +34,7 @@ TREES: dict[str, Callable[[], ClassTree]] = {
     "huffman": lambda: ClassTree.huffman(torch.arange(300) ** 2 + 1, arity=4),
     "full": lambda: ClassTree.full(3000),
 }
-
-
-TRITON = Way("triton")
+TRITON, ROW_WISE = Way("triton"), Way("triton", "row-wise")
 
 
 def on_gpu(
@@ -131,10 +131,7 @@ def test_a_row_wise_step_never_waits_for_the_device() -> None:
 
     def step() -> None:
         optimizer.zero_grad()
-        loss = TRITON._replace(form="row-wise").nll(
-            case.tree, hidden, *table, target, reduction="sum"
-        )
-        torch.autograd.backward(loss)
+        torch.autograd.backward(ROW_WISE.nll(case.tree, hidden, *table, target, reduction="sum"))
         torch.nn.utils.clip_grad_norm_(table, 0.1)
         optimizer.step()
 
@@ -163,11 +160,9 @@ def test_the_recorded_step_of_the_page_trains_as_one_that_is_not_recorded(row_wi
     assert torch.equal(recorded["layer"].weight, eager["layer"].weight)
 
 
-@pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, RowAdam])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("row_wise", [True, False])
-def test_a_graphed_layer_trains_as_an_eager_one(
-    row_wise: bool, kind: Callable[..., RowOptimizer]
-) -> None:
+def test_a_graphed_layer_trains_as_an_eager_one(row_wise: bool, kind: Kind) -> None:
     layers: list[Any] = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -197,17 +192,13 @@ def test_row_wise_gradients_are_bit_for_bit_the_dense_ones(
     dtype: torch.dtype, name: str, size: int
 ) -> None:
     case = on_gpu(name, 700, size, dtype)
-    dense, rows = (
-        Way("triton", form).solve(case, *problem_of(case)) for form in ("dense", "row-wise")
-    )
+    dense, rows = (way.solve(case, *problem_of(case)) for way in (TRITON, ROW_WISE))
     assert all(map(torch.equal, rows, dense))
 
 
 @pytest.mark.parametrize("kind", [RowSGD, RowAdagrad, partial(RowAdam, eps=0.1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_are_updated_on_the_device_as_on_the_host(
-    dtype: torch.dtype, kind: Callable[..., RowOptimizer]
-) -> None:
+def test_rows_are_updated_on_the_device_as_on_the_host(dtype: torch.dtype, kind: Kind) -> None:
     case = on_gpu("shortlist", 700, 300, dtype)
     (*inputs, target), _ = problem_of(case)
     tables = []
@@ -215,15 +206,50 @@ def test_rows_are_updated_on_the_device_as_on_the_host(
         hidden, weight, bias = (tensor.detach().to(device) for tensor in inputs)
         table = [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
         optimizer = kind(table, lr=0.1)
-        loss = hierarchical_cross_entropy(
-            hidden, table[0], target.to(device), case.tree.to(device), table[1], row_wise=True
-        )
+        given = [hidden, *table, target.to(device)]
+        loss = nll(given, case.tree.to(device), reduction="mean", row_wise=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(table, 0.1)
         optimizer.step()
         tables.append([part.detach().cpu().float() for part in table])
     close = 2e-2 if dtype == torch.bfloat16 else 1e-4
     torch.testing.assert_close(*tables, rtol=close, atol=close)
+
+
+def after_lookups(kind: Kind, dtype: torch.dtype, record: bool) -> Tensor:
+    """A table after steps in which rows repeat, and some are absent; then with other rates."""
+    torch.manual_seed(0)
+    index, lr = torch.randint(-1, 40, (700,), device="cuda"), torch.tensor(0.1, device="cuda")
+    upstream = torch.randn(700, 64, device="cuda")
+    table = torch.randn(3000, 64, device="cuda").to(dtype).requires_grad_()
+    optimizer = kind([table], lr=lr)
+
+    def step() -> None:
+        torch.autograd.backward((lookup(table, index).float() * upstream).sum())
+        torch.nn.utils.clip_grad_norm_([table], 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    graph, replay = torch.cuda.CUDAGraph(), step
+    if record:
+        with torch.cuda.graph(graph):
+            step()
+        replay = graph.replay
+    for number in range(1, 6):
+        index.random_(-1, 40 * number)
+        lr.fill_(0.1 / number)
+        replay()
+    return table.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_recorded_update_of_looked_up_rows_is_the_eager_one(
+    kind: Kind, dtype: torch.dtype
+) -> None:
+    assert torch.equal(*(after_lookups(kind, dtype, record) for record in (False, True)))
 
 
 def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:

@@ -81,19 +81,19 @@ def test_wrong_code_is_replaced_with_one_warning(
 
 
 SCALES = [("full", 1), ("shortlist", 0), ("shortlist", 8), ("paths", 1), ("one word per class", 8)]
+EXCLUDED = torch.tensor([[3, 3, -1], [0, 1, 2]]).repeat(P // 2, 1)
 DRAWS: list[Options] = [
     *OPTIONS, {"excluded": (0, 3, 11, 3)}, {"excluded": range(9), "temperature": 1.7},
     {"excluded": (0, 3), "top_p": 0.5}, {"top_p": 0.3, "temperature": 1.5}, {"top_p": 0.999},
     {"top_p": 0.8, "repetition_penalty": 1.4, "previous": [3, 0, 3]},
-    {"top_p": 0.5, "own_excluded": torch.tensor([[3, 3, -1], [0, 1, 2]]).repeat(P // 2, 1)},
+    {"top_p": 0.5, "own_excluded": EXCLUDED},
 ]  # fmt: skip
 
 
 def results(*layer: Any) -> Iterator[object]:
     """Words of each position, in several ways, and errors where a class is not finite."""
-    excluded = torch.tensor([[3, 3, -1], [0, 1, 2]]).repeat(P // 2, 1)
     for k in (1, N - 3):
-        for each in (*topk(*layer, k=k), *topk(*layer, k=k, excluded=excluded)):
+        for each in (*topk(*layer, k=k), *topk(*layer, k=k, excluded=EXCLUDED)):
             yield each.tolist()
     for options in DRAWS:
         yield sample(*layer, seeds=torch.arange(P), **options).tolist()

@@ -125,8 +125,8 @@ def test_temperature_one_opens_only_the_path_of_the_word(shape: str) -> None:
 def test_penalty_of_all_words_of_a_sure_class_is_exact_and_ends() -> None:
     """All the probability is in words that the penalty makes improbable."""
     layer = flat_layer(ClassTree.two_level(torch.arange(40) // 20), 3000, {0: 30.0})
-    positions = Positions(*layer)
-    positions.penalty = Penalty(50.0, layer[2].row_of_word[:20].expand(3000, -1))
+    penalties = Penalty(50.0, layer[2].row_of_word[:20].expand(3000, -1))
+    positions = Positions(*layer, penalty=penalties)
     words = finder(positions).draw_words(positions, torch.arange(3000), 1.0)
     # The root, class 0 at most once without success, class 1.
     assert positions.num_opened <= 3000 * 3
@@ -137,8 +137,8 @@ def test_penalty_of_all_words_of_a_sure_class_is_exact_and_ends() -> None:
 def test_penalty_opens_no_node_for_the_previous_words() -> None:
     """Class 0 is drawn almost always, and its words are never penalised."""
     layer = flat_layer(ClassTree.two_level(torch.arange(400) // 20), 50, {0: 40.0})
-    positions = Positions(*layer)
-    positions.penalty = Penalty(2.0, layer[2].row_of_word[20:].expand(50, -1))
+    penalties = Penalty(2.0, layer[2].row_of_word[20:].expand(50, -1))
+    positions = Positions(*layer, penalty=penalties)
     finder(positions).draw_words(positions, torch.arange(50), 1.0)
     assert positions.num_opened == 50 * 2
 

@@ -31,6 +31,8 @@ TREES = {
 }
 SHORTLIST = TREES["shortlist"]
 Table = list[Tensor]
+Kind = Callable[..., RowOptimizer]
+OPTIMIZERS: list[Kind] = [RowSGD, RowAdagrad, RowAdam]
 Order = Literal["", "loss first", "lookups first"]
 """Whether rows are also read as input vectors, and which gradient is there first."""
 

@@ -23,14 +23,12 @@ from lm.output.rowwise import (
 )
 from lm.output.rowwise.factors import Block, Rule
 
-from .tables import SHORTLIST, TREES, H, accumulate, table
+from .tables import OPTIMIZERS, SHORTLIST, TREES, H, Kind, accumulate, table
 
-Kind = Callable[..., RowOptimizer]
-KINDS: list[Kind] = [RowSGD, RowAdagrad, RowAdam]
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_dense_gradients_give_the_same_steps(kind: Kind) -> None:
     tree = TREES["full"]  # every row is visited, so that Adam's moments are equal
     params = table(tree), table(tree)
@@ -42,7 +40,7 @@ def test_dense_gradients_give_the_same_steps(kind: Kind) -> None:
     torch.testing.assert_close(params[1], params[0], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", OPTIMIZERS[1:])
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, FP64), (FP64, FP32)])
 def test_a_restored_optimizer_continues_with_state_in_the_precision_of_its_table(
     kind: Kind, dtypes: tuple[torch.dtype, torch.dtype]
@@ -69,7 +67,7 @@ def test_a_restored_optimizer_continues_with_state_in_the_precision_of_its_table
     torch.testing.assert_close(*tables, rtol=near, atol=near, check_dtype=False)
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", OPTIMIZERS[1:])
 def test_hooks_change_what_is_loaded(kind: Kind) -> None:
     """They keep the precision of the state."""
     tables = [table(SHORTLIST, BF16) for _ in range(2)]
@@ -107,7 +105,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_parameters_of_any_layout_are_updated(kind: Kind, layout: str, dtype: torch.dtype) -> None:
     """As rows without gaps are, by two ordinary gradients and a row-wise one."""
     numbers = [LAYOUTS[layout](each.to(dtype)) for each in torch.randn(3, 6, 5, 4, 2)]
@@ -149,7 +147,7 @@ def test_nan_remains_nan(bits: int) -> None:
     assert out.isnan().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("dtypes", [(FP16, FP16), (FP16, FP64), (FP32, FP64)])
 def test_rows_are_updated_in_fp32_and_rounded_once(
     kind: Kind, dtypes: tuple[torch.dtype, torch.dtype]
@@ -204,7 +202,7 @@ def test_a_learning_rate_and_eps_must_be_positive_and_decay_rates_below_one() ->
         RowAdam(table(SHORTLIST), lr=0.1, betas=(0.9, 1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("shape", [(9, 5), (9,)])
 def test_rates_and_numbers_of_rows_that_stay_on_a_device_change_nothing(
     kind: Kind, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

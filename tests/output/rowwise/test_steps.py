@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree
-from lm.output.backends import nodes
 from lm.output.backends.compiled import division, passes
 from lm.output.backends.triton import rows
-from lm.output.backends.triton.launch import Launch, execute, instrumented
+from lm.output.backends.triton.launch import Launch, instrumented
 from lm.output.backends.triton.routing import Routing
 from lm.output.rowwise import RowAdam, RowGradient, RowSGD, factors
 
 from ..definition import SMALL_TILES, nll
+from ..laws import SETTINGS
 from .tables import KINDS, SHORTLIST, TREES, Way, accumulate, not_in_memory, table, trained
 
 pytest.importorskip("triton")
@@ -37,10 +37,8 @@ def test_steps_of_the_reference_are_those_of_dense_gradients(
     """In whole nodes, and in blocks of two rows."""
     for name in ("PRODUCT_ELEMENTS", "ROWS_ELEMENTS"):
         monkeypatch.setattr(factors, name, elements)
-    if elements == 48:
-        monkeypatch.setattr(nodes, "CAST_ELEMENTS", 37)
-        monkeypatch.setattr(nodes, "BLOCK_ELEMENTS", 37)
-    found, expected = (trained(way, backend) for backend in ("reference", "dense"))
+    with SETTINGS["blocks" if elements == 48 else ""]():
+        found, expected = (trained(way, backend) for backend in ("reference", "dense"))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -131,22 +129,20 @@ def test_norms_do_not_depend_on_the_order_in_which_lists_are_written() -> None:
 @pytest.mark.parametrize(("shared_blocks", "most_programs"), [(1, 1000), (2, 1000), (1, 3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_programs_that_share_a_node_make_the_same_step(
-    kind: str, shared_blocks: int, most_programs: int, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    shared_blocks: int,
+    most_programs: int,
+    launches: list[Launch],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A root of 70 rows with few visits, of which programs take 16, 32 or all; bit for bit."""
     way = Way("full", kind, SINGLE, positions=9)
     of_one_program = trained(way, "triton")
     monkeypatch.setattr(rows, "SHARED_BLOCKS", shared_blocks)
     monkeypatch.setattr(rows, "UPDATE_PROGRAMS", most_programs)
-    sizes = set()
-
-    def run(launch: Launch) -> None:
-        if launch.kernel.__name__ == "_update":
-            sizes.add(launch.num_programs)
-        execute(launch)
-
-    with instrumented(run=run):
-        found = trained(way, "triton")
+    launches.clear()
+    found = trained(way, "triton")
+    sizes = {each.num_programs for each in launches if each.kernel.__name__ == "_update"}
     assert sizes == {min(most_programs, -(-70 // (16 * shared_blocks)))}
     assert all(map(torch.equal, found, of_one_program))
 

@@ -3,30 +3,30 @@
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from lm.output import ClassTree, hierarchical_cross_entropy
-from lm.output.backends import BACKENDS, choose_backend, verify
-from lm.output.backends.base import Backend, Gradients, Needs, Problem
+from lm.output import ClassTree
+from lm.output.backends import choose_backend, verify
+from lm.output.backends.base import Needs, Problem
 from lm.output.backends.compiled import backend, loops
 from lm.output.backends.compiled.passes import target_log_prob
 from lm.output.backends.visits import route
 from lm.output.codegen import compilation, vectors
+from tests.conftest import python
 
-from ...definition import TREES, problem, two_level
+from ...definition import TREES, gradients, problem, two_level
 from ...laws import Case, Way, equals_the_definition, problem_of
 
 CPU = torch.device("cpu")
 Sizes = tuple[int, int, int, int]
 Kind = tuple[torch.dtype, torch.dtype | None, bool]
-ALL = Needs(hidden=True, weight=True, bias=True)
+EXAMPLE = Problem.without_values(30, 8, two_level(90, 9), torch.float32)
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
@@ -67,43 +67,29 @@ def test_exp_is_right_to_two_roundings_down_to_the_smallest_numbers() -> None:
     """The error of a word is its probability: exp of its logit, as the other one's is 0."""
     logit = -torch.linspace(0, 120, 4001)
     tree, weight = ClassTree.full(2), torch.tensor([[0.0], [1.0]])
-    hidden, target = logit[:, None].requires_grad_(), torch.zeros(4001, dtype=torch.int64)
-    loss = hierarchical_cross_entropy(
-        hidden, weight, target, tree, reduction="sum", backend="compiled"
-    )
-    loss.backward()  # type: ignore[no-untyped-call]
+    target, ones = torch.zeros(4001, dtype=torch.int64), torch.ones(4001)
+    _, d_hidden, _ = gradients([logit[:, None], weight], target, tree, ones, "compiled")
     exact = torch.sigmoid(logit.double())
-    assert hidden.grad is not None
-    error = (hidden.grad[:, 0] - exact).abs()
+    error = (d_hidden[:, 0] - exact).abs()
     normal = exact > 2e-38
     assert (error[normal] <= 2 * torch.finfo(torch.float32).eps * exact[normal]).all()
-    assert (hidden.grad[exact < 1e-39] == 0).all()
+    assert (d_hidden[exact < 1e-39] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_gradient_in_low_precision_is_rounded_once_to_nearest(dtype: torch.dtype) -> None:
     tree = two_level(300, 7)
-    *floats, target = problem(tree, 200, size=40, dtype=torch.float32)
-    hidden, weight, bias = (tensor.detach() for tensor in floats)
-    weight, bias = weight.to(dtype), bias.to(dtype)
+    hidden, *floats, target = problem(tree, 200, size=40, dtype=torch.float32)
+    rows = [tensor.to(dtype) for tensor in floats]
     d_nll = torch.randn(200)
     d_nll[5] = torch.nan
-    low = Problem.of(hidden, weight, target, tree, bias)
-    high = low._replace(weight=weight.float(), bias=bias.float())
-    rounded, exact = (_gradients(each, d_nll) for each in (low, high))
-    for ours, true in zip(rounded[1:], exact[1:], strict=True):
-        assert isinstance(ours, Tensor)
-        assert isinstance(true, Tensor)
-        torch.testing.assert_close(ours, true.to(dtype), rtol=0, atol=0, equal_nan=True)
-    assert isinstance(exact.d_weight, Tensor)
-    assert exact.d_weight.isnan().any()
-
-
-def _gradients(solved: Problem, d_nll: Tensor) -> Gradients:
-    """As the backend gives them."""
-    compiled: Backend = BACKENDS["compiled"]
-    _, _, saved = compiled.nll(solved, ALL)
-    return compiled.backward(d_nll, solved, saved, ALL)
+    low, high = (
+        gradients([hidden, *tables], target, tree, d_nll, "compiled")
+        for tables in (rows, [tensor.float() for tensor in rows])
+    )
+    for rounded, exact in zip(low[2:], high[2:], strict=True):
+        torch.testing.assert_close(rounded, exact.to(dtype), rtol=0, atol=0, equal_nan=True)
+    assert high[2].isnan().any()
 
 
 @pytest.mark.parametrize("tree", [*TREES.values(), ClassTree.two_level(torch.arange(70_000) // 2)])
@@ -111,7 +97,7 @@ def test_visits_are_those_of_the_reference(tree: ClassTree) -> None:
     """Ranks of the last tree's nodes have three digits."""
     hidden, weight, bias, target = problem(tree, 300)
     solved = Problem.of(hidden, weight, target, tree, bias)
-    _, saved = target_log_prob(solved, ALL)
+    _, saved = target_log_prob(solved, Needs(hidden=True, weight=True, bias=True))
     expected = route(target, tree.arrays, tree.depth, -100)
     for ours, theirs in zip(saved, expected, strict=False):
         assert torch.equal(ours, theirs)
@@ -119,37 +105,36 @@ def test_visits_are_those_of_the_reference(tree: ClassTree) -> None:
 
 def test_without_numba_auto_warns_and_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "has_numba", lambda: False)
-    example = Problem.without_values(30, 8, two_level(90, 9), torch.float32)
     with pytest.warns(UserWarning, match="slowly on cpu: .* requires numba: pip install numba"):
-        assert choose_backend("auto", example, CPU) == "reference"
+        assert choose_backend("auto", EXAMPLE, CPU) == "reference"
     with pytest.raises(ValueError, match="backend compiled requires numba: pip install numba"):
-        choose_backend("compiled", example, CPU)
+        choose_backend("compiled", EXAMPLE, CPU)
     with pytest.raises(ValueError, match="backend compiled requires a CPU, got cuda"):
-        choose_backend("compiled", example, torch.device("cuda"))
+        choose_backend("compiled", EXAMPLE, torch.device("cuda"))
     monkeypatch.undo()
-    unknown = example._replace(weight=example.weight.to(torch.float8_e5m2))
+    unknown = EXAMPLE._replace(weight=EXAMPLE.weight.to(torch.float8_e5m2))
     with pytest.raises(ValueError, match=r"backend compiled does not support torch\.float8_e5m2"):
         choose_backend("compiled", unknown, CPU)
 
 
-def test_wrong_loops_are_replaced_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+OTHER_NUMPY = Mock(side_effect=ImportError("Numba needs NumPy 2.3 or less."))
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "replacement", "problem"),
+    [
+        (loops, "backward", lambda *arguments: None, "d_weight is off by"),
+        (backend, "failures", OTHER_NUMPY, "ImportError: Numba needs"),
+    ],
+)
+def test_wrong_loops_and_a_numba_that_cannot_be_imported_are_replaced_with_one_warning(
+    module: Any, function: str, replacement: Any, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verify, "_differences", {})
-    monkeypatch.setattr(loops, "backward", lambda *arguments: None)
-    example = Problem.without_values(30, 8, two_level(90, 9), torch.float32)
-    with pytest.warns(UserWarning, match="compiled cannot be used on cpu.*d_weight is off by"):
-        assert choose_backend("auto", example, CPU) == "reference"
-    assert choose_backend("auto", example, CPU) == "reference"  # warnings are errors
-
-
-def test_a_numba_that_cannot_be_imported_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failures() -> verify.Failures:
-        raise ImportError("Numba needs NumPy 2.3 or less.")
-
-    monkeypatch.setattr(verify, "_differences", {})
-    monkeypatch.setattr(backend, "failures", failures)
-    example = Problem.without_values(30, 8, two_level(90, 9), torch.float32)
-    with pytest.warns(UserWarning, match="compiled cannot be used .* ImportError: Numba needs"):
-        assert choose_backend("auto", example, CPU) == "reference"
+    monkeypatch.setattr(module, function, replacement)
+    with pytest.warns(UserWarning, match=f"compiled cannot be used on cpu.*{problem}"):
+        assert choose_backend("auto", EXAMPLE, CPU) == "reference"
+    assert choose_backend("auto", EXAMPLE, CPU) == "reference"  # warnings are errors
 
 
 def without(name: str, code: str) -> str:
@@ -158,10 +143,7 @@ def without(name: str, code: str) -> str:
 
     features = codegen.get_host_cpu_features()  # type: ignore[no-untyped-call]
     limited = features.replace(f"+{name}", f"-{name}")
-    environment = os.environ | {"NUMBA_CPU_FEATURES": limited}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
+    done = python("-c", code, env=os.environ | {"NUMBA_CPU_FEATURES": limited})
     assert not done.returncode, done.stderr
     return done.stdout.strip()
 
@@ -222,16 +204,10 @@ def test_compiled_code_is_kept_until_a_file_with_loops_or_their_code_changes(
         "found(1.0, 2.0, 3)\n"
         "print(sum(found.stats.cache_hits.values()))"
     )
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    folders = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
 
     def num_hits() -> int:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=tmp_path,
-            env=environment | {"PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-        )
+        done = python("-c", code, cwd=tmp_path, env=os.environ | folders)
         assert not done.returncode, done.stderr
         return int(done.stdout)
 

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree
-from lm.output.backends.compiled import division, memory, passes
-from lm.output.rowwise import RowAdagrad, RowAdam, RowSGD, lookup
+from lm.output.backends.compiled import memory, passes
+from lm.output.rowwise import lookup
 
 from ...as_python import as_python
 from ...definition import TREES, gradients, nll, problem, two_level
+from ...laws import SETTINGS
+from ...rowwise.tables import OPTIMIZERS
 
 
 def results(tree: ClassTree, inputs: list[Tensor], target: Tensor) -> list[Tensor]:
@@ -20,8 +22,7 @@ def results(tree: ClassTree, inputs: list[Tensor], target: Tensor) -> list[Tenso
         upstream = torch.linspace(-1, 2, len(target))
         found = gradients(inputs, words, tree, upstream, "compiled")
     index = torch.tensor([0, tree.num_rows - 1, tree.num_rows // 2])
-    kinds: list[Any] = [RowSGD, RowAdagrad, RowAdam]
-    for kind in kinds:
+    for kind in OPTIMIZERS:
         torch.manual_seed(0)  # for rounding to bf16
         hidden, *table = (tensor.detach().clone() for tensor in inputs)
         optimizer = kind([each.requires_grad_() for each in table], lr=0.1)
@@ -55,23 +56,19 @@ def test_loops_have_the_results_of_python(
     tree: ClassTree, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts as of three threads, with gradients written past the caches."""
-    monkeypatch.setattr(division, "LEAST_COLUMNS", 0)
-    monkeypatch.setattr(division, "_in_threads", lambda *_: None)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(passes, "LEAST_ZEROS", 0)
-    monkeypatch.setattr(memory, "LARGE_BYTES", 1 << 12)
     monkeypatch.setattr(memory, "_free", [])
-    *inputs, target = problem(tree, 70, size=33, dtype=dtype)
     monkeypatch.setattr(passes, "FORMED_VISITS", 20)
     monkeypatch.setattr(passes, "NARROW", 2)
-    modules = as_python("backends.compiled.loops", "backends.compiled.row_updates")
-    expected = results(tree, inputs, target)
-    monkeypatch.setattr(modules["loops"], "CACHE_BYTES", 1 << 12)
-    for module in modules.values():
-        monkeypatch.setattr(module, "row_address", row_address)
-    monkeypatch.setattr(passes, "loops", modules["loops"])
-    monkeypatch.setattr(passes, "CompiledFactors", modules["row_updates"].CompiledFactors)
+    *inputs, target = problem(tree, 70, size=33, dtype=dtype)
     near = 1e-12 if dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(results(tree, inputs, target), expected, rtol=near, atol=near)
-    with pytest.raises(IndexError, match="target -1 is out of bounds"):
-        results(tree, inputs, target.clamp(max=-1))
+    with SETTINGS["three parts"]():
+        modules = as_python("backends.compiled.loops", "backends.compiled.row_updates")
+        expected = results(tree, inputs, target)
+        monkeypatch.setattr(modules["loops"], "CACHE_BYTES", 1 << 12)
+        for module in modules.values():
+            monkeypatch.setattr(module, "row_address", row_address)
+        monkeypatch.setattr(passes, "loops", modules["loops"])
+        monkeypatch.setattr(passes, "CompiledFactors", modules["row_updates"].CompiledFactors)
+        torch.testing.assert_close(results(tree, inputs, target), expected, rtol=near, atol=near)
+        with pytest.raises(IndexError, match="target -1 is out of bounds"):
+            results(tree, inputs, target.clamp(max=-1))

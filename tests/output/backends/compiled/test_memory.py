@@ -1,24 +1,23 @@
 """Gradients in mapped and in reused memory are zero where nothing was written."""
 
 import mmap
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output import ClassTree
 from lm.output.backends.compiled import loops, memory
-from lm.output.functional import BackendName
 
-BACKENDS: tuple[BackendName, BackendName] = "compiled", "reference"
+from ...definition import nll
 
 
 def gradient(
-    hidden: Tensor, weight: Tensor, target: Tensor, tree: ClassTree, backend: BackendName
+    hidden: Tensor, weight: Tensor, target: Tensor, tree: ClassTree, backend: str
 ) -> Tensor:
-    nll = hierarchical_cross_entropy(hidden, weight, target, tree, backend=backend)
-    return torch.autograd.grad(nll, weight)[0]
+    loss = nll([hidden, weight, target], tree, reduction="mean", backend=backend)
+    return torch.autograd.grad(loss, weight)[0]
 
 
 @pytest.mark.parametrize("sizes", [(400, 400), (400, 600, 400)])
@@ -35,27 +34,23 @@ def test_each_layer_of_a_process_reuses_its_gradients_memory(
     trees = [ClassTree.two_level(torch.arange(size) // 20) for size in sizes]
     weights = [torch.randn(tree.num_rows, 80, requires_grad=True) for tree in trees]
     hidden, words = torch.randn(400, 80), torch.arange(400)
-    num_mapped, real = 0, mmap.mmap
-
-    def counted(*arguments: Any, **options: Any) -> mmap.mmap:
-        nonlocal num_mapped
-        num_mapped += 1
-        return real(*arguments, **options)
+    mapped = Mock(side_effect=mmap.mmap)
 
     def train(target: Tensor) -> int:
         """The number of gradients in fresh memory."""
-        nonlocal num_mapped
-        num_mapped, grads = 0, []
+        mapped.reset_mock()
+        grads = []
         for tree, weight in zip(trees, weights, strict=True):
-            found, expected = (gradient(hidden, weight, target, tree, way) for way in BACKENDS)
+            found = gradient(hidden, weight, target, tree, "compiled")
+            expected = gradient(hidden, weight, target, tree, "reference")
             torch.testing.assert_close(found, expected)
             grads.append(found.fill_(torch.nan))
             del found
             if not alive:
                 grads.clear()
-        return num_mapped
+        return mapped.call_count
 
-    monkeypatch.setattr(mmap, "mmap", counted)
+    monkeypatch.setattr(mmap, "mmap", mapped)
     assert train(words) == (len(sizes) if alive else len(set(sizes)))
     assert train(words % 280) == 0
     assert train(words % 40) == len(sizes)

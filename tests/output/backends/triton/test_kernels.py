@@ -1,8 +1,5 @@
 """The fused kernels in the interpreter: routing, and what they read and save."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -11,12 +8,20 @@ from lm.output.backends import BACKENDS
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton import backend as triton_backend
 from lm.output.backends.triton.backend import TritonBackend
-from lm.output.backends.triton.launch import Launch, execute, instrumented
+from lm.output.backends.triton.launch import Launch, instrumented
 from lm.output.backends.triton.plan import Memory, path_slots
 from lm.output.backends.triton.routing import Routing, sizes
 from lm.output.backends.visits import route
+from tests.conftest import python
 
-from ...definition import SMALL_TILES, gradients, problem, two_level, zipf_targets
+from ...definition import (
+    SMALL_TILES,
+    execute_routing,
+    gradients,
+    problem,
+    two_level,
+    zipf_targets,
+)
 
 pytest.importorskip("triton")
 
@@ -34,21 +39,18 @@ def test_a_batch_that_would_save_too_much_saves_nothing(monkeypatch: pytest.Monk
     torch.testing.assert_close(softmaxes.nll_by_level().sum(0), expected)
 
 
-def test_autocast_reads_full_precision_weights_without_casting_them_as_a_whole() -> None:
+def test_autocast_reads_full_precision_weights_without_casting_them_as_a_whole(
+    launches: list[Launch],
+) -> None:
     tree = two_level(60, 8)
     hidden, weight, bias, target = problem(tree, 40, size=32, dtype=torch.float32)
     inputs = [hidden.half().float(), weight, bias]
-    products: list[tuple[torch.dtype, torch.dtype]] = []
-
-    def run(launch: Launch) -> None:
-        if (of := launch.arguments.get("inputs")) is not None:
-            products.append((of.sorted_hidden.dtype, of.weight.dtype))
-        execute(launch)
-
-    with torch.autocast("cpu", torch.float16), instrumented(run=run):
+    with torch.autocast("cpu", torch.float16):
         ours = gradients(inputs, target, tree, torch.ones(40), "triton")
     truth = gradients(inputs, target, tree, torch.ones(40), "reference")
-    assert products == [(torch.float16, torch.float32)] * 3
+    products = [each.arguments["inputs"] for each in launches if "inputs" in each.arguments]
+    dtypes = [(of.sorted_hidden.dtype, of.weight.dtype) for of in products if of is not None]
+    assert dtypes == [(torch.float16, torch.float32)] * 3
     assert [each.dtype for each in ours] == [torch.float32] * 4
     torch.testing.assert_close(ours, truth, rtol=0.02, atol=2e-3)
 
@@ -96,13 +98,8 @@ print("last rows: right")
 
 def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     """In a separate process: with 32-bit offsets it would be killed."""
-    done = subprocess.run(
-        [sys.executable, "-c", LAST_ROWS], capture_output=True, text=True, check=False
-    )
+    done = python("-c", LAST_ROWS)
     assert done.stdout == "last rows: right\n", done.stderr[-2000:]
-
-
-ROUTING = ("_sort", "_merge", "_plan")
 
 
 @pytest.mark.parametrize(
@@ -126,11 +123,7 @@ def test_visits_are_those_of_the_reference_in_lists_that_have_room(
     hidden, weight = torch.zeros(num_positions, 1), torch.zeros(tree.num_rows, 1)
     given = Problem.of(hidden, weight, target, tree)
 
-    def run(launch: Launch) -> None:
-        if launch.kernel.__name__ in ROUTING:
-            execute(launch)
-
-    with instrumented(run=run, tiles=SMALL_TILES):
+    with instrumented(run=execute_routing, tiles=SMALL_TILES):
         _, _, saved = TritonBackend().nll(given, Needs(True, True, False))
         most = sizes(given, SMALL_TILES)
     assert isinstance(saved, Memory)

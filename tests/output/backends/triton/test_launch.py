@@ -1,6 +1,5 @@
 """What is launched and allocated for the fused kernels, and what they refuse."""
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -15,34 +14,21 @@ from lm.output.backends import BACKENDS
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton import backend as triton_backend
 from lm.output.backends.triton import plan, tile_shapes
-from lm.output.backends.triton.launch import Launch, execute, instrumented
+from lm.output.backends.triton.launch import Launch, instrumented
 from lm.output.backends.triton.tile_shapes import tiles
 
 from ...definition import nll, problem, two_level
 
 pytest.importorskip("triton")
 
-
-@pytest.fixture
-def launches() -> Iterator[list[Launch]]:
-    """Launches, as they are executed."""
-    found: list[Launch] = []
-
-    def run(launch: Launch) -> None:
-        found.append(launch)
-        execute(launch)
-
-    with instrumented(run=run):
-        yield found
+TREE = two_level(60, 8)
 
 
 def test_without_gradients_no_exponentials_are_saved(launches: list[Launch]) -> None:
-    tree = two_level(60, 8)
-    hidden, weight, bias, target = problem(tree, 40, size=16, dtype=torch.float32)
+    inputs = problem(TREE, 40, size=16, dtype=torch.float32)
     with torch.no_grad():
-        nll = hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
-        truth = hierarchical_cross_entropy(hidden, weight, target, tree, bias)
-    torch.testing.assert_close(nll, truth)
+        found, truth = (nll(inputs, TREE, backend=name) for name in ("triton", "reference"))
+    torch.testing.assert_close(found, truth)
     assert launches[-1].arguments["saved"].exp_logits is None
 
 
@@ -66,12 +52,11 @@ def test_another_precision_in_the_backward_is_refused(
 
 
 def test_tf32_may_be_allowed_for_one_backend_of_torch(launches: list[Launch]) -> None:
-    tree = two_level(60, 8)
-    hidden, weight, _, target = problem(tree, 20, size=16, dtype=torch.float32)
+    inputs = problem(TREE, 20, size=16, dtype=torch.float32)
     try:
         for precision in ("tf32", "ieee"):
             torch.backends.cuda.matmul.fp32_precision = precision
-            hierarchical_cross_entropy(hidden, weight, target, tree, backend="triton")
+            nll(inputs, TREE, backend="triton")
             assert launches[-1].arguments["META"].precision == precision
             expected = tiles(
                 (torch.float32, torch.float32), 90, (16, 16), 8, tensor_cores=precision == "tf32"
@@ -127,10 +112,9 @@ def test_a_step_has_two_operations_of_torch_next_to_its_launches(
     """
     monkeypatch.setattr(triton_backend, "check_words", lambda *of: None)  # of the CPU
     monkeypatch.setattr("lm.output.functional.eager", lambda *of: True)  # in spite of the mode
-    tree = two_level(60, 8)
-    *inputs, target = problem(tree, 40, size=16, dtype=dtype)
+    inputs = problem(TREE, 40, size=16, dtype=dtype)
     with instrumented(run=lambda _: None), _Operations() as found:
-        loss = nll([*inputs, target], tree, backend="triton", reduction="sum", row_wise=row_wise)
+        loss = nll(inputs, TREE, backend="triton", reduction="sum", row_wise=row_wise)
         torch.autograd.backward(loss)
     scale = ["abs"] * (dtype == torch.float16)
     assert found.names == ["sum", "ones_like", *scale]
@@ -152,11 +136,10 @@ def test_batches_of_many_sizes_share_one_compilation() -> None:
 
 
 def test_problems_that_the_kernels_cannot_solve_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = two_level(60, 8)
-    hidden, weight, bias, target = problem(tree, 20, size=16, dtype=torch.float32)
+    hidden, weight, bias, target = problem(TREE, 20, size=16, dtype=torch.float32)
 
     def loss(weight: Tensor = weight) -> Tensor:
-        return hierarchical_cross_entropy(hidden, weight, target, tree, bias, backend="triton")
+        return nll([hidden, weight, bias, target], TREE, backend="triton")
 
     message = r"requires compute capability 8.0, got 7.5"
     with instrumented(capability=75), pytest.raises(ValueError, match=message):
@@ -182,8 +165,7 @@ def test_versions_of_triton_without_fences_are_refused_unless_for_timing(
     monkeypatch.setattr("triton.__version__", version)
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.delenv("SQRTLM_UNSAFE_TRITON", raising=False)
-    hidden, weight, _, target = problem(tree := two_level(60, 8), 40, size=16, dtype=torch.float32)
-    of, device = Problem.of(hidden, weight, target, tree), torch.device("cuda")
+    of, device = Problem.without_values(40, 16, TREE, torch.float32), torch.device("cuda")
     with instrumented(capability=90):
         found = BACKENDS["triton"].obstacle(of, device)
         monkeypatch.setenv("SQRTLM_UNSAFE_TRITON", "1")
@@ -196,10 +178,8 @@ def test_versions_of_triton_without_fences_are_refused_unless_for_timing(
 def test_plans_are_made_anew_after_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MAX_PLANS", 2)
     monkeypatch.setattr(plan, "_plans", {})
-    tree = two_level(60, 8)
-    made = [
-        plan.plan_for(Problem.without_values(n, 16, tree, torch.float32)) for n in (1, 2, 1, 3, 1)
-    ]
+    problems = [Problem.without_values(n, 16, TREE, torch.float32) for n in (1, 2, 1, 3, 1)]
+    made = [plan.plan_for(each) for each in problems]
     assert made[0] is made[2]
     assert made[4] is not made[0]
     assert [each.num_positions for each in made] == [1, 2, 1, 3, 1]

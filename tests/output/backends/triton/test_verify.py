@@ -1,6 +1,7 @@
 """Backend "auto" compares the kernels with the reference first; here in the interpreter."""
 
 from subprocess import CalledProcessError
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lm.output.backends.triton import backend
 from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.verify import Kind
 
-from ...definition import problem
+from ...definition import ROUTING, execute_routing, problem
 
 pytest.importorskip("triton")
 from triton.compiler.errors import CompilationError
@@ -43,25 +44,19 @@ def _verified_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     monkeypatch.setattr(BACKENDS["compiled"], "automatic_on", frozenset())
 
 
-def test_correct_kernels_are_taken_after_one_comparison() -> None:
-    names: list[str] = []
-
-    def run(launch: Launch) -> None:
-        names.append(launch.kernel.__name__)
-        execute(launch)
-
-    with instrumented(run=run), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+def test_correct_kernels_are_taken_after_one_comparison(launches: list[Launch]) -> None:
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         assert choose_backend("auto", HALF, CPU) == "triton"
-        count = len(names)
+        count = len(launches)
         assert choose_backend("auto", HALF, CPU) == "triton"
-    assert len(names) == count > 0
+    assert len(launches) == count > 0
+    names = [each.kernel.__name__ for each in launches]
     assert names[-2:] == ["_update", "_update"]  # norms, and a step that reads them
 
 
 def test_the_problem_of_the_comparison_has_all_that_programs_work_on() -> None:
     whole, _ = TINY_PROBLEM(KIND)
-    routing = ("_sort", "_merge", "_plan")
-    with instrumented(run=lambda of: execute(of) if of.kernel.__name__ in routing else None):
+    with instrumented(run=execute_routing):
         _, _, saved = BACKENDS["triton"].nll(whole, Needs(True, True, True))
     assert saved[0][:7].all()
 
@@ -95,7 +90,7 @@ def test_without_any_one_launch_auto_warns_and_takes_the_reference() -> None:
     with instrumented(run=run):
         assert choose_backend("auto", HALF, CPU) == "triton"
     expected = list(names)
-    chosen = [i for i, name in enumerate(expected) if name not in ("_sort", "_merge", "_plan")]
+    chosen = [i for i, name in enumerate(expected) if name not in ROUTING]
     chosen.remove(len(expected) - 1 - expected[::-1].index("_heavy"))
     assert "_update" in expected
     for faulty in chosen:
@@ -122,69 +117,54 @@ def test_without_any_one_launch_auto_warns_and_takes_the_reference() -> None:
     ids=lambda failure: type(failure).__name__,
 )
 def test_kernels_that_do_not_compile_are_replaced_with_one_warning(failure: Exception) -> None:
-    def run(launch: Launch) -> None:
-        raise failure
-
-    with instrumented(run=run), pytest.warns(UserWarning, match=type(failure).__name__) as seen:
+    warning = pytest.warns(UserWarning, match=type(failure).__name__)
+    with instrumented(run=Mock(side_effect=failure)), warning as seen:
         assert choose_backend("auto", HALF, CPU) == "reference"
     assert str(failure).splitlines()[0] in str(seen[0].message)
     assert choose_backend("auto", HALF, CPU) == "reference"  # warnings are errors
 
 
 def test_a_lack_of_memory_does_not_condemn_the_kernels() -> None:
-    def run(launch: Launch) -> None:
-        raise torch.OutOfMemoryError
-
+    run = Mock(side_effect=torch.OutOfMemoryError)
     with instrumented(run=run), pytest.raises(torch.OutOfMemoryError):
         choose_backend("auto", HALF, CPU)
     assert choose_backend("auto", HALF, CPU) == "triton"
+
+
+def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hierarchical_cross_entropy(hidden, weight, torch.arange(9), TREE)
 
 
 def test_a_model_is_traced_with_a_warning_where_paths_are_too_wide(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backend, "MAX_COLUMNS", 10)
-    hidden, weight = torch.randn(9, 16).half(), torch.randn(TREE.num_rows, 16).half()
-
-    def loss(hidden: Tensor) -> Tensor:
-        return hierarchical_cross_entropy(hidden, weight, torch.arange(9), TREE)
-
+    inputs = torch.randn(9, 16).half(), torch.randn(TREE.num_rows, 16).half()
     with pytest.warns(UserWarning, match="slowly on cpu: .* takes at most 10 columns"):
-        expected = loss(hidden)
+        expected = loss(*inputs)
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="eager")
     with pytest.warns(UserWarning, match="slowly on cpu"):
-        torch.testing.assert_close(compiled(hidden), expected)
+        torch.testing.assert_close(compiled(*inputs), expected)
 
 
 @pytest.mark.parametrize("faulty", [False, True])
-def test_the_choice_is_made_while_a_model_is_traced(faulty: bool) -> None:
-    hidden, weight = torch.randn(9, 16).half(), torch.randn(TREE.num_rows, 16).half()
-    target = torch.arange(9)
-    torch.compiler.reset()
-
-    def loss(hidden: Tensor) -> Tensor:
-        return hierarchical_cross_entropy(hidden, weight, target, TREE)
-
-    expected = loss(hidden) if not faulty else None
+def test_the_choice_is_made_while_a_model_is_traced(faulty: bool, launches: list[Launch]) -> None:
+    inputs = torch.randn(9, 16).half(), torch.randn(TREE.num_rows, 16).half()
+    expected = loss(*inputs) if not faulty else None
     verify._differences.clear()
     if faulty:
         verify._differences["backend triton", CPU, KIND] = "wrong"
-    names: list[str] = []
-
-    def run(launch: Launch) -> None:
-        names.append(launch.kernel.__name__)
-        execute(launch)
-
+    launches.clear()
+    torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="eager")
-    with instrumented(run=run):
-        actual = compiled(hidden)
-        traced = len(names)
-        torch.testing.assert_close(compiled(hidden), actual)
+    actual = compiled(*inputs)
+    traced = len(launches)
+    torch.testing.assert_close(compiled(*inputs), actual)
     if expected is not None:
         torch.testing.assert_close(actual, expected)
     assert len(verify._differences) == 1
-    assert (len(names) > traced > 0) != faulty
+    assert (len(launches) > traced > 0) != faulty
 
 
 def test_fake_tensors_are_compared_in_real_ones() -> None:
