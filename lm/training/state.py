@@ -283,7 +283,7 @@ class TrainingState:
             valid_perplexity=None if valid is None else valid.perplexity,
             skipped_steps=progress.skipped_steps,
             seconds=round(progress.seconds, 3),
-            tokens_per_second=round(num_tokens / max(seconds, 1e-9)),
+            tokens_per_second=float(round(num_tokens / max(seconds, 1e-9))),
             valid_hit_rate=None if valid is None else valid.hit_rate,
             valid_ndcg=None if valid is None else valid.ndcg,
         )
