@@ -30,13 +30,7 @@ over two fifths of the rows: it is faster then (one position, one thread: 1/4 to
 """
 _OPERATIONS = Finder(search.topk, search.nuclei, search.within_ratio, draw_words)
 _KERNEL = _OPERATIONS._replace(draw_words=fused.draw_words)
-_LOOPS = Finder(
-    compiled.topk,
-    compiled.nuclei,
-    compiled.within_ratio,
-    compiled.draw_words,
-    draw_in_nuclei=compiled.draw_words,
-)
+_LOOPS = Finder(compiled.topk, compiled.nuclei, compiled.within_ratio, compiled.draw_words)
 
 
 def log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None = None) -> Tensor:

@@ -58,7 +58,7 @@ def test_frequencies_match_the_full_distribution(
     layer, given, num = random_layer(shape, num_positions=3), dict(options), 7000
     full, left_out = word_log_prob(*layer), [set(options.get("excluded", ()))] * 3
     if is_own:
-        monkeypatch.setattr(draws, "NUM_DRAWS", 1)  # half of the words outside a nucleus are left
+        monkeypatch.setattr(compiled, "NUM_DRAWS", 1)  # half of those outside a nucleus are left
         excluded = torch.tensor([[3, 3, int(full[0].argmax())], [0, 1, 11], [-1, -1, -1]])
         given["own_excluded"] = excluded[:, None].expand(-1, num, -1)
         left_out = [set(words) - {-1} for words in excluded.tolist()]
