@@ -111,8 +111,7 @@ def _by_node(
         visited, visit = torch.unique_consecutive(position[each.visits], return_inverse=True)
         node_log_q = node_log_softmax(flat[visited], node_rows, node_bias)
         log_q.append(node_log_q[visit, row[each.visits] - each.rows.start])
-    if log_q:
-        by_level = by_level.index_copy(0, term, torch.cat(log_q))
+    by_level = by_level.index_copy(0, term, torch.cat([flat.new_empty(0), *log_q]))
     return by_level.view(rows.shape).sum(-1)
 
 
