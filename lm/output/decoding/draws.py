@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 from torch import Tensor
 
-from lm.output.backends.nodes import node_log_softmax, visited_nodes
+from lm.output.backends.nodes import node_log_softmax, visited_nodes, with_rows
 from lm.output.backends.verify import Kind
 from lm.output.decoding.positions import Positions
 from lm.output.decoding.search import BLOCK_ELEMENTS, TopK, all_words, every, nuclei, nucleus
@@ -245,9 +245,7 @@ def _draw_along_path(positions: Positions, uniforms: Uniforms) -> Tensor:
 
     The host waits for the device a few times per level. Logits of whole paths fit in a block.
     """
-    hidden, weight, tree, bias = (
-        positions.hidden, positions.weight, positions.tree, positions.bias
-    )  # fmt: skip
+    hidden, tree = positions.hidden, positions.tree
     word, step = torch.empty_like(uniforms.seeds), max(1, BLOCK_ELEMENTS // tree.max_path_columns)
     for position in torch.split(every(positions), step):
         node = torch.zeros_like(position)
@@ -256,12 +254,11 @@ def _draw_along_path(positions: Positions, uniforms: Uniforms) -> Tensor:
             node, order = node.sort(stable=True)
             position, uniform = position[order], uniforms.draw(position)[order]
             found, finite = [], []
-            for each in visited_nodes(node[None], tree):
-                visits, rows = each.visits, each.rows
-                node_bias = None if bias is None else bias[rows]
-                log_q = node_log_softmax(hidden[position[visits]], weight[rows], node_bias)
+            nodes = visited_nodes(node[None], tree)
+            for each, rows, bias in with_rows(nodes, positions.weight, positions.bias):
+                log_q = node_log_softmax(hidden[position[each.visits]], rows, bias)
                 finite.append(log_q.isfinite().all(dim=1))
-                found.append(draw(log_q.double(), uniform[visits]) + rows.start)
+                found.append(draw(log_q.double(), uniform[each.visits]) + each.rows.start)
             positions.check_finite(torch.cat(finite), position)
             item = tree.item_of_row[torch.cat(found)]
             word[position] = item  # nodes are replaced below
