@@ -27,7 +27,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lm.output.layer import HierarchicalSoftmax
-from lm.output.tree.class_tree import ClassTree
+from lm.output.tree.class_tree import DEFINING, ClassTree
 
 _DRAWN = ("temperature", "top_k", "top_p", "min_p")
 _KNOWN = {
@@ -35,7 +35,6 @@ _KNOWN = {
     *("attention_mask", *_DRAWN),
     *("bos_token_id", "transformers_version", "_from_model_config"),  # without effect here
 }
-_TREE = ("num_children", "row_of_node", "row_of_word")
 
 
 class TreeConfig(PreTrainedConfig):
@@ -70,7 +69,7 @@ class TreeConfig(PreTrainedConfig):
 
         `tie_word_embeddings=False`: words have input vectors of their own, else the layer's rows.
         """
-        arrays = {name: getattr(tree.arrays, name).tolist() for name in _TREE}
+        arrays = {name: getattr(tree.arrays, name).tolist() for name in DEFINING}
         values = backbone.to_dict() | {"vocab_size": tree.vocab_size}
         known = {name: getattr(backbone, name) for name in ("eos_token_id", "pad_token_id")}
         return cls(values, arrays, **(known | settings))
@@ -89,7 +88,7 @@ class TreeForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         values = dict(config.backbone or {})
         backbone = AutoConfig.for_model(values.pop("model_type"), **values)
-        arrays = (torch.tensor((config.tree or {})[name], device="cpu") for name in _TREE)
+        arrays = (torch.tensor((config.tree or {})[name], device="cpu") for name in DEFINING)
         tree = ClassTree(*arrays)
         self.model = AutoModel.from_config(backbone)
         size = backbone.hidden_size

@@ -79,10 +79,11 @@ def with_rows(
     return ((node, *rows) for node, rows in zip(nodes, portions, strict=True))
 
 
-def sorted_hidden(hidden: Tensor, position: Tensor, row_size: int) -> Tensor:
+def sorted_hidden(problem: Problem, position: Tensor) -> Tensor:
     """The hidden vectors [P, W] of the sorted positions, in the dtype that sums are formed in."""
-    hidden = hidden.index_select(0, position).to(compute_dtype(hidden.dtype))
-    return followed_by_zeros(hidden, row_size)
+    dtype = compute_dtype(problem.hidden.dtype)
+    hidden = problem.hidden.index_select(0, position).to(dtype)
+    return followed_by_zeros(hidden, problem.weight.shape[1])
 
 
 def node_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -111,7 +112,7 @@ def lse_by_level(problem: Problem) -> Tensor:
     """
     check_words("target", problem.target, problem.vocab_size, problem.ignore_index)
     position, node, _ = route(problem.target, problem.tree, problem.depth, problem.ignore_index)
-    hidden = sorted_hidden(problem.hidden, position, problem.weight.shape[1])
+    hidden = sorted_hidden(problem, position)
     nodes = visited_nodes(node, problem.tree)
     rows = with_rows(nodes, problem.weight, problem.bias)
     with torch.autocast(hidden.device.type, enabled=False):

@@ -27,7 +27,7 @@ from lm.output.backends.base import Backend, Gradients, Needs, Problem, Softmaxe
 from lm.output.backends.nodes import sorted_hidden, visited_nodes
 from lm.output.backends.visits import Visits, route
 from lm.output.inputs import check_words, compute_dtype
-from lm.output.rowwise.factors import RowFactors, Visited
+from lm.output.rowwise.factors import RowFactors, Visited, with_places
 from lm.output.rowwise.row_gradient import RowGradient
 
 
@@ -60,7 +60,7 @@ class ReferenceBackend(Backend):
         tree, ignore_index = problem.tree, problem.ignore_index
         check_words("target", problem.target, problem.vocab_size, ignore_index)
         visits = route(problem.target, tree, problem.depth, ignore_index, problem.shard)
-        hidden = sorted_hidden(problem.hidden, visits.position, problem.weight.shape[1])
+        hidden = sorted_hidden(problem, visits.position)
         largest = hidden.new_full(visits.node.shape, torch.finfo(hidden.dtype).min)
         total, target_logit = torch.zeros_like(largest), torch.zeros_like(largest)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -83,12 +83,13 @@ class ReferenceBackend(Backend):
         largest, log_total = saved.largest, saved.log_total
         if lse is not None:
             largest, log_total = lse.index_select(1, visits.position), torch.zeros_like(lse)
-        hidden = sorted_hidden(problem.hidden, visits.position, problem.weight.shape[1])
+        hidden = sorted_hidden(problem, visits.position)
         d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
         d_nll = d_nll.to(hidden.dtype).index_select(0, visits.position)[:, None]
         scaled, d_hidden = d_nll * hidden, torch.zeros_like(hidden)
         tables = problem.weight if needs.weight else None, problem.bias if needs.bias else None
         vectors, nodes, errors = (scaled, d_nll), list[tuple[int, ...]](), [hidden.new_empty(0)]
+        num_held = 0
         found: list[Any] = [  # dense, or of rows that have been formed
             None if t is None else [v[:0]] if needs.row_wise else t.new_zeros(t.shape)
             for t, v in zip(tables, vectors, strict=True)
@@ -105,9 +106,10 @@ class ReferenceBackend(Backend):
                 if not (needs.weight or needs.bias):
                     continue
                 rows, visited = block.rows, (at[1].start, at[1].stop)
-                nodes.append((*visited, rows.start, error.shape[1], block.is_held))
+                nodes.append((*visited, rows.start, error.shape[1], num_held, block.is_held))
                 if block.is_held:
                     errors.append(error.flatten())
+                    num_held += error.numel()
                     continue
                 for each, of in zip(found, vectors, strict=True):
                     if isinstance(each, list):
@@ -115,7 +117,8 @@ class ReferenceBackend(Backend):
                     elif each is not None:
                         each[rows] = (error.T @ of[at[1]]).view(each[rows].shape)  # rounded once
         if needs.row_wise:
-            listed, flat = _listed(nodes), torch.cat(errors)
+            listed = torch.tensor(nodes, dtype=torch.int64, device="cpu").view(-1, 6)
+            listed, flat = with_places(listed, listed[:, 5] == 0), torch.cat(errors)
             for i, table in enumerate(tables):
                 if table is not None:
                     of_batch = Visited(listed, flat, vectors[i], torch.cat(found[i]))
@@ -159,12 +162,3 @@ def _blocks(
             is_inside = (child >= 0) & (child < logits.shape[1])
             child = child.clamp(0, logits.shape[1] - 1)
             yield _Block(at, rows, block_weight, logits, child, is_inside, is_held)
-
-
-def _listed(nodes: list[tuple[int, ...]]) -> Tensor:
-    """`Visited.nodes`, given first visit and end, first row, width, and whether errors are held."""
-    listed = torch.tensor(nodes, dtype=torch.int64, device="cpu").view(-1, 5)
-    first, end, _, width, is_held = listed.unbind(1)
-    size, rows = (end - first) * width * is_held, width * (1 - is_held)
-    place = (rows.cumsum(0) - rows).where(is_held == 0, -1)
-    return torch.column_stack([listed[:, :4], size.cumsum(0) - size, place])

@@ -17,7 +17,7 @@ there is, which stands for those beyond it.
 - `vectors`: operations on vectors as wide as the processor's registers, of fp32, fp64 or pairs of
   bf16 numbers, and loops over a row that mask its last vector.
 - `tiles`: products of matrices. A tile of sums stays in registers while vectors are read.
-- `rows`: softmaxes, exponentials, sums and steps of optimizers, along rows.
+- `row_operations`: softmaxes, exponentials and sums, along rows.
 - `sorting`: radix sort and heaps, without instructions of LLVM.
 
 Sums are formed in an order that does not depend on how work is divided among threads. To add an

@@ -61,6 +61,7 @@ class Vectors:
         self.item_bytes = _size(self.scalar)[0]
         self.lanes = VECTOR_BYTES // self.item_bytes
         self.vector = ir.VectorType(self.scalar, self.lanes)
+        self.words = ir.VectorType(ir.IntType(32), self.lanes)
         self.zero = ir.Constant(self.vector, None)
 
     def pointer(self, address: Any, dtype: Any, index: Any = None) -> Any:
@@ -125,8 +126,7 @@ class Vectors:
 
     def dot(self, a: Any, b: Any, c: Any) -> Any:
         """C in fp32 plus both products of the pairs of bf16 numbers in each lane of a and b."""
-        pairs = ir.VectorType(ir.IntType(32), self.lanes)
-        arguments = [c, *(self.builder.bitcast(pair, pairs) for pair in (a, b))]
+        arguments = [c, *(self.builder.bitcast(pair, self.words) for pair in (a, b))]
         return self._call("llvm.x86.avx512bf16.dpbf16ps.512", self.vector, arguments)
 
     def interleaved(self, a: Any, b: Any) -> list[Any]:
@@ -168,7 +168,7 @@ class Vectors:
 
     def paired(self, a: Any, b: Any) -> Any:
         """The pairs of both vectors' numbers, rounded to bf16, in the lanes of one."""
-        builder, words = self.builder, ir.VectorType(ir.IntType(32), self.lanes)
+        builder, words = self.builder, self.words
         short = ir.VectorType(ir.IntType(16), self.lanes)
         low, high = (builder.zext(self._narrowed(value, short), words) for value in (a, b))
         pairs = builder.or_(low, builder.shl(high, constant_of(words, 16)))
@@ -236,8 +236,8 @@ class Vectors:
         series = self.constant(1 / math.factorial(_TERMS[name] - 1))
         for i in range(_TERMS[name] - 2, -1, -1):
             series = self.multiply_add(series, r, self.constant(1 / math.factorial(i)))
-        words = ir.VectorType(ir.IntType(32), self.lanes)  # all processors convert to 32 bits
-        exponent = builder.add(builder.fptosi(n, words), constant_of(words, bias))
+        whole = builder.fptosi(n, self.words)  # all processors convert to 32 bits
+        exponent = builder.add(whole, constant_of(self.words, bias))
         if width == 64:
             exponent = builder.sext(exponent, ir.VectorType(INT, self.lanes))
         power = builder.shl(exponent, constant_of(exponent.type, fraction))
@@ -257,9 +257,8 @@ class Vectors:
 
     def lane_is(self, number: Any) -> Any:
         """Which lane has a number, if any."""
-        words = ir.VectorType(ir.IntType(32), self.lanes)
-        lanes = ir.Constant(words, list(range(self.lanes)))
-        wanted = self.everywhere(self.builder.trunc(number, words.element))
+        lanes = ir.Constant(self.words, list(range(self.lanes)))
+        wanted = self.everywhere(self.builder.trunc(number, self.words.element))
         return self.builder.icmp_signed("==", lanes, wanted)
 
     @contextmanager

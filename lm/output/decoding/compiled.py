@@ -32,6 +32,9 @@ NODE_COST = 4096
 ten times as long as finding the node."""
 NO_RATIO = 5e-324
 """The smallest number, which excludes no word as `ratio` to the largest weight."""
+NUM_DRAWS = 64
+"""Words drawn at most in search of one in a nucleus; for p ≥ 1/10, all are outside with a
+probability of 0.1 % or less."""
 BLOCK_ELEMENTS = 1 << 23
 """Most words that memory is reserved for at once; only those found take it."""
 
@@ -125,25 +128,26 @@ def _sets(
             yield position[is_found], of_found, position[~is_found]
 
 
-def draw_words(
-    positions: Positions, seeds: Tensor, power: float, top_p: float = 1.0, num_draws: int = 1
-) -> Tensor:
-    """See `draws.draw_words`.
-
-    With `top_p`, it is the first word that is in the nucleus, or -1 if none of `num_draws` is.
-    """
+def draw_words(positions: Positions, seeds: Tensor, power: float, top_p: float = 1.0) -> Tensor:
+    """See `draws.draw_words`; the first word that is in the nucleus, if one of `NUM_DRAWS` is."""
     from lm.output.decoding.loops import draw_loops
 
     word = torch.empty_like(seeds)
     is_plain = power == 1 and positions.penalty is None
     layer, width = _layer(positions, 0, len(word)), positions.tree.max_path_columns
-    goal = draw_loops.DrawGoal(power, is_plain, float(top_p), num_draws)
+    goal = draw_loops.DrawGoal(power, is_plain, float(top_p), NUM_DRAWS if top_p < 1 else 1)
     wrong, num_opened = draw_loops.draw_words(
         layer, own(seeds.contiguous()), goal, width, own(word)
     )
     if wrong >= 0:
         positions.refuse(wrong)
     positions.num_opened += num_opened
+    left = (word < 0).nonzero().squeeze(1) if top_p < 1 else word[:0]
+    if len(left):
+        rest = positions.select(left)
+        sets = nuclei(rest, power, top_p)
+        word[left] = draws.draw_from_sets(sets, draws.derive_seeds(seeds[left], -1), power)
+        positions.num_opened += rest.num_opened
     return word
 
 

@@ -30,13 +30,7 @@ over two fifths of the rows: it is faster then (one position, one thread: 1/4 to
 """
 _OPERATIONS = Finder(search.topk, search.nuclei, search.within_ratio, draw_words)
 _KERNEL = _OPERATIONS._replace(draw_words=fused.draw_words)
-_LOOPS = Finder(
-    compiled.topk,
-    compiled.nuclei,
-    compiled.within_ratio,
-    compiled.draw_words,
-    draw_in_nuclei=compiled.draw_words,
-)
+_LOOPS = Finder(compiled.topk, compiled.nuclei, compiled.within_ratio, compiled.draw_words)
 
 
 def log_prob(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None = None) -> Tensor:
@@ -117,8 +111,7 @@ def _by_node(
         visited, visit = torch.unique_consecutive(position[each.visits], return_inverse=True)
         node_log_q = node_log_softmax(flat[visited], node_rows, node_bias)
         log_q.append(node_log_q[visit, row[each.visits] - each.rows.start])
-    if log_q:
-        by_level = by_level.index_copy(0, term, torch.cat(log_q))
+    by_level = by_level.index_copy(0, term, torch.cat([flat.new_empty(0), *log_q]))
     return by_level.view(rows.shape).sum(-1)
 
 

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 from torch import Tensor
 
-from lm.output.backends.nodes import node_log_softmax, visited_nodes
+from lm.output.backends.nodes import node_log_softmax, visited_nodes, with_rows
 from lm.output.backends.verify import Kind
 from lm.output.decoding.positions import Positions
-from lm.output.decoding.search import BLOCK_ELEMENTS, TopK, all_words, every, nucleus
+from lm.output.decoding.search import BLOCK_ELEMENTS, TopK, all_words, every, nuclei, nucleus
 from lm.output.tree.class_tree import ClassTree
 
 _MIN_TEMPERATURE = 1e-200
@@ -37,8 +37,6 @@ _MAX_TEMPERATURE = 1e25
 # of SplitMix64, see `derive_seeds`
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
-NUM_DRAWS = 64
-"""Words drawn at most; for p ≥ 1/10, all are outside with a probability of 0.1 % or less."""
 
 
 def derive_seeds(seeds: Tensor, index: Tensor | int) -> Tensor:
@@ -86,8 +84,7 @@ class Finder(NamedTuple):
     topk: Callable[[Positions, int], TopK]
     nuclei: Callable[[Positions, float, float], Iterator[tuple[Tensor, TopK]]]
     within_ratio: Callable[[Positions, float, float], Iterator[tuple[Tensor, TopK]]]
-    draw_words: Callable[[Positions, Tensor, float], Tensor]
-    draw_in_nuclei: Callable[[Positions, Tensor, float, float, int], Tensor] | None = None
+    draw_words: Callable[[Positions, Tensor, float, float], Tensor]
 
 
 def word_ids(what: str, words: object) -> tuple[int, ...]:
@@ -181,42 +178,34 @@ class Sampling:
 
 def sample_words(positions: Positions, seeds: Tensor, sampling: Sampling, finder: Finder) -> Tensor:
     """A word for each position [P], at least one, with seeds [P] int64."""
-    top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
+    top_k, min_p = sampling.top_k, sampling.min_p
+    top_p = 1.0 if sampling.top_p is None else sampling.top_p
     if sampling.temperature < _MIN_TEMPERATURE:
         return finder.topk(positions, 1).word.squeeze(1)
     power = 1 / min(sampling.temperature, _MAX_TEMPERATURE)
     if top_k is not None and top_k < positions.tree.vocab_size:
         words = finder.topk(positions, top_k)
         sets = iter([(every(positions), words)])
-    elif top_p is not None and top_p < 1:
-        if finder.draw_in_nuclei is not None and not min_p:
-            word = finder.draw_in_nuclei(positions, seeds, power, top_p, NUM_DRAWS)
-            left = (word < 0).nonzero().squeeze(1)
-            if len(left):
-                rest = positions.select(left)
-                sets = finder.nuclei(rest, power, top_p)
-                word[left] = _draw_from_sets(sets, derive_seeds(seeds[left], -1), power)
-                positions.num_opened += rest.num_opened
-            return word
-        sets, top_p = finder.nuclei(positions, power, top_p), None
-    elif min_p:
-        sets = finder.within_ratio(positions, power, min_p)
+    elif not min_p:
+        return finder.draw_words(positions, seeds, power, top_p)
+    elif top_p < 1:
+        sets, top_p = finder.nuclei(positions, power, top_p), 1.0
     else:
-        return finder.draw_words(positions, seeds, power)
-    return _draw_from_sets(sets, seeds, power, top_p, min_p)
+        sets = finder.within_ratio(positions, power, min_p)
+    return draw_from_sets(sets, seeds, power, top_p, min_p)
 
 
-def _draw_from_sets(
+def draw_from_sets(
     sets: Iterable[tuple[Tensor, TopK]],
     seeds: Tensor,
     power: float,
-    top_p: float | None = None,
+    top_p: float = 1.0,
     min_p: float | None = None,
 ) -> Tensor:
     """A word for each position [P] from its set of most probable words."""
     word, uniforms = torch.empty_like(seeds), Uniforms(seeds)
     for position, words in sets:
-        if top_p is not None and top_p < 1:
+        if top_p < 1:
             words = nucleus(words, power, top_p)
         log_weight = power * words.log_prob.double()
         if min_p:
@@ -238,8 +227,10 @@ def draw(log_weight: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, point, right=True).squeeze(1)
 
 
-def draw_words(positions: Positions, seeds: Tensor, power: float) -> Tensor:
-    """A word for each position [P], drawn from P^power; seeds [P] int64."""
+def draw_words(positions: Positions, seeds: Tensor, power: float, top_p: float = 1.0) -> Tensor:
+    """A word for each position [P], drawn from P^power or its nucleus; seeds [P] int64."""
+    if top_p < 1:
+        return draw_from_sets(nuclei(positions, power, top_p), seeds, power)
     uniforms = Uniforms(seeds)
     if power == 1 and positions.is_plain:
         return _draw_along_path(positions, uniforms)
@@ -254,9 +245,7 @@ def _draw_along_path(positions: Positions, uniforms: Uniforms) -> Tensor:
 
     The host waits for the device a few times per level. Logits of whole paths fit in a block.
     """
-    hidden, weight, tree, bias = (
-        positions.hidden, positions.weight, positions.tree, positions.bias
-    )  # fmt: skip
+    hidden, tree = positions.hidden, positions.tree
     word, step = torch.empty_like(uniforms.seeds), max(1, BLOCK_ELEMENTS // tree.max_path_columns)
     for position in torch.split(every(positions), step):
         node = torch.zeros_like(position)
@@ -265,12 +254,11 @@ def _draw_along_path(positions: Positions, uniforms: Uniforms) -> Tensor:
             node, order = node.sort(stable=True)
             position, uniform = position[order], uniforms.draw(position)[order]
             found, finite = [], []
-            for each in visited_nodes(node[None], tree):
-                visits, rows = each.visits, each.rows
-                node_bias = None if bias is None else bias[rows]
-                log_q = node_log_softmax(hidden[position[visits]], weight[rows], node_bias)
+            nodes = visited_nodes(node[None], tree)
+            for each, rows, bias in with_rows(nodes, positions.weight, positions.bias):
+                log_q = node_log_softmax(hidden[position[each.visits]], rows, bias)
                 finite.append(log_q.isfinite().all(dim=1))
-                found.append(draw(log_q.double(), uniform[visits]) + rows.start)
+                found.append(draw(log_q.double(), uniform[each.visits]) + each.rows.start)
             positions.check_finite(torch.cat(finite), position)
             item = tree.item_of_row[torch.cat(found)]
             word[position] = item  # nodes are replaced below

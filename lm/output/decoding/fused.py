@@ -56,12 +56,12 @@ def is_usable(positions: Positions) -> bool:
     )
 
 
-def draw_words(positions: Positions, seeds: Tensor, power: float) -> Tensor:
+def draw_words(positions: Positions, seeds: Tensor, power: float, top_p: float = 1.0) -> Tensor:
     """See `draws.draw_words`. The host waits for the device once, unless words are left."""
     excluded = positions.excluded
     varies = positions.penalty is not None or (excluded is not None and excluded.dim() > 1)
-    if varies or not LEAST_POWER <= power <= MOST_POWER:
-        return draws.draw_words(positions, seeds, power)
+    if varies or top_p < 1 or not LEAST_POWER <= power <= MOST_POWER:
+        return draws.draw_words(positions, seeds, power, top_p)
     word = launch_draws(positions, seeds, power)
     if int(word.min()) >= 0:
         return word

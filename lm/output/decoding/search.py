@@ -57,10 +57,7 @@ def nuclei(positions: Positions, power: float, top_p: float) -> Iterator[tuple[T
     Yields positions [A] and their words [A, size]; smaller sets are padded with log_prob -∞.
     """
     for block, log_prob in all_words(positions, every(positions)):
-        yield (
-            block,
-            nucleus(TopK(*log_prob.sort(dim=1, descending=True, stable=True)), power, top_p),
-        )
+        yield block, nucleus(_best(log_prob, log_prob.shape[1]), power, top_p)
 
 
 def nucleus(words: TopK, power: float, top_p: float, total: float | None = None) -> TopK:

@@ -74,6 +74,13 @@ class Visited(NamedTuple):
         return rows.to(self.formed.device)
 
 
+def with_places(nodes: Tensor, is_formed: Tensor) -> Tensor:
+    """`Visited.nodes` given all but the last column, and whose rows are formed, [M] bool."""
+    width = nodes[:, 3] * is_formed
+    place = (width.cumsum(0) - width).where(is_formed, -1)
+    return torch.column_stack([nodes[:, :5], place])
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowFactors:
     """The gradient of a table [R, W]: that of visited nodes and of single rows, times a factor."""

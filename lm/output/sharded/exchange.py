@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lm.output.backends import BACKENDS, choose_backend
 from lm.output.backends.base import Gradients, Needs, Problem, Softmaxes, Solver, Tensors
 from lm.output.inputs import compute_dtype
-from lm.output.rowwise.factors import RowFactors
+from lm.output.rowwise.factors import RowFactors, as_rows
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.sharded.rows import interleaved, sum_of_shares
 from lm.output.tree.arrays import Shard, TreeArrays
@@ -170,14 +170,13 @@ class ShardedSolver(Solver):
         total = d_hidden.new_zeros(len(own), d_hidden.shape[1], dtype=compute_dtype(d_hidden.dtype))
         for each in of_gathered:
             assert each.d_hidden is not None
+            assert self.gathered is not None
             total += each.d_hidden
+            _add_first(d_weight, each.d_weight, self.gathered, self.group)
+            _add_first(d_bias, each.d_bias, self.gathered, self.group)
         for position, d_part in route.returned(d_hidden):
             total[position] += d_part
         d_hidden = (total * world_size).to(d_hidden.dtype) if needs.hidden else None
-        for each in of_gathered:
-            assert self.gathered is not None
-            _add_first(d_weight, each.d_weight, self.gathered, self.group)
-            _add_first(d_bias, each.d_bias, self.gathered, self.group)
         return Gradients(d_hidden, d_weight, d_bias)
 
 
@@ -190,8 +189,7 @@ def _add_first(
     first = gathered.summed(d_rows, group)
     if isinstance(gradient, RowGradient):
         row = torch.arange(len(first), device=first.device)
-        values = first.to(compute_dtype(first.dtype))
-        values = values[:, None] if values.dim() == 1 else values
+        values = as_rows(first).to(compute_dtype(first.dtype))
         gradient.factors = gradient.factors.plus(RowFactors(rows=((row, values),)))
     else:
         gradient[: len(first)] = first

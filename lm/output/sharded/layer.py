@@ -161,9 +161,8 @@ class ShardedSoftmax(HierarchicalSoftmax):
         local = placed.held.local_row[row]
         if placed.gathered is None:
             return local
-        number = placed.gathered.local_row[row]
-        mine = (number >= 0) & (number % self.dealt.world_size == self.dealt.rank)
-        return torch.where(mine, number // self.dealt.world_size, local)
+        held = self.dealt.held_row(placed.gathered.local_row[row])
+        return torch.where(held >= 0, held, local)
 
     def lse_by_level(self, hidden: Tensor, target: Tensor) -> NoReturn:
         """Not available for a part of the rows."""

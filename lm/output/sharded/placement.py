@@ -141,8 +141,7 @@ def place(tree: ClassTree, plan: Plan, dealt: DealtRows) -> Placement:
         [1, 1, 1]
     """
     with torch.device("cpu"):
-        slot = dealt.slots(torch.arange(tree.num_rows))
-        local_row = torch.where(slot % dealt.world_size == dealt.rank, slot // dealt.world_size, -1)
+        local_row = dealt.held_row(dealt.slots(torch.arange(tree.num_rows)))
         is_gathered = (plan.owner == GATHERED)[tree.node_of_row.cpu()]
         if not is_gathered.any():
             return Placement(plan.owner, _part(tree, local_row))

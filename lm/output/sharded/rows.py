@@ -48,6 +48,10 @@ class DealtRows(NamedTuple):
         """The slots of rows, on the CPU."""
         return row if self.slot is None else self.slot[row]
 
+    def held_row(self, slot: Tensor) -> Tensor:
+        """The rows of this process in slots, -1 for other processes' and for -1."""
+        return torch.where(slot % self.world_size == self.rank, slot // self.world_size, -1)
+
     def held(self, whole: Tensor) -> Tensor:
         """The rows of this process in a whole table, contiguous; the inverse of `whole`."""
         if self.slot is None:
@@ -76,8 +80,8 @@ class DealtRows(NamedTuple):
             rows = table.new_empty(min(BLOCK_ROWS, self.num_rows - begin), *table.shape[1:])
             fill(rows)
             slot = self.slots(torch.arange(begin, begin + len(rows), device="cpu"))
-            mine = slot % self.world_size == self.rank
-            table[(slot[mine] // self.world_size).to(table.device)] = rows[mine.to(table.device)]
+            row = self.held_row(slot).to(table.device)
+            table[row[row >= 0]] = rows[row >= 0]
 
     @torch.no_grad()
     def whole(self, table: Tensor) -> Tensor | None:
@@ -119,10 +123,7 @@ class DealtRows(NamedTuple):
         longest = torch.tensor(index.numel(), device=index.device)
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
         row = gathered(index.flatten(), int(longest), -1, self.group)
-        if find is None:
-            local = torch.where(row % self.world_size == self.rank, row // self.world_size, -1)
-        else:
-            local = find(row.clamp(min=0))
+        local = self.held_row(row) if find is None else find(row.clamp(min=0))
         local = torch.where(row >= 0, local, -1)
         if len(table) == 0:
             rows = table.new_zeros(len(local), table.shape[1]) + table.sum()  # for autograd

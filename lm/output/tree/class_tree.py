@@ -27,7 +27,8 @@ from lm.output.tree import shapes
 from lm.output.tree.arrays import TreeArrays, is_tree, tree_arrays
 
 Stamp = tuple[object, list[int]]
-_SAVED = ("num_children", "row_of_node", "row_of_word")
+DEFINING = ("num_children", "row_of_node", "row_of_word")
+"""The arrays that define a tree."""
 
 
 def _array(name: str) -> Any:
@@ -89,7 +90,7 @@ class ClassTree(nn.Module):
             self.max_path_columns = int((arrays.column + num_children).max())
             self.depth = int(arrays.level[-1]) + 1
             self._stamp: Stamp | None = None  # when the buffers were compared with the arrays
-            for name in _SAVED:
+            for name in DEFINING:
                 self.register_buffer(name, None)
             self._set_buffers()
 
@@ -245,10 +246,10 @@ class ClassTree(nn.Module):
     @classmethod
     def from_state(cls, state: dict[str, Tensor]) -> "ClassTree":
         """The tree whose `state_dict()` is `state`."""
-        missing = [name for name in _SAVED if name not in state]
+        missing = [name for name in DEFINING if name not in state]
         if missing:
             raise ValueError(f"not a saved tree: {', '.join(missing)} missing")
-        return cls(*(state[name] for name in _SAVED))
+        return cls(*(state[name] for name in DEFINING))
 
     def copy(self) -> "ClassTree":
         """Another module with this tree, which moves by itself. What both compute with is shared.
@@ -278,7 +279,7 @@ class ClassTree(nn.Module):
                 vars(self).pop(name, None)
 
     def _set_buffers(self) -> None:
-        for name in _SAVED:
+        for name in DEFINING:
             setattr(self, name, getattr(self._arrays, name).clone())
 
     def _save_to_state_dict(self, *args: Any) -> None:
@@ -292,12 +293,12 @@ class ClassTree(nn.Module):
 
     def check_saved(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Raise a ValueError for another tree, whose rows would silently belong to other words."""
-        if differing := self._differing([state_dict.get(prefix + name) for name in _SAVED]):
+        if differing := self._differing([state_dict.get(prefix + name) for name in DEFINING]):
             raise ValueError(f"the weights belong to another tree: {prefix}{differing} differs")
 
     def _differing(self, saved: Iterable[Tensor | None]) -> str | None:
         """The first of the saved arrays, if they are there, that differs from the tree's own."""
-        for name, array in zip(_SAVED, saved, strict=True):
+        for name, array in zip(DEFINING, saved, strict=True):
             own = getattr(self._arrays, name)
             if array is not None and not torch.equal(array.to(own), own):
                 return name

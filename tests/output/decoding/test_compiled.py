@@ -118,7 +118,7 @@ def test_loops_have_the_results_of_python(
     """Nodes are opened by probability and with biases, or in the order of rows and without."""
     monkeypatch.setattr(compiled, "NODE_COST", node_cost)
     monkeypatch.setattr(compiled, "FEW", node_cost)
-    monkeypatch.setattr(draws, "NUM_DRAWS", 2)
+    monkeypatch.setattr(compiled, "NUM_DRAWS", 2)
     hidden, weight, tree, bias = random_layer(shape, scale=scale)
     weight[1], bias[1] = weight[0], bias[0]  # equal probabilities
     layer = hidden, weight, tree, bias if node_cost == 1 else None

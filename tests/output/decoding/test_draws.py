@@ -58,7 +58,7 @@ def test_frequencies_match_the_full_distribution(
     layer, given, num = random_layer(shape, num_positions=3), dict(options), 7000
     full, left_out = word_log_prob(*layer), [set(options.get("excluded", ()))] * 3
     if is_own:
-        monkeypatch.setattr(draws, "NUM_DRAWS", 1)  # half of the words outside a nucleus are left
+        monkeypatch.setattr(compiled, "NUM_DRAWS", 1)  # half of those outside a nucleus are left
         excluded = torch.tensor([[3, 3, int(full[0].argmax())], [0, 1, 11], [-1, -1, -1]])
         given["own_excluded"] = excluded[:, None].expand(-1, num, -1)
         left_out = [set(words) - {-1} for words in excluded.tolist()]
@@ -117,7 +117,7 @@ def test_temperatures_near_zero_give_the_most_probable_word(shape: str, options:
 def test_temperature_one_opens_only_the_path_of_the_word(shape: str) -> None:
     layer = random_layer(shape)
     positions = Positions(*layer)
-    words = finder(positions).draw_words(positions, torch.arange(P), 1.0)
+    words = finder(positions).draw_words(positions, torch.arange(P), 1.0, 1.0)
     assert positions.num_opened == sum(len(layer[2].path(word)) for word in words.tolist())
 
 
@@ -127,7 +127,7 @@ def test_penalty_of_all_words_of_a_sure_class_is_exact_and_ends() -> None:
     layer = flat_layer(ClassTree.two_level(torch.arange(40) // 20), 3000, {0: 30.0})
     penalties = Penalty(50.0, layer[2].row_of_word[:20].expand(3000, -1))
     positions = Positions(*layer, penalty=penalties)
-    words = finder(positions).draw_words(positions, torch.arange(3000), 1.0)
+    words = finder(positions).draw_words(positions, torch.arange(3000), 1.0, 1.0)
     # The root, class 0 at most once without success, class 1.
     assert positions.num_opened <= 3000 * 3
     penalty: Options = {"repetition_penalty": 50.0, "previous": range(20)}
@@ -139,7 +139,7 @@ def test_penalty_opens_no_node_for_the_previous_words() -> None:
     layer = flat_layer(ClassTree.two_level(torch.arange(400) // 20), 50, {0: 40.0})
     penalties = Penalty(2.0, layer[2].row_of_word[20:].expand(50, -1))
     positions = Positions(*layer, penalty=penalties)
-    finder(positions).draw_words(positions, torch.arange(50), 1.0)
+    finder(positions).draw_words(positions, torch.arange(50), 1.0, 1.0)
     assert positions.num_opened == 50 * 2
 
 

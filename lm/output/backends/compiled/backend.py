@@ -81,8 +81,7 @@ class CompiledBackend(reference.ReferenceBackend):
     def nll(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor | None, Tensors]:
         """See `Solver.nll`; levels are added in their order."""
         if self.saved_type(problem, needs) is not Saved:
-            softmaxes, saved = super().softmaxes(problem, needs)
-            return softmaxes.nll_by_level().sum(0), None, saved
+            return super().nll(problem, needs)
         from lm.output.backends.compiled import passes
 
         return passes.nll(problem, needs)

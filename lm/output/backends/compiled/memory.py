@@ -63,10 +63,8 @@ def own(tensor: Tensor) -> Array:
 
 def as_array(tensor: Tensor) -> Array:
     """A tensor's memory as numpy's, of bf16 and fp16 the bits, see `vectors`."""
-    bits = _BITS.get(tensor.dtype)
-    alias = from_dlpack(to_dlpack((tensor if bits is None else tensor.view(bits)).detach()))
-    array: Array = alias.numpy()  # which forbids to resize the storage: FSDP resizes the tensor's
-    return array
+    alias = from_dlpack(to_dlpack(tensor.detach()))
+    return own(alias)  # numpy forbids to resize the storage: FSDP resizes the tensor's
 
 
 class Saved(NamedTuple):

@@ -24,7 +24,7 @@ from lm.output.backends.compiled.memory import (
 )
 from lm.output.backends.compiled.row_updates import CompiledFactors
 from lm.output.inputs import check_words
-from lm.output.rowwise.factors import Visited
+from lm.output.rowwise.factors import Visited, with_places
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tree.arrays import TreeArrays
 
@@ -132,13 +132,11 @@ def _formed_once(nodes: Array) -> tuple[Tensor, Array]:
 
     The first rows of the latter are those in `Visited.formed`.
     """
-    listed = torch.from_numpy(nodes).clone()
-    num_visits, num_children = listed[:, 1] - listed[:, 0], listed[:, 3]
-    is_formed = (num_visits >= FORMED_VISITS) | (num_children <= NARROW)
-    width = num_children * is_formed
-    listed[:, 5] = place = (width.cumsum(0) - width).where(is_formed, -1)
+    visited = torch.from_numpy(nodes)
+    is_formed = (visited[:, 1] - visited[:, 0] >= FORMED_VISITS) | (visited[:, 3] <= NARROW)
+    listed = with_places(visited, is_formed)
     found = listed[is_formed]
-    found[:, 2] = place[is_formed]
+    found[:, 2] = found[:, 5]
     return listed, found.numpy()
 
 

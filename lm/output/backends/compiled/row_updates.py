@@ -281,7 +281,7 @@ def _rounded_at_random(emit: Vectors, value: Any, seed: Any, index: Any) -> Any:
     hashes of the seed plus the element's number, by the finalizer of MurmurHash3, whose last step
     changes lower bits alone and is left out. NaN remains so.
     """
-    builder, words = emit.builder, ir.VectorType(ir.IntType(32), emit.lanes)
+    builder, words = emit.builder, emit.words
     first = emit.everywhere(builder.trunc(builder.add(seed, index), words.element))
     x = builder.add(first, ir.Constant(words, list(range(emit.lanes))))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):

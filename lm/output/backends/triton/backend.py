@@ -222,12 +222,9 @@ def _visits(problem: Problem, memory: Memory) -> tuple[Routing, Tensor, Tensor]:
 
 
 def _contiguous(problem: Problem) -> Problem:
-    hidden, target, bias = problem.hidden, problem.target, problem.bias
-    given = [each for each in (hidden, target, bias) if each is not None]
-    if all(each.is_contiguous() for each in given):
-        return problem
-    bias = None if bias is None else bias.contiguous()
-    return problem._replace(hidden=hidden.contiguous(), bias=bias, target=target.contiguous())
+    hidden, target = problem.hidden.contiguous(), problem.target.contiguous()
+    bias = None if problem.bias is None else problem.bias.contiguous()
+    return problem._replace(hidden=hidden, target=target, bias=bias)
 
 
 def _route(plan: Plan, problem: Problem, memory: Memory, nll: Tensor) -> None:

@@ -5,7 +5,7 @@ shapes.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -110,11 +110,9 @@ def execute(launch: Launch) -> None:
     device = arguments["routing" if "routing" in arguments else "word"].device
     if not launch.num_programs:
         return
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            launch.kernel[(launch.num_programs,)](**launch.arguments, **launch.options)
-    else:
-        launch.kernel[(launch.num_programs,)](**launch.arguments, **launch.options)
+    is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if is_other else nullcontext():
+        launch.kernel[(launch.num_programs,)](**arguments, **launch.options)
 
 
 def launch(name: str, num_programs: int, tile: Tile, **arguments: Any) -> None:

@@ -214,9 +214,7 @@ def _draw_word(layer, p, seed, power, is_exact, trials):
         if begins:
             point = _uniform(seed, count[USED])
             count[USED] += 1
-            column = _sample_index(
-                known_log_weight, count[KNOWN], point, cumulative
-            )  # a class, say
+            column = _sample_index(known_log_weight, count[KNOWN], point, cumulative)  # a class
             item, above = known[column], float(trials.log_prob[column])
             weight = known_log_weight[column]
             if item >= 0:
