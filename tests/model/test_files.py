@@ -3,12 +3,13 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
-from data_prep.errors import UserError
+from data_prep.errors import StorageError, UserError
 from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.model import files
 from lm.model.build import build_model
@@ -174,3 +175,14 @@ def test_a_disk_that_is_full_is_a_single_line(
     with pytest.raises(SafetensorError, match=text):
         saved(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_neither_file_is_changed_if_one_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = saved(tmp_path)
+    full = StorageError("model.json cannot be written: No space left on device")
+    monkeypatch.setattr("lm.model.files.write_json_atomically", Mock(side_effect=full))
+    with pytest.raises(StorageError, match="No space left"):
+        saved(tmp_path, hidden=16)
+    torch.testing.assert_close(load_model(tmp_path)[0].state_dict(), before.state_dict())

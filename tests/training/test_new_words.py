@@ -14,7 +14,8 @@ import torch
 
 import lm
 from lm.cli import main
-from lm.extension import begin_from
+from lm.config import validate
+from lm.extension import begin, begin_from
 from lm.extension.words import extended
 from lm.model.files import load_model
 from lm.run import Run, TrainedRun
@@ -97,6 +98,15 @@ def test_both_commands_give_new_words_the_same_rows_and_old_ones_keep_ratios(sha
     weights = load_checkpoint(new.folder / "checkpoints/last.ckpt")["model"]
     for name, tensor in after.model.state_dict().items():
         assert torch.equal(weights[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("32-true", "32"), ("16-mixed", "32"), ("bf16-mixed", "32"), ("bf16-true", "bf16")],
+)
+def test_mixed_precisions_have_parameters_in_fp32(precision: str, dtype: str) -> None:
+    config = validate({"name": "a", "train": {"max_steps": 1, "precision": precision}}, "a")
+    assert begin._stored(config) == dtype
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "pieces of sentencepiece"])
