@@ -177,6 +177,8 @@ class TreeForCausalLM(PreTrainedModel, GenerationMixin):
         if words is None or not given | self._changed_settings() <= _KNOWN:
             return super().generate(words, **options)
         settings = self.generation_config.to_dict() | options
+        if "top_k" not in options and settings["top_k"] is None:
+            settings["top_k"] = self.generation_config._get_default_generation_params()["top_k"]
         length, num_new = settings["max_length"], settings["max_new_tokens"]
         if length is None or num_new is not None:
             length = words.shape[1] + (20 if num_new is None else num_new)

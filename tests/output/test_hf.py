@@ -89,6 +89,19 @@ def test_generated_words_are_those_of_the_probabilities_of_all_words(tied: bool,
     assert ((share - p).abs() < 5 * (p / 4000).sqrt() + 1e-3).all()
 
 
+@pytest.mark.parametrize(
+    ("options", "num_words"),
+    [({}, 50), ({"top_k": None}, 60), ({"top_k": 0}, 60), ({"top_k": 5}, 5)],
+)
+def test_words_are_drawn_from_as_many_as_transformers_draws_from(
+    options: dict[str, int | None], num_words: int
+) -> None:
+    model, words = model_of(), torch.randint(4, 59, (1, 6)).expand(3000, -1)
+    for others in ({}, {"repetition_penalty": 1.0}):
+        drawn = model.generate(words, max_new_tokens=1, do_sample=True, **options, **others)
+        assert len(drawn[:, -1].unique()) == num_words
+
+
 def test_generation_ends_at_the_end_of_a_text() -> None:
     model, words = model_of(), torch.randint(4, 60, (5, 2))
     with torch.no_grad():
@@ -220,3 +233,25 @@ def test_row_wise_training_changes_visited_rows_as_dense_training_does() -> None
             optimizer.step()
         found.append(model.lm_head.weight.detach())
     torch.testing.assert_close(*found)
+
+
+def test_a_trainer_continues_a_row_wise_training_bit_for_bit(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(60, (32, 9))]
+    results = []
+    for resumed in (None, str(tmp_path / "checkpoint-4")):
+        torch.manual_seed(0)
+        model = model_of(row_wise=True)
+        settings: dict[str, Any] = {"max_steps": 8, "save_steps": 4, "report_to": []}
+        settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        args = TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True, **settings)
+        optimizers = (RowAdagrad(model.parameters(), lr=0.1), None)
+        trainer = Trainer(model, args, train_dataset=data, optimizers=optimizers)
+        before = trainer.evaluate(data)["eval_loss"]
+        trainer.train(resume_from_checkpoint=resumed)
+        assert trainer.evaluate(data)["eval_loss"] < before - 0.1
+        results.append(model.state_dict())
+    expected, found = results
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
