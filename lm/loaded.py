@@ -264,8 +264,9 @@ class LoadedModel(Probabilities):
     ) -> list[LineScore]:
         """Scores of lines and of the `<eos>` after each, as `lm score` with these options."""
         lines = self._lines(sentences)
-        if stream and self._run.is_independent:
-            raise ValueError("stream: the model is of independent sequences")
+        self._run.check_end()
+        if stream:
+            self._run.check_text("stream")
         score = self._scorer.stream if stream else self._scorer.sentences
         return list(score(lines, details=details))
 

@@ -66,6 +66,8 @@ class Probabilities(ABC):
 
     def surprisal(self, sentences: Iterable[str], *, eos: bool = False) -> "pandas.DataFrame":
         """A row for each word; see `lm.scoring.surprisal.surprisal_table` for its columns."""
+        if eos:
+            self._run.check_end()
         return surprisal_table(self._run, self._scorer, self._lines(sentences), eos=eos)
 
     def _lines(self, sentences: Iterable[str]) -> list[str]:
@@ -81,8 +83,7 @@ class Probabilities(ABC):
         Lines are separated by `<eos>`. The space between two words may be in either text; a word
         that begins in the context and goes on in the continuation is predicted as a whole.
         """
-        if self._run.is_independent:
-            raise ValueError("continuations: the model is of independent sequences")
+        self._run.check_text("a continuation")
         scorer, pairs = self._scorer, listed("pairs of texts", pairs)
         model, tokenizer = scorer.model, scorer.tokenizer
         if wrong := [pair for pair in pairs if isinstance(pair, str) or len(pair) != 2]:

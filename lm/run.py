@@ -293,6 +293,12 @@ class TrainedRun:
             problem = f"requires a text, but {self.folder} has independent sequences"
             raise UserError(f"{what} {problem}")
 
+    def check_end(self) -> None:
+        """Raises UserError if the end of a line is not predicted, whose score would be random."""
+        if not self.predicts_eos:
+            end = "no end of a sequence: use lm evaluate --ranking or lm recommend"
+            raise UserError(f"{self.folder} has items, but {end}")
+
     def never_drawn(self, allow_unk: bool = False) -> tuple[int, ...]:
         """Token ids that no text has: an `<eos>` that is not predicted, `<unk>` unless allowed."""
         unk = () if allow_unk else (self.tokenizer.unk_id,)

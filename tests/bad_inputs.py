@@ -248,7 +248,7 @@ its files from data.files.valid, lm evaluate any text with --text FILE$
 2 | evaluate {items} --by-frequency | has independent sequences
 2 | evaluate {items} --ranking --k=21 | --k 21: the cat
 2 | score {items} user.txt | has items, but no end of a sequence: use
-2 | rescore {items} codes.txt --lm-weight=1 | has items, but no end of a sequence, which lists
+2 | rescore {items} codes.txt --lm-weight=1 | has items, but no end of a sequence: use
 2 | extend {items} | --run_dir=FOLDER
 2 | extend {items} --run_dir=x | has all items
 2 | extend {items} --run_dir=empty | empty already exists

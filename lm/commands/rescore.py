@@ -189,8 +189,7 @@ def _models(
     if options.second_run is not None:
         opened.append(TrainedRun(Path(options.second_run), options.device))
     for run in opened:
-        if not run.predicts_eos:
-            raise UserError(f"{run.folder} has items, but no end of a sequence, which lists have")
+        run.check_end()
     words = {word for run in opened for word in run.tokenizer.literals}
     literals = {word: sum(text.count(word) for text in hypotheses) for word in sorted(words)}
     log_literals("hypotheses", literals)

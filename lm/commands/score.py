@@ -57,7 +57,6 @@ _RULES = {
     "all": "one stream: all lines are one text",
     "id": "streams: the lines of each id are one text",
 }
-_NO_END = "has items, but no end of a sequence: use lm evaluate --ranking or lm recommend"
 _log = logging.getLogger(__name__)
 
 
@@ -75,8 +74,7 @@ def run(options: argparse.Namespace) -> None:
 
     return_freed_memory()
     run = open_run(options)
-    if not run.predicts_eos:
-        raise UserError(f"{run.folder} {_NO_END}")
+    run.check_end()
     if options.text != "line":
         run.check_text("--stream")
     kinds, adaptation = {"cache": options.cache, "dynamic": options.dynamic}, None
