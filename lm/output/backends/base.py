@@ -1,11 +1,15 @@
 """What every backend takes and returns: the problem, the gradients asked for, and the base class.
 
 A backend computes the softmaxes on the targets' paths and, backwards, the gradients: equations (1)
-to (6) of `reference.py`, for the tree in the arrays of `tree/arrays.py`. A visit is a position at a
-node of its target's path; the positions may be sorted by the nodes that they visit. `Problem.of`
-checks shapes, dtypes and devices, not strides. A backend checks the values of targets (see
-`inputs.check_words`), disables autocast for what it computes, does not reduce over positions, and
-records nothing for autograd. Sums are formed in `compute_dtype(hidden.dtype)`, at least fp32.
+to (6) of `reference.py`, for the tree in the arrays of `tree/arrays.py`. Node n has the logits of
+the rows `first_row[n] + range(num_children[n])`. The path of word w goes up from `row_of_word[w]`:
+row r is a child of `node_of_row[r]`, whose own row is `row_of_node` of it, -1 for the root. A visit
+is a position at a node of its target's path; positions may be sorted by the nodes that they visit.
+
+`Problem.of` checks shapes, dtypes and devices, not strides. A backend checks the values of targets
+(see `inputs.check_words`), disables autocast for what it computes, does not reduce over positions,
+and records nothing for autograd. Sums are formed in `compute_dtype(hidden.dtype)`, at least fp32,
+of numbers that are not rounded before.
 """
 
 from abc import ABC, abstractmethod
@@ -35,7 +39,7 @@ class Problem(NamedTuple):
     depth: int  # D
     max_path_columns: int  # children of all nodes on a path, on the path with the most of them
     ignore_index: int  # value of the targets that are ignored
-    shard: Shard | None = None  # None: `weight` has all rows of the tree
+    shard: Shard | None = None  # None: `weight` has all rows; else see `tree.arrays.Shard`
 
     @classmethod
     def of(
@@ -145,13 +149,15 @@ Tensors = tuple[Tensor, ...]
 
 
 class Softmaxes(NamedTuple):
-    """The softmaxes on the targets' paths, over the rows that a problem has; [D, P] each.
+    """The softmaxes on the targets' paths, over the rows that a problem has; [D, P], root first.
 
     In the dtype of sums, and in the order of the problem's positions. A level has no visit where a
-    path has ended, a node has one child, or the target is ignored: `largest + log_total - logit` is
-    0 or -inf there, and nothing else is read, so that one field may hold all of it (`logit` with
-    the opposite sign) and the others be zeros that broadcast to [D, P]. Of a shard `logit` and
-    `largest + log_total` are read, which is -inf without a visit and for nodes without rows there.
+    path has ended, a node has one child in the whole tree, or the target is ignored.
+
+    Of a whole table, `largest + log_total - logit` alone is read, and is 0 or -inf without a visit:
+    one field may hold all of it (`logit` with the opposite sign) and the others be zeros that
+    broadcast to [D, P]. Of a shard, `logit` and `largest + log_total` are read; the latter is -inf
+    without a visit and for nodes without rows there.
     """
 
     largest: Tensor  # of the logits z
@@ -206,10 +212,12 @@ class Solver(ABC):
         d_nll may have stride 0 (a broadcast scalar); what it has for ignored targets counts as 0,
         even if it is not finite. A second backward may follow: `saved` must not change. `problem`
         is that of the forward, whose `needs` asked for at least these gradients. With
-        `needs.row_wise`, which is not optional, d_weight and d_bias are `RowGradient`s of a
-        `RowFactors` in the dtype of sums (see `rowwise/factors.py`) or of a subclass that updates a
-        table by itself. For a shard, `lse` has the log-sum-exps [D, P] over all shards, in the
-        dtype of sums, for those that were saved; and d_hidden is what the rows of the shard add.
+        `needs.row_wise`, which is not optional, d_weight and d_bias are `RowGradient`s, such as
+        `RowGradient(weight, RowFactors(rows=((row, value),)))` with rows [K], which may repeat, and
+        values [K, W] (of a bias [K, 1]) in the dtype of sums; see `rowwise/factors.py` for factors
+        of visits and subclasses that update a table by themselves. For a shard, `lse` has the
+        log-sum-exps [D, P] over all shards, in the dtype of sums, to be used in place of those in
+        `saved`; and d_hidden is what the rows of the shard add.
         """
 
 
@@ -217,11 +225,12 @@ class Backend(Solver):
     """A solver of problems whose rows are in this process, all of a tree or a shard's.
 
     To add one: an instance, by its name, in the dict `BACKENDS` of `backends/__init__.py`, in the
-    order of preference; its name in `BackendName` of `functional.py` and in `lm/config/schema.py`;
-    a way to choose it in the fixture `backend` of `tests/output/conftest.py`, and settings in
-    `VARIOUS` and `WAYS` of `test_laws.py`. One that does not take shards says so in `obstacle`; one
-    that compiles code and that "auto" may choose overrides `verified`, as `CompiledBackend` does.
-    The problems of these methods may consist of meta tensors, but for `softmaxes` and `backward`.
+    order of preference (ops are registered at import); its name in `BackendName` of `functional.py`
+    and in `lm/config/schema.py`; a way to choose it in the fixture `backend` of
+    `tests/output/conftest.py`, and settings in `VARIOUS` and `WAYS` of `test_laws.py`. One that
+    does not take shards says so in `obstacle`; one that compiles code and that "auto" may choose
+    overrides `verified`, as `CompiledBackend` does. The problems of these methods may consist of
+    meta tensors, but for `softmaxes` and `backward`.
     """
 
     name: str  # as in the argument `backend` of the public functions
