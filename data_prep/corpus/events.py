@@ -27,6 +27,8 @@ FAR, RECENT = 30, 1e8
 """Consecutive times of this ratio, the later one possible since 1970, have not the same unit."""
 ROUNDED = 1 << 27
 """Greater times, as seconds since 1970 are, are multiples of 16 or more as floats of 32 bits."""
+NO_VALUE = {"NA", "N/A", "NaN", "nan", "NULL", "null", "None", "<NA>", r"\N"}
+"""What programs write for a value that is missing."""
 _held: dict[object, "_Events"] = {}
 """The table of the last split that was read, for the next one."""
 _log = logging.getLogger("data_prep")
@@ -42,7 +44,7 @@ class _Events(NamedTuple):
     begin: Ints  # [U], the first event of each user
     end: Ints  # [U]
     user: Ints  # [n]
-    time: NDArray[Any]  # [n], integers, floats or dates in microseconds
+    time: NDArray[Any]  # [n], integers, floats or dates in µs or ns
 
 
 class EventCounts(NamedTuple):
@@ -272,6 +274,9 @@ def _warn(events: _Events, data: DataConfig) -> None:
         log_once(f"{events.source}: {share} {problem}")
     for kind, names in (("users", events.names), ("items", map(word_item, events.words))):
         forms = {name: _form(name) for name in names}
+        if missing := sorted(NO_VALUE & {*forms}):
+            text = f"{kind} {', '.join(missing)}: remove these rows if they have none"
+            log_once(f"{events.source}: {text}")
         first = {form: name for name, form in reversed(forms.items())}
         pairs = [(first[form], name) for name, form in forms.items() if first[form] != name]
         if pairs:

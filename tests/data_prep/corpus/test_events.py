@@ -145,6 +145,7 @@ def other(user: str, item: str, first_item: str = "a", first_user: str = "u") ->
         (at(range(20_240_602, 20_240_630, 2)), ""),
         (at(range(0, 280, 7)), ""),
         (at(f"2024-02-{day}" for day in range(10, 30)), ""),
+        ([("u", k, f"2024-02-10T00:00:00.1234567{k}") for k in (30, 20, 10)], ""),
         (
             at(np.float32(START + 60.0 * np.arange(40)).astype(float)),
             "40 of 40 events .* have times rounded to multiples of 128, as floats of 32 bits are",
@@ -173,6 +174,7 @@ def other(user: str, item: str, first_item: str = "a", first_user: str = "u") ->
         (other("u", "3.0", "3"), r"items .* or \.0 alone: 1, as '3' and '3\.0'"),
         (other("007", "a", "a", "7"), r"users .*: 1, as '7' and '007'"),
         (other("u", "3.1", "3"), ""),
+        (other("NULL", "NA"), r"users NULL: remove these rows if .*; items NA: remove these .*"),
         (other("u", "0", "00a"), ""),
         (untimed(EVENTS) + untimed(EVENTS), "2 of 16 .*; 7 of 16 .* repeat all earlier .*"),
     ],
