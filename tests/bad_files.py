@@ -40,6 +40,8 @@ BAD_FILES = r"""\
   N=2 L=1\nI=0\nI=1\nJ=0 S=0 E=1\nI=5 L=sub\n | line 5: a lattice in a lattice is not supported
   start=a end=e\nI=a\nI=b\nJ=0 S=a E=b W=the\n | x.slf: no end node
   start=b end=a\nI=a\nI=b\nJ=0 S=a E=b W=the\n | no arc leads to
+  base=-1\nI=0\nI=1\nJ=0 S=0 E=1 a=0.5\n | x.slf: expected base=0 or one above 1, got -1
+  base=1\nI=0\nI=1\nJ=0 S=0 E=1 a=0.5\n | x.slf: expected base=0 or one above 1, got 1
   acscale=0\nI=0\nI=1\nJ=0 S=0 E=1 a=1\n | x.slf: expected acscale above 0, got 0
   base=0\nI=0\nI=1 W=the\nJ=0 S=0 E=1 a=-1\n | line 4: expected a probability, … , got '-1'
 3 | evaluate {run} --text=text.txt --mixture=0.5 --arpa=arpa.txt | arpa.txt

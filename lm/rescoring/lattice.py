@@ -169,7 +169,11 @@ def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
             counts = f"{long}={header[key]} in the header, and {len(found)} of them"
             raise DataError(f"{name} is damaged or incomplete: {counts}")
     base = finite_number(header.get("base", str(math.e)), name)
-    scale = math.log(base) if base > 0 else 0.0
+    if base != 0 and base <= 1:
+        raise DataError(f"{name}: expected base=0 or one above 1, got {header['base']}")
+    scale = math.log(base) if base else 0.0
+    penalty = header.get("wdpenalty", "0")
+    penalty_score = _scaled(penalty, scale, name) if finite_number(penalty, name) else 0.0
     acoustic_scale = finite_number(header.get("acscale", "1"), name)
     if acoustic_scale <= 0:
         raise DataError(f"{name}: expected acscale above 0, got {header['acscale']}")
@@ -202,7 +206,7 @@ def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
         finals=[(node, 0.0, 0.0) for node in finals if node in nodes],
         has_first_pass=any("l" in fields for _, fields in links),
         lm_scale=finite_number(header.get("lmscale", "1"), name) / acoustic_scale,
-        word_penalty=-finite_number(header.get("wdpenalty", "0"), name) * scale / acoustic_scale,
+        word_penalty=-penalty_score / acoustic_scale,
         non_words=non_words,
     )
 
