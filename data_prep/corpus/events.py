@@ -58,7 +58,7 @@ class EventCounts(NamedTuple):
 
 
 def count_events(data: DataConfig) -> EventCounts:
-    """Count the events of the training files; raises UserError as `event_lines`."""
+    """Count the events of the training files; raises UserError as `user_lines`."""
     events = _read(data, "train", warn=True)
     _, end = _cuts(events, data)["train"]
     num_trained = len(np.unique(events.item[np.arange(len(events.item)) < end[events.user]]))
@@ -68,23 +68,15 @@ def count_events(data: DataConfig) -> EventCounts:
 
 
 def histories(data: DataConfig, path: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the users of a table with the columns of `data`, and their items; as `event_lines`."""
+    """Yield the users of a table with the columns of `data`, and their items; as `user_lines`."""
     given = replace(data, dir=".", files=SplitFiles(train=path), split="files")
     events = _read(given, "train")
     for name, begin, end in zip(events.names, events.begin, events.end, strict=True):
         yield name, list(map(word_item, events.words[events.item[begin:end]]))
 
 
-def event_lines(data: DataConfig, split: str) -> Iterator[str]:
-    """Yield a line for each user with items to predict; before a tab are those that are known.
-
-    Raises as `user_lines`.
-    """
-    return (line for _, line in user_lines(data, split))
-
-
 def user_lines(data: DataConfig, split: str) -> Iterator[tuple[str, str]]:
-    """Yield each user of `event_lines`, and the line.
+    """Yield each user with items to predict, and their line: those known, if any, and a tab first.
 
     UserError if a file cannot be read or lacks a column, or a value is missing or of another type
     than text, integer or, of the time, number or date.

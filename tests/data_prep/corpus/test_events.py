@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from data_prep.corpus import event_table, events
-from data_prep.corpus.events import event_lines
+from data_prep.corpus.events import user_lines
 from data_prep.corpus.lines import log_once
 from data_prep.corpus.reader import read_lines
 from data_prep.errors import UserError
@@ -221,7 +221,7 @@ def test_events_of_earlier_files_are_known(
             write_table(tmp_path / files[name], named([EVENTS[i] for i in rows]))
     log_once.cache_clear()
     data = replace(data, files=SplitFiles(**files), time_field=time_field)
-    assert list(event_lines(data, "test")) == test
+    assert [line for _, line in user_lines(data, "test")] == test
     assert re.search(problem, caplog.text)
 
 
@@ -378,9 +378,9 @@ def test_a_table_of_all_splits_is_read_once_unless_it_changes(
     rows = [("u", item, item) for item in range(5)]
     data = replace(write(tmp_path, "csv", rows[:4]), split="leave_one_out")
     for _ in range(2):
-        found = [list(event_lines(data, split)) for split in ("train", "valid", "test")]
+        found = [list(read_lines(data, split)) for split in ("train", "valid", "test")]
         assert found == [["0 1"], ["0 1\t2"], ["0 1 2\t3"]]
     assert reads.call_count == 2
-    assert list(event_lines(data, "train")) == ["0 1"]
+    assert list(read_lines(data, "train")) == ["0 1"]
     write(tmp_path, "csv", rows)
-    assert list(event_lines(data, "valid")) == ["0 1 2\t3"]
+    assert list(read_lines(data, "valid")) == ["0 1 2\t3"]
