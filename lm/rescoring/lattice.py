@@ -37,6 +37,7 @@ SLF_NAME = re.compile(r"(.+)\.(slf|lat|htk)(\.\w+)?")
 _SLF_FIELD = re.compile(
     r"""(\w+)\s*=\s*("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?:\\.|[^\s\\])*)(?=\s|$)"""
 )
+_ESCAPE = re.compile(rb"\\([0-7]{3}|.)")
 _SHORT = {"WORD": "W", "START": "S", "END": "E", "acoustic": "a", "language": "l"}
 _SHORT |= {"UTTERANCE": "U", "NODES": "N", "LINKS": "L"}
 """Long names of fields."""
@@ -131,19 +132,16 @@ def _slf_fields(line: str, place: str) -> dict[str, str]:
         if value[:1] in ("'", '"') and value[-1] == value[0] and len(value) > 1:
             value = value[1:-1]
         if "\\" in value:
-            parts = (_unescaped(part) for part in re.split(r"(\\[0-7]{3}|\\.)", value))
             try:
-                value = b"".join(parts).decode()
+                value = _ESCAPE.sub(_unescaped, value.encode()).decode()
             except (UnicodeDecodeError, ValueError) as error:
                 raise DataError(f"{place}: the bytes of {value} are not UTF-8") from error
         fields[_SHORT.get(key, key)], rest = value, rest[match.end() :].lstrip()
     return fields
 
 
-def _unescaped(part: str) -> bytes:
-    if re.fullmatch(r"\\[0-7]{3}", part):
-        return bytes([int(part[1:], 8)])
-    return part.removeprefix("\\").encode() if len(part) == 2 else part.encode()
+def _unescaped(escape: re.Match[bytes]) -> bytes:
+    return bytes([int(escape[1], 8)]) if len(escape[1]) > 1 else escape[1]
 
 
 def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:

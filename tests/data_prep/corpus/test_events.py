@@ -293,7 +293,7 @@ def prepared(folder: Path, predict_eos: bool = False, **lines: str) -> Prepared:
 
 def test_a_tab_separates_the_items_that_are_known(tmp_path: Path) -> None:
     found = prepared(tmp_path, train="a b c\nb b\n", valid="a new b\tc\nc a\n\tb new\n")
-    tokenizer = found.tokenizer()
+    tokenizer = found.tokenizer
     valid = found.sequences("valid")
     assert [" ".join(map(tokenizer.token, line)) for line in valid.lines()] == ["a b c", "c a", "b"]
     assert valid.num_known.tolist() == [2, 0, 0]
@@ -358,7 +358,7 @@ def test_classes_of_items_come_from_files_of_items_as_their_table_has_them(
 
     def class_of(item: str) -> int:
         prepared = corpus.prepare()
-        return int(prepared.word_class()[prepared.tokenizer().encode(item)[0]])
+        return int(prepared.word_class()[prepared.tokenizer.encode(item)[0]])
 
     assert class_of("Heat%20(1995)") == class_of("d") != class_of("c")
     assert class_of("c") == class_of("5%20%25%20off")
