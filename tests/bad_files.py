@@ -62,7 +62,11 @@ BAD_FILES = r"""\
   1=5=>1=6;;1-grams:\n=>1-grams:\n-1 the\t-1\n | lines 7 and 11 have the same
   2=1=>2=3;;2-grams:\n=>2-grams:\n-1 the qu\n\n-2\tthe qu\n | lines 14 and 16 have
   \\data\\\nngram 1=0\n\n\\1-grams:\n\\end\\\n | is damaged: it has no 1-grams
+  a comment=>a | arpa.txt has no unigram 'cat', a word that the model has: estimate the n-gram
+  qu=>cat;;</s>=>gnu | arpa.txt has no </s>
   2=1=>2=0\nngram 3=1;;-0.3\tthe </s>=>\\3-grams:\n-1\tqu qu qu | is damaged: it has no 2-grams
+3 | evaluate {run} --text=abc.txt --mixture=0.5 --arpa=arpa.txt | arpa.txt
+  \t<unk>=>\tgnu | arpa.txt has no <unk>, and the text has a word outside the vocabulary
 3 | rescore {run} x --lm-weight=1 --acoustic-costs=costs.txt | x
   u\n0 1 the 1,1\n1\n | files of costs belong to n-best lists in Kaldi's layout$
 3 | recommend {items} --history=x | x
