@@ -115,12 +115,9 @@ class Prepared:
         """Return the class that contains every id, int32 [N]; otherwise as `class_levels`."""
         return lowest_classes(self.class_levels())
 
-    def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that the token files were written with."""
-        return self._tokenizer
-
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the token files were written with."""
         self._verify(TOKENIZER)
         return load_tokenizer(self.folder, verify=False)
 

@@ -62,13 +62,14 @@ class Sequences(NamedTuple):
         >>> find_sequences(np.array([4, 3, 4, 4, 0, 4, 0]), eos_id=0, unk_id=1).repeated_share
         0.25
         """
-        sequence = np.repeat(np.arange(len(self.begin)), self.end - self.begin)
-        items = self.tokens[_ranges(self.begin, self.end)]
+        length, size = self.end - self.begin, self.num_predicted
+        end = np.cumsum(length)
+        sequence = np.repeat(np.arange(len(length)), length)
+        items = self.tokens[np.arange(len(sequence)) + (self.end - end)[sequence]]
         order = np.lexsort((items, sequence))  # stable: in the order of a sequence where equal
         items, sequence = items[order], sequence[order]
         is_repeated = np.zeros(len(items) + 1, bool)
         is_repeated[order[1:]] = (items[1:] == items[:-1]) & (sequence[1:] == sequence[:-1])
-        end, size = np.cumsum(self.end - self.begin), self.num_predicted
         before = np.append(0, np.cumsum(is_repeated))
         shares = (before[end] - before[end - size])[size > 0] / size[size > 0]
         return float(shares.mean()) if len(shares) else 0.0
@@ -77,13 +78,6 @@ class Sequences(NamedTuple):
         """The tokens of each sequence."""
         pairs = zip(self.begin.tolist(), self.end.tolist(), strict=True)
         return [self.tokens[begin:end] for begin, end in pairs]
-
-
-def _ranges(begin: Ints, end: Ints) -> Ints:
-    """The numbers from each begin to its end, one range after the other."""
-    size = end - begin
-    numbers: Ints = np.arange(size.sum()) + np.repeat(begin - (np.cumsum(size) - size), size)
-    return numbers
 
 
 def find_sequences(

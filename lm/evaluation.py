@@ -271,7 +271,7 @@ def spelling_nats(run: TrainedRun, lines: Sequence[str], oov: int) -> NDArray[np
     """
     if isinstance(run.tokenizer, WordTokenizer):
         return -run.speller.log_prob(run.tokenizer.unknown_occurrences(lines))
-    if oov != sum(line.split().count(UNK) for line in lines):
+    if oov != sum(line.count(UNK) for line in lines):
         remedy = "a model with tokenizer.byte_fallback: true knows all"
         raise UserError(f"the text has pieces that {run.folder} does not know: {remedy}")
     return np.zeros(0)

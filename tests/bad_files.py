@@ -40,6 +40,8 @@ BAD_FILES = r"""\
   N=2 L=1\nI=0\nI=1\nJ=0 S=0 E=1\nI=5 L=sub\n | line 5: a lattice in a lattice is not supported
   start=a end=e\nI=a\nI=b\nJ=0 S=a E=b W=the\n | x.slf: no end node
   start=b end=a\nI=a\nI=b\nJ=0 S=a E=b W=the\n | no arc leads to
+  base=-1\nI=0\nI=1\nJ=0 S=0 E=1 a=0.5\n | x.slf: expected base=0 or one above 1, got -1
+  base=1\nI=0\nI=1\nJ=0 S=0 E=1 a=0.5\n | x.slf: expected base=0 or one above 1, got 1
   acscale=0\nI=0\nI=1\nJ=0 S=0 E=1 a=1\n | x.slf: expected acscale above 0, got 0
   base=0\nI=0\nI=1 W=the\nJ=0 S=0 E=1 a=-1\n | line 4: expected a probability, … , got '-1'
 3 | evaluate {run} --text=text.txt --mixture=0.5 --arpa=arpa.txt | arpa.txt
@@ -60,7 +62,11 @@ BAD_FILES = r"""\
   1=5=>1=6;;1-grams:\n=>1-grams:\n-1 the\t-1\n | lines 7 and 11 have the same
   2=1=>2=3;;2-grams:\n=>2-grams:\n-1 the qu\n\n-2\tthe qu\n | lines 14 and 16 have
   \\data\\\nngram 1=0\n\n\\1-grams:\n\\end\\\n | is damaged: it has no 1-grams
+  a comment=>a | arpa.txt has no unigram 'cat', a word that the model has: estimate the n-gram
+  qu=>cat;;</s>=>gnu | arpa.txt has no </s>
   2=1=>2=0\nngram 3=1;;-0.3\tthe </s>=>\\3-grams:\n-1\tqu qu qu | is damaged: it has no 2-grams
+3 | evaluate {run} --text=abc.txt --mixture=0.5 --arpa=arpa.txt | arpa.txt
+  \t<unk>=>\tgnu | arpa.txt has no <unk>, and the text has a word outside the vocabulary
 3 | rescore {run} x --lm-weight=1 --acoustic-costs=costs.txt | x
   u\n0 1 the 1,1\n1\n | files of costs belong to n-best lists in Kaldi's layout$
 3 | recommend {items} --history=x | x

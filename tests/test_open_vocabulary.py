@@ -110,6 +110,9 @@ def test_pieces_with_bytes_have_every_byte_and_other_unknown_pieces_are_refused(
     assert (plain.bits_per_byte, plain.oov) == (None, 1)  # `<unk>` itself
     assert spelled.nll_nats == plain.nll_nats
     assert spelled.bits_per_byte == plain.nll_nats / math.log(2) / plain.utf8_bytes
+    literal = ["ab<unk>. <unk>"]  # which is read as this word wherever it is
+    opened = TrainedRun(bytes_run)
+    assert evaluate_text(opened, literal, progress=False, open_vocabulary=True).oov == 2
     partial = letters("pieces", *PIECES, "--tokenizer.vocab_size=10")
     with pytest.raises(UserError, match=r"the text has pieces that .*run does not know"):
         evaluate_split(TrainedRun(partial), "test", progress=False, open_vocabulary=True)

@@ -88,7 +88,7 @@ def test_a_tree_from_a_file_trains_like_the_same_tree_from_name(
     steps = "--train.max_steps=2"
     from_name = train(tmp_path / "name", steps)  # makes its classes, if another test made others
     prepared = open_prepared(prepared_dir)
-    tokenizer, word_class = prepared.tokenizer(), prepared.word_class()
+    tokenizer, word_class = prepared.tokenizer, prepared.word_class()
     members: dict[int, int] = {}
     with open(tmp_path / "tree.txt", "w") as file:
         for word in range(prepared.vocab_size):

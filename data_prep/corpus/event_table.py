@@ -42,7 +42,7 @@ def read_table(path: Path, data: DataConfig) -> Any:
         key, column = f"{path}: data.{name}_field {field}", table[field]
         is_text = _is_text(column.type)
         if name != "time" and not (is_text or pyarrow.types.is_integer(column.type)):
-            raise UserError(f"{key}: expected text or integers, got {column.type}")
+            raise UserError(f"{key}: expected text or integers, got {column.type!s:.40}")
         if name != "time" or is_text:
             column = column.cast(pyarrow.large_string())
         if name == "time":
@@ -117,7 +117,7 @@ def _check_columns(path: Path, fields: list[str], found: Any) -> None:
 
 
 def as_times(column: Any, key: str) -> Any:
-    """Times as integers, floats or dates in microseconds; UserError names one that is none."""
+    """Times as integers, floats or dates in µs or ns; UserError names one that is none."""
     if (found := _as_times(column)) is not None:
         return found
     row = bisect_left(range(len(column)), 1, key=lambda row: _as_times(column[: row + 1]) is None)
@@ -129,7 +129,6 @@ def as_times(column: Any, key: str) -> Any:
 def _as_times(column: Any) -> Any:
     """Times as by `as_times`; None if a value is none."""
     kind, types = column.type, pyarrow.types
-    rounded = compute.CastOptions(pyarrow.timestamp("us"), allow_time_truncate=True)
     targets = [pyarrow.float64() if types.is_floating(kind) or types.is_decimal(kind) else kind]
     if _is_text(kind):
         dates = [pyarrow.timestamp(unit, zone) for zone in (None, "UTC") for unit in ("us", "ns")]
@@ -138,9 +137,16 @@ def _as_times(column: Any) -> Any:
         try:
             found = column.cast(target)
             if not types.is_integer(target) and target != pyarrow.float64():
-                found = found.cast(options=rounded)
+                found = _without_zone(found)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError):
             continue
         if np.isfinite(found.to_numpy()).all():
             return found
     return None
+
+
+def _without_zone(dates: Any) -> Any:
+    try:
+        return dates.cast(pyarrow.timestamp("us"))
+    except pyarrow.ArrowInvalid:  # would lose digits
+        return dates.cast(pyarrow.timestamp("ns"))

@@ -27,6 +27,8 @@ FAR, RECENT = 30, 1e8
 """Consecutive times of this ratio, the later one possible since 1970, have not the same unit."""
 ROUNDED = 1 << 27
 """Greater times, as seconds since 1970 are, are multiples of 16 or more as floats of 32 bits."""
+NO_VALUE = {"NA", "N/A", "NaN", "nan", "NULL", "null", "None", "<NA>", r"\N"}
+"""What programs write for a value that is missing."""
 _held: dict[object, "_Events"] = {}
 """The table of the last split that was read, for the next one."""
 _log = logging.getLogger("data_prep")
@@ -42,7 +44,7 @@ class _Events(NamedTuple):
     begin: Ints  # [U], the first event of each user
     end: Ints  # [U]
     user: Ints  # [n]
-    time: NDArray[Any]  # [n], integers, floats or dates in microseconds
+    time: NDArray[Any]  # [n], integers, floats or dates in µs or ns
 
 
 class EventCounts(NamedTuple):
@@ -56,7 +58,7 @@ class EventCounts(NamedTuple):
 
 
 def count_events(data: DataConfig) -> EventCounts:
-    """Count the events of the training files; raises UserError as `event_lines`."""
+    """Count the events of the training files; raises UserError as `user_lines`."""
     events = _read(data, "train", warn=True)
     _, end = _cuts(events, data)["train"]
     num_trained = len(np.unique(events.item[np.arange(len(events.item)) < end[events.user]]))
@@ -66,23 +68,15 @@ def count_events(data: DataConfig) -> EventCounts:
 
 
 def histories(data: DataConfig, path: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the users of a table with the columns of `data`, and their items; as `event_lines`."""
+    """Yield the users of a table with the columns of `data`, and their items; as `user_lines`."""
     given = replace(data, dir=".", files=SplitFiles(train=path), split="files")
     events = _read(given, "train")
     for name, begin, end in zip(events.names, events.begin, events.end, strict=True):
         yield name, list(map(word_item, events.words[events.item[begin:end]]))
 
 
-def event_lines(data: DataConfig, split: str) -> Iterator[str]:
-    """Yield a line for each user with items to predict; before a tab are those that are known.
-
-    Raises as `user_lines`.
-    """
-    return (line for _, line in user_lines(data, split))
-
-
 def user_lines(data: DataConfig, split: str) -> Iterator[tuple[str, str]]:
-    """Yield each user of `event_lines`, and the line.
+    """Yield each user with items to predict, and their line: those known, if any, and a tab first.
 
     UserError if a file cannot be read or lacks a column, or a value is missing or of another type
     than text, integer or, of the time, number or date.
@@ -272,6 +266,9 @@ def _warn(events: _Events, data: DataConfig) -> None:
         log_once(f"{events.source}: {share} {problem}")
     for kind, names in (("users", events.names), ("items", map(word_item, events.words))):
         forms = {name: _form(name) for name in names}
+        if missing := sorted(NO_VALUE & {*forms}):
+            text = f"{kind} {', '.join(missing)}: remove these rows if they have none"
+            log_once(f"{events.source}: {text}")
         first = {form: name for name, form in reversed(forms.items())}
         pairs = [(first[form], name) for name, form in forms.items() if first[form] != name]
         if pairs:

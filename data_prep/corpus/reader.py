@@ -17,9 +17,9 @@ def read_lines(data: DataConfig, split: str) -> Iterator[str]:
     """
     lines: Iterator[str]
     if data.user_field is not None:
-        from data_prep.corpus.events import event_lines  # imports pyarrow
+        from data_prep.corpus.events import user_lines  # imports pyarrow
 
-        lines = event_lines(data, split)
+        lines = (line for _, line in user_lines(data, split))
     elif data.hub is None:
         files = input_files(data, split)
         texts = (TextFile(each, data.format, data.text_field) for each in files)

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
     tree, counts = run.input_tree if has_none else run.tree, torch.tensor(run.prepared.counts())
     assert tree is not None
     report = tree_report(tree, counts, num_nodes=options.nodes, num_top_words=options.words)
-    token, are_items = run.prepared.tokenizer().token, run.config.data.user_field is not None
+    token, are_items = run.prepared.tokenizer.token, run.config.data.user_field is not None
     for node in report["nodes"]:
         words = list(map(token, node["top_words"]))
         node["top_words"] = list(map(word_item, words)) if are_items else words

@@ -3,7 +3,7 @@
 import argparse
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,8 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(f"--first-pass-share: {options.nbest} has no scores of the first pass")
     if tuned is not None:
         check_separate(tuned.nbest, nbest)
+        nbest = replace(nbest, characters=tuned.nbest.characters)  # of the penalty
+        utterances = replace(utterances, nbest=nbest)
     runs, arpa, rules = _models(options, [utterances] if tuned is None else [utterances, tuned])
     models: list[WordModel] = [*runs, *arpa]
     figures: dict[str, Any] = {"development": None, "unused": None}

@@ -48,7 +48,7 @@ def build_tree(config: Config, prepared: Prepared) -> ClassTree | None:
         levels = torch.from_numpy(prepared.class_levels().astype("int64"))
         return ClassTree.from_levels(levels, prepared.shortlist, torch.tensor(prepared.counts()))
     check_tree(output)
-    tokenizer = prepared.tokenizer()
+    tokenizer = prepared.tokenizer
     words = [tokenizer.token(word) for word in range(vocab_size)]
     try:
         return ClassTree.from_file(output.tree, words)

@@ -22,7 +22,7 @@ def pieces_of_words(config: Config, prepared: "Prepared") -> Tensor | None:
         return None
     from data_prep.tokenizer.pieces import find_pieces
 
-    tokenizer = prepared.tokenizer()
+    tokenizer = prepared.tokenizer
     words = [tokenizer.token(word) for word in range(prepared.vocab_size)]
     without = (prepared.eos_id, prepared.unk_id)
     counts, num_pieces = prepared.counts(), config.model.input_pieces

@@ -37,9 +37,13 @@ SLF_NAME = re.compile(r"(.+)\.(slf|lat|htk)(\.\w+)?")
 _SLF_FIELD = re.compile(
     r"""(\w+)\s*=\s*("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?:\\.|[^\s\\])*)(?=\s|$)"""
 )
+_ESCAPE = re.compile(rb"\\([0-7]{3}|.)")
 _SHORT = {"WORD": "W", "START": "S", "END": "E", "acoustic": "a", "language": "l"}
 _SHORT |= {"UTTERANCE": "U", "NODES": "N", "LINKS": "L"}
 """Long names of fields."""
+_NUMBERS = dict.fromkeys(("acscale", "lmscale", "prscale"), "1")
+_NUMBERS |= {"base": str(math.e), "wdpenalty": "0"}
+"""Numbers of a header and their defaults."""
 _COSTS = re.compile(rf"{NUMBER},{NUMBER}(?:,[\d_]*)?$")
 _IS_NUMBER = re.compile(NUMBER).fullmatch
 _UTTERANCE = re.compile(r"(?:.*/)?(.+?)(?:\.(?:mfc|plp|fbank|fea|wav|sph|slf|lat|htk))?")
@@ -131,19 +135,16 @@ def _slf_fields(line: str, place: str) -> dict[str, str]:
         if value[:1] in ("'", '"') and value[-1] == value[0] and len(value) > 1:
             value = value[1:-1]
         if "\\" in value:
-            parts = (_unescaped(part) for part in re.split(r"(\\[0-7]{3}|\\.)", value))
             try:
-                value = b"".join(parts).decode()
+                value = _ESCAPE.sub(_unescaped, value.encode()).decode()
             except (UnicodeDecodeError, ValueError) as error:
                 raise DataError(f"{place}: the bytes of {value} are not UTF-8") from error
         fields[_SHORT.get(key, key)], rest = value, rest[match.end() :].lstrip()
     return fields
 
 
-def _unescaped(part: str) -> bytes:
-    if re.fullmatch(r"\\[0-7]{3}", part):
-        return bytes([int(part[1:], 8)])
-    return part.removeprefix("\\").encode() if len(part) == 2 else part.encode()
+def _unescaped(escape: re.Match[bytes]) -> bytes:
+    return bytes([int(escape[1], 8)]) if len(escape[1]) > 1 else escape[1]
 
 
 def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
@@ -168,21 +169,21 @@ def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
         if header.get(key) not in (None, str(len(found))):
             counts = f"{long}={header[key]} in the header, and {len(found)} of them"
             raise DataError(f"{name} is damaged or incomplete: {counts}")
-    base = finite_number(header.get("base", str(math.e)), name)
-    scale = math.log(base) if base > 0 else 0.0
-    acoustic_scale = finite_number(header.get("acscale", "1"), name)
+    given = {key: finite_number(header.get(key, value), name) for key, value in _NUMBERS.items()}
+    base, acoustic_scale = given["base"], given["acscale"]
+    if base != 0 and base <= 1:
+        raise DataError(f"{name}: expected base=0 or one above 1, got {header['base']}")
+    scale = math.log(base) if base else 0.0
+    penalty = _scaled(header["wdpenalty"], scale, name) if given["wdpenalty"] else 0.0
     if acoustic_scale <= 0:
         raise DataError(f"{name}: expected acscale above 0, got {header['acscale']}")
-    pronunciation_scale = finite_number(header.get("prscale", "1"), name) / acoustic_scale
     arcs = []
     for place, fields in links:
         for node in map(fields.get, "SE"):
             if node not in nodes:
                 raise DataError(f"{place}: the link has no node, or an unknown one: {node}")
-        acoustic, first_pass, pronunciation = (
-            _scaled(fields.get(key), scale, place) for key in "alr"
-        )
-        acoustic += pronunciation_scale * pronunciation
+        acoustic, first_pass, spoken = (_scaled(fields.get(key), scale, place) for key in "alr")
+        acoustic += given["prscale"] / acoustic_scale * spoken
         word = fields.get("W") or nodes[fields["E"]]
         arcs.append((fields["S"], fields["E"], word, acoustic, first_pass))
     sources, targets = {arc[0] for arc in arcs}, {arc[1] for arc in arcs}
@@ -201,8 +202,8 @@ def _read_slf(name: str, lines: Iterable[str], non_words: NonWords) -> Lattice:
         first_word=nodes[starts[0]],
         finals=[(node, 0.0, 0.0) for node in finals if node in nodes],
         has_first_pass=any("l" in fields for _, fields in links),
-        lm_scale=finite_number(header.get("lmscale", "1"), name) / acoustic_scale,
-        word_penalty=-finite_number(header.get("wdpenalty", "0"), name) * scale / acoustic_scale,
+        lm_scale=given["lmscale"] / acoustic_scale,
+        word_penalty=-penalty / acoustic_scale,
         non_words=non_words,
     )
 

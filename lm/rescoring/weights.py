@@ -4,9 +4,9 @@
     LM = Σ over the words and `<eos>` of log(λ · P₁ + (1 - λ) · P₂)                          (2)
 
 P₁ is the run's probability of a word, P₂ that of a second model: another run, or an ARPA model.
-Without a second model λ = 1, without scores of a first pass r = 0. Of n-best lists without spaces,
-`words` are characters. The weights are given or tuned: those with the fewest word errors on a
-development list, which must not be the list that is rescored.
+Without a second model λ = 1, without scores of a first pass r = 0. `words` are characters if the
+n-best list has no spaces. The weights are given or tuned: those with the fewest word errors on a
+development list, which must not be the list that is rescored, and decides for both lists.
 """
 
 from collections.abc import Sequence

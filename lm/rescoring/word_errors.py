@@ -128,8 +128,8 @@ class WordErrors:
         chosen ones, `wer_oracle` that of the best ones, and `recovered` the share of the errors
         between before and oracle that rescoring avoids, None if there are none. `_low` and `_high`
         are the ends of 95 % intervals, of `wer_after` and of its difference from `wer_before`:
-        percentiles over `NUM_SAMPLES` samples of utterances with replacement. Of characters,
-        `characters` and `cer` are in place of `words` and `wer`.
+        percentiles over `NUM_SAMPLES` samples of utterances with replacement, None of a single one.
+        Of characters, `characters` and `cer` are in place of `words` and `wer`.
 
         Source: intervals: Bisani & Ney 2004.
         """
@@ -139,8 +139,9 @@ class WordErrors:
         rate = 100 / self.num_words
         errors = np.stack([self.errors[chosen], self.errors[chosen] - self.errors[nbest.first]])
         rates = resampled_rates(errors, self._lengths, NUM_SAMPLES, seed=1)
-        interval = 100 * np.nanpercentile(rates, [2.5, 97.5], axis=0)
-        (low, low_change), (high, high_change) = interval.tolist()
+        interval = (100 * np.nanpercentile(rates, [2.5, 97.5], axis=0)).tolist()
+        is_known = np.count_nonzero(self._lengths) > 1
+        (low, low_change), (high, high_change) = interval if is_known else [[None] * 2] * 2
         kinds = dict(zip(ErrorCounts._fields, self.counts[chosen].sum(0).tolist(), strict=True))
         figures = {
             "utterances": len(nbest.ids),

@@ -117,7 +117,11 @@ class UnknownWords:
     @property
     def types(self) -> list[str]:
         """The distinct words, in their order, but a literal `<unk>`."""
-        return [word for word in self._counts if UNK not in word]
+        tokenizer, words = self._tokenizer, list(self._counts)
+        is_cut = tokenizer.kind == "sentencepiece" or tokenizer.split_punctuation
+        literals = (word.count(UNK) if is_cut else word == UNK for word in words)
+        encoded = zip(words, tokenizer.encode_lines(words), literals, strict=True)
+        return [word for word, ids, num in encoded if ids.count(tokenizer.unk_id) > num]
 
     def warning(self, what: str) -> str | None:
         """A sentence if more than `MANY` of the words of `what` are unknown, with the first ones.

@@ -65,7 +65,9 @@ def checkpoint_to_resume(config: Config, resume: str | None) -> Path | None:
         if resume not in (None, "auto"):
             raise CheckpointError(f"--resume {resume}: no such checkpoint")
         # The first model is written before a checkpoint, a later one after it.
-        is_first = (folder / LOCK).exists() and _num_validations(folder / "metrics.csv") < 2
+        lines = read_metrics(folder / "metrics.csv")
+        num_validations = sum(line.valid_perplexity is not None for line in lines)
+        is_first = (folder / LOCK).exists() and num_validations < 2
         if (folder / DESCRIPTION).exists() and not is_first:
             problem = "has a model, but no checkpoint that training could continue from"
             raise CheckpointError(f"{folder} {problem}: train in another folder, --run_dir=FOLDER")
@@ -80,11 +82,6 @@ def checkpoint_to_resume(config: Config, resume: str | None) -> Path | None:
                 f" run in another folder{begin}"
             )
     return checkpoint
-
-
-def _num_validations(path: Path) -> int:
-    lines = read_metrics(path) if path.exists() else []
-    return sum(line.valid_perplexity is not None for line in lines)
 
 
 def prepare_run(run: Run, resume: str | None, *, progress: bool = True) -> Run:

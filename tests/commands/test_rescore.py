@@ -287,10 +287,13 @@ def test_lattices_are_rescored_tuned_and_reported_as_lists(
             assert values["report"][name] == figures["report"][name], name
 
 
-def test_labels_that_are_no_words_are_left_out_unless_they_are_words(
+def test_a_penalty_is_for_what_it_is_tuned_for_and_labels_are_left_out(
     lstm_run: Path, rescored: Rows, tmp_path: Path
 ) -> None:
-    (tmp_path / "nbest").write_text("u\t-3\tthe [noise] cat\n")
-    for options, text in (([], "the cat"), (["--non-words="], "the [noise] cat")):
-        rows, _ = rescored(lstm_run, tmp_path / "nbest", "--lm-weight=1", *options)
-        assert rows == [f"u\t{text}"]
+    for name, space in (("dev", ""), ("test", " ")):  # whose hypotheses have two words each
+        pairs = [(-10, f"天地火{space}人水"), (-13, f"天地{space}人水")]
+        rows = [f"{name}{k}\t{score}\t[noise] {text}" for k in range(9) for score, text in pairs]
+        (tmp_path / name).write_text("\n".join(rows), encoding="utf-8")
+    (tmp_path / "said").write_text("".join(f"dev{k} 天地人水\n" for k in range(9)))
+    rows, _ = rescored(lstm_run, tmp_path / "test", "--tune", tmp_path / "dev", tmp_path / "said")
+    assert rows == [f"test{k}\t天地 人水" for k in range(9)]

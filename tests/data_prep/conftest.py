@@ -37,7 +37,7 @@ class Corpus:
 
     def text(self) -> str:
         prepared = self.prepare()
-        return prepared.tokenizer().decode(prepared.tokens("train"))
+        return prepared.tokenizer.decode(prepared.tokens("train"))
 
     def prepare(self, *, keep: bool = False) -> Prepared:
         settings = self.data, self.tokenizer, self.classes

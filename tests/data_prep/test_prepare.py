@@ -258,7 +258,7 @@ def replaced(path: Path, old: bytes, new: bytes) -> None:
 def test_a_prepared_folder_opens_with_what_was_prepared(prepared: Prepared) -> None:
     opened = open_prepared(prepared.folder)
     words = ["<eos>", "the", "cat", "dog", "ran", "sat", "<unk>"]
-    assert [opened.tokenizer().token(id) for id in range(7)] == words
+    assert [opened.tokenizer.token(id) for id in range(7)] == words
     assert (opened.vocab_size, opened.eos_id, opened.unk_id) == (7, 0, 6)
     assert opened.tokens("train").tolist() == [1, 2, 5, 0, 1, 3, 0, 0, 1, 2, 4, 0]
     assert opened.tokens("valid").tolist() == [1, 6, 0]
@@ -275,7 +275,7 @@ def test_a_prepared_folder_opens_with_what_was_prepared(prepared: Prepared) -> N
         ("train.npy", lambda opened: opened.tokens("train")),
         ("counts.npy", Prepared.counts),
         ("classes.npy", Prepared.word_class),
-        ("tokenizer.json", Prepared.tokenizer),
+        ("tokenizer.json", lambda opened: opened.tokenizer),
     ],
 )
 def test_damaged_files_are_refused_by_name(prepared: Prepared, name: str, read: Any) -> None:
@@ -315,7 +315,7 @@ def test_a_copied_tokenizer_needs_no_other_file(prepared: Prepared, tmp_path: Pa
     run.mkdir()
     prepared.copy_to(run)
     assert {path.name for path in run.iterdir()} == VOCABULARY
-    for tokenizer in (load_tokenizer(run), prepared.tokenizer()):
+    for tokenizer in (load_tokenizer(run), prepared.tokenizer):
         assert tokenizer.encode("the zebra sat") == [1, 6, 5]
     replaced(run / "vocab.txt", b"dog", b"god")
     with pytest.raises(UserError, match=r"vocab\.txt is damaged: its SHA-256 differs"):

@@ -179,7 +179,10 @@ def test_words_of_probability_0_are_chosen_by_the_acoustic_score_alone(tmp_path:
 
 def test_scores_in_base_0_are_probabilities() -> None:
     text = "base=0\nI=0\nI=1 W=the\nI=2\nJ=0 S=0 E=1 a=0.1 l=0.2\nJ=1 S=1 E=2 a=0.5\n"
-    (lattice,) = read_lattices("x.slf", text.splitlines())
+    for penalty, nats in (("0.0", 0.0), ("0.25", math.log(4))):
+        lines = text.replace("=0\n", f"=0 wdpenalty={penalty}\n", 1).splitlines()
+        (lattice,) = read_lattices("x.slf", lines)
+        assert lattice.word_penalty == pytest.approx(nats)
     ((words, *scores),) = paths(lattice)
     assert words == ("the",)
     assert scores == pytest.approx([math.log(0.05), math.log(0.2)])
@@ -318,6 +321,9 @@ def test_intervals_of_error_rates_are_those_of_samples_of_utterances() -> None:
     errors = WordErrors(counts=counts, references=["a b c d"] * size)
     report = errors.report(nbest, nbest.first + 1)
     assert report == errors.report(nbest, nbest.first + 1)
+    alone = WordErrors(counts=counts[:2], references=["a b c d"])
+    ends = alone.report(nbest_of(["a b c d"] * 2, np.zeros((2, 0))), nbest.first[:1] + 1)
+    assert [ends[f"wer_{name}"] for name in ("after_low", "change_high")] == [None, None]
     kinds = [report[name] for name in ("substitutions", "insertions", "deletions")]
     assert kinds == counts[1::2].sum(0).tolist()
     after, change = counts[1::2].sum(1), (counts[1::2] - counts[::2]).sum(1)

@@ -258,18 +258,3 @@ def test_items_are_refused_and_pieces_are_not(
         for how in (["--mixture=0.25", f"--arpa={tmp_path / 'arpa'}"], ["--ngram"])
     ]
     assert each[0] == pytest.approx(each[1], rel=1e-5)
-
-
-def test_mistakes_are_single_lines(
-    lstm_run: Path, corpus: Path, tmp_path: Path, complaint: Printed
-) -> None:
-    path, text = tmp_path / "model.arpa", corpus / "test.txt"
-    command = ["evaluate", lstm_run, "--text", text, "--mixture=0.5", "--arpa", path]
-    good = write_arpa(path, words_of(TrainedRun(lstm_run, "cpu"))).read_text()
-    for content, error in (
-        (good.replace("</s>", "gnu"), f"{path} has no </s>"),
-        (good.replace("\t<unk>\t", "\tgnu\t"), f"{path} has no <unk>, and the text has a word"),
-        (good.replace("\tcat\t", "\tgnu\t"), f"{path} has no unigram 'cat', a word that the model"),
-    ):
-        path.write_text(content)
-        assert complaint(*command, code=3).startswith(error)

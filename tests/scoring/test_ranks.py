@@ -155,13 +155,10 @@ def test_nan_scores_are_refused(items_run: Path, tmp_path: Path, complaint: Prin
     weights["output.weight"][3] = np.nan
     save_model(run, weights, read_description(run))
     (tmp_path / "users.txt").write_text('["item 3"]\n')
+    ranking = "evaluate", run, "--ranking"
     for command, problem in {
-        (
-            "evaluate",
-            run,
-            "--ranking",
-        ): r"run: [\d,]+ of [\d,]+ log-probabilities are not finite: we",
-        ("evaluate", run): "run: the log-probability of the text is nan: weights",
+        ranking: r"run: [\d,]+ of [\d,]+ log-probabilities are not finite: we",
+        ranking[:2]: "run: the log-probability of the text is nan: weights",
         ("recommend", run, f"--history={tmp_path / 'users.txt'}"): "run: log-probabilities of pos",
     }.items():
         assert re.search(problem, complaint(*command))

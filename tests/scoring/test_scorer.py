@@ -207,8 +207,7 @@ def test_many_unknown_words_of_first_lines_are_reported(caplog: pytest.LogCaptur
     assert len(caplog.messages) == 1
 
 
-def test_a_word_with_an_unknown_part_is_unknown() -> None:
-    pieces = trained_pieces(toy_sentences(0, 200), 36)
+def test_a_word_with_an_unknown_part_is_unknown(pieces: SentencePieceTokenizer) -> None:
     assert UnknownWords(pieces, ["the c\u2603t", "the cat \u2603"]).num_unknown == 2
     separated = WordTokenizer(["<eos>", "<unk>", "cat", "."], split_punctuation=True)
     assert UnknownWords(separated, ["cat. dog. cat"]).num_unknown == 1

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from data_prep.corpus import event_table, events
-from data_prep.corpus.events import event_lines
+from data_prep.corpus.events import user_lines
 from data_prep.corpus.lines import log_once
 from data_prep.corpus.reader import read_lines
 from data_prep.errors import UserError
@@ -145,6 +145,7 @@ def other(user: str, item: str, first_item: str = "a", first_user: str = "u") ->
         (at(range(20_240_602, 20_240_630, 2)), ""),
         (at(range(0, 280, 7)), ""),
         (at(f"2024-02-{day}" for day in range(10, 30)), ""),
+        ([("u", k, f"2024-02-10T00:00:00.1234567{k}") for k in (30, 20, 10)], ""),
         (
             at(np.float32(START + 60.0 * np.arange(40)).astype(float)),
             "40 of 40 events .* have times rounded to multiples of 128, as floats of 32 bits are",
@@ -173,6 +174,7 @@ def other(user: str, item: str, first_item: str = "a", first_user: str = "u") ->
         (other("u", "3.0", "3"), r"items .* or \.0 alone: 1, as '3' and '3\.0'"),
         (other("007", "a", "a", "7"), r"users .*: 1, as '7' and '007'"),
         (other("u", "3.1", "3"), ""),
+        (other("NULL", "NA"), r"users NULL: remove these rows if .*; items NA: remove these .*"),
         (other("u", "0", "00a"), ""),
         (untimed(EVENTS) + untimed(EVENTS), "2 of 16 .*; 7 of 16 .* repeat all earlier .*"),
     ],
@@ -219,7 +221,7 @@ def test_events_of_earlier_files_are_known(
             write_table(tmp_path / files[name], named([EVENTS[i] for i in rows]))
     log_once.cache_clear()
     data = replace(data, files=SplitFiles(**files), time_field=time_field)
-    assert list(event_lines(data, "test")) == test
+    assert [line for _, line in user_lines(data, "test")] == test
     assert re.search(problem, caplog.text)
 
 
@@ -291,7 +293,7 @@ def prepared(folder: Path, predict_eos: bool = False, **lines: str) -> Prepared:
 
 def test_a_tab_separates_the_items_that_are_known(tmp_path: Path) -> None:
     found = prepared(tmp_path, train="a b c\nb b\n", valid="a new b\tc\nc a\n\tb new\n")
-    tokenizer = found.tokenizer()
+    tokenizer = found.tokenizer
     valid = found.sequences("valid")
     assert [" ".join(map(tokenizer.token, line)) for line in valid.lines()] == ["a b c", "c a", "b"]
     assert valid.num_known.tolist() == [2, 0, 0]
@@ -356,7 +358,7 @@ def test_classes_of_items_come_from_files_of_items_as_their_table_has_them(
 
     def class_of(item: str) -> int:
         prepared = corpus.prepare()
-        return int(prepared.word_class()[prepared.tokenizer().encode(item)[0]])
+        return int(prepared.word_class()[prepared.tokenizer.encode(item)[0]])
 
     assert class_of("Heat%20(1995)") == class_of("d") != class_of("c")
     assert class_of("c") == class_of("5%20%25%20off")
@@ -376,9 +378,9 @@ def test_a_table_of_all_splits_is_read_once_unless_it_changes(
     rows = [("u", item, item) for item in range(5)]
     data = replace(write(tmp_path, "csv", rows[:4]), split="leave_one_out")
     for _ in range(2):
-        found = [list(event_lines(data, split)) for split in ("train", "valid", "test")]
+        found = [list(read_lines(data, split)) for split in ("train", "valid", "test")]
         assert found == [["0 1"], ["0 1\t2"], ["0 1 2\t3"]]
     assert reads.call_count == 2
-    assert list(event_lines(data, "train")) == ["0 1"]
+    assert list(read_lines(data, "train")) == ["0 1"]
     write(tmp_path, "csv", rows)
-    assert list(event_lines(data, "valid")) == ["0 1 2\t3"]
+    assert list(read_lines(data, "valid")) == ["0 1 2\t3"]

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from numpy.typing import NDArray
 
-from data_prep.corpus.events import event_lines
+from data_prep.corpus.reader import read_lines
 from data_prep.settings import DataConfig, SplitFiles
 from scripts.corpora.repository import code_text, split_of
 from scripts.corpora.speeches import main
@@ -147,8 +147,8 @@ def test_a_clone_gives_the_files_that_each_author_changes(tmp_path: Path, make: 
         files=SplitFiles(train=str(path)), format="parquet", sequences="independent",
         user_field="user", item_field="item", time_field="time", split="leave_one_out",
     )  # fmt: skip
-    assert [*event_lines(data, "train")] == ["a,%20b.c", "a,%20b.c c.c"]
-    assert [*event_lines(data, "test")] == ["a,%20b.c é.c\tc.c"]
+    assert [*read_lines(data, "train")] == ["a,%20b.c", "a,%20b.c c.c"]
+    assert [*read_lines(data, "test")] == ["a,%20b.c é.c\tc.c"]
 
 
 def test_a_folder_without_history_is_refused(tmp_path: Path, make: Run) -> None:
