@@ -154,7 +154,7 @@ def test_independent_sequences_end_as_in_the_command(letters: Train, printed: Pr
 
 def test_items_without_an_end_have_no_score_of_it(items_run: Path) -> None:
     loaded = lm.load(items_run)
-    item = loaded.tokenizer.words[5]
+    item = loaded.tokenizer.token(5)
     expected = -loaded.log_prob()[5].item() / math.log(2)  # bits
     assert loaded.surprisal([item]).surprisal[0] == pytest.approx(expected, rel=1e-5)
     for call in (lambda: loaded.score([item]), lambda: loaded.surprisal([item], eos=True)):
