@@ -133,7 +133,7 @@ class ShardedSolver(Solver):
             total[:, 0] = -torch.inf
         else:
             own = gathered.problem(problem, self.group)
-            total, solved = self._solved(own, needs._replace(row_wise=False))
+            total, solved = self._solved(own, needs)
             parts.append(solved)
         for position, part in route.returned(found):
             so_far = total[position]
@@ -162,8 +162,7 @@ class ShardedSolver(Solver):
         for (sizes, backend), (tensors, saved_part) in zip(self.sizes, parts, strict=True):
             given = own if gradients else received
             d_part, lse = given[:, 0].contiguous(), given[:, 1:].T.contiguous()
-            asked = needs._replace(hidden=True, row_wise=needs.row_wise and not gradients)
-            solved = sizes._replace(**tensors)
+            asked, solved = needs._replace(hidden=True), sizes._replace(**tensors)
             gradients.append(backend.backward(d_part, solved, saved_part, asked, lse))
         (d_hidden, d_weight, d_bias), *of_gathered = gradients
         assert d_hidden is not None
@@ -183,13 +182,21 @@ class ShardedSolver(Solver):
 def _add_first(
     gradient: Tensor | None, d_rows: Tensor | None, gathered: Gathered, group: Any
 ) -> None:
-    """Put the gradient of the gathered rows into that of the held rows."""
+    """Put the gradient of the gathered rows into that of the held rows.
+
+    Of a row-wise one, the rows of nodes that a process visits.
+    """
     if gradient is None or d_rows is None:
         return
-    first = gathered.summed(d_rows, group)
     if isinstance(gradient, RowGradient):
-        row = torch.arange(len(first), device=first.device)
-        values = as_rows(first).to(compute_dtype(first.dtype))
+        of_visited = d_rows.to_sparse()
+        dense = as_rows(of_visited.to_dense())
+        is_visited = dense.new_zeros(len(dense), 1)
+        is_visited[of_visited.indices()[0]] = 1
+        first = gathered.summed(torch.cat([dense, is_visited], 1), group)
+        row = first[:, -1].nonzero().squeeze(1)
+        values = first[row, :-1].to(compute_dtype(first.dtype))
         gradient.factors = gradient.factors.plus(RowFactors(rows=((row, values),)))
     else:
+        first = gathered.summed(d_rows, group)
         gradient[: len(first)] = first
