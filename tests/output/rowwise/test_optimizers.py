@@ -23,6 +23,7 @@ from lm.output.rowwise import (
 )
 from lm.output.rowwise.factors import Block, Rule
 
+from ..definition import nll
 from .tables import OPTIMIZERS, SHORTLIST, TREES, H, Kind, accumulate, table
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -189,6 +190,17 @@ def test_a_rule_of_a_users_own_is_applied_with_every_backend(backend: str) -> No
             each.step()
             each.zero_grad()
     torch.testing.assert_close(params, truth, rtol=1e-4, atol=1e-5)
+
+
+def test_a_backward_after_the_step_is_refused(backend: str) -> None:
+    """As with the optimizers of PyTorch: it would read rows that have changed."""
+    params = table(SHORTLIST)
+    hidden, target = torch.randn(6, H, dtype=FP64), torch.arange(6)
+    loss = nll([hidden, *params, target], SHORTLIST, row_wise=True).sum()
+    torch.autograd.backward(loss, retain_graph=True)
+    RowSGD(params, lr=0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(loss)
 
 
 def test_a_learning_rate_and_eps_must_be_positive_and_decay_rates_below_one() -> None:
