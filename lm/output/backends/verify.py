@@ -23,7 +23,7 @@ from lm.output.backends.reference import ReferenceBackend
 from lm.output.inputs import compute_dtype
 from lm.output.rowwise.factors import Rule
 from lm.output.rowwise.row_gradient import RowGradient
-from lm.output.tracing import without_replaced_functions
+from lm.output.tracing import is_captured, without_replaced_functions
 from lm.output.tree.class_tree import ClassTree
 
 PATIENCE = 2.0
@@ -81,7 +81,7 @@ def is_right(
             device = torch.device("cuda", torch.cuda.current_device())
     key = (what, device, kind)
     if key not in _differences:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_captured(device):
             raise RuntimeError(
                 f"{what} is verified at its first use, which cannot be captured in a CUDA graph:"
                 " run a step before the capture"

@@ -11,13 +11,13 @@ from torch import Tensor
 from lm.output import ClassTree
 from lm.output.backends.compiled import division, passes
 from lm.output.backends.triton import rows
-from lm.output.backends.triton.launch import Launch, instrumented
+from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.triton.routing import Routing
 from lm.output.rowwise import RowAdam, RowGradient, RowSGD, factors
 
-from ..definition import SMALL_TILES, nll
+from ..definition import SMALL_TILES, nll, zipf_targets
 from ..laws import SETTINGS
-from .tables import KINDS, SHORTLIST, TREES, Way, accumulate, not_in_memory, table, trained
+from .tables import KINDS, SHORTLIST, TREES, H, P, Way, accumulate, not_in_memory, table, trained
 
 pytest.importorskip("triton")
 
@@ -124,6 +124,29 @@ def test_norms_do_not_depend_on_the_order_in_which_lists_are_written() -> None:
             entries.copy_(entries.flip(0))
         with instrumented(tiles=SMALL_TILES):
             assert torch.equal(param.grad.square_norm(), first)
+
+
+def test_gradients_of_a_recorded_backward_are_new_in_each_replay(
+    launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of `torch.cuda.make_graphed_callables`, which detaches them; there is no step."""
+    params, hidden = table(SHORTLIST), torch.randn(P, H, dtype=DOUBLE)
+    loss = partial(nll, [hidden, *params, zipf_targets(SHORTLIST, P)], SHORTLIST, reduction="sum")
+    with monkeypatch.context() as capture, instrumented(tiles=SMALL_TILES):
+        capture.setattr("lm.output.rowwise.row_gradient.is_captured", lambda _: True)
+        recorded = torch.autograd.grad(loss(backend="triton", row_wise=True), params)
+    graph = [*launches]
+    for scale in (3, 0.2):
+        hidden *= scale
+        for launch in graph:
+            execute(launch)
+        found = []
+        for grads in ([each.detach() for each in recorded], torch.autograd.grad(loss(), params)):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            norm = torch.nn.utils.clip_grad_norm_(params, 0.5)
+            found.append([norm, *(grad.to_dense() for grad in grads)])
+        torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("shared_blocks", "most_programs"), [(1, 1000), (2, 1000), (1, 3)])

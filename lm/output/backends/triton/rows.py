@@ -230,6 +230,10 @@ class TritonFactors(RowFactors):
         block = summed_by_row(*(torch.cat(each) for each in zip(*rows, strict=True)))
         return block, self._of_rows(block.index(block.values().device))
 
+    def forget(self) -> None:
+        """See `RowFactors.forget`."""
+        self.factors.formed.clear()
+
     def square_norm(self, table: Tensor) -> Tensor:
         """See `RowFactors.square_norm`."""
         total = self.factors.norms(of_bias=self.of_bias)[1] * self.factor**2
