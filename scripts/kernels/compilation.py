@@ -34,7 +34,6 @@ from lm.output.decoding.fused import launch_draws
 from lm.output.decoding.positions import Positions
 from lm.output.inputs import row_size
 from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowSGD
-from lm.output.tree.arrays import TreeArrays
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import benchmark_parser, problem_size
@@ -75,16 +74,6 @@ def obstacle(capability: int) -> str | None:
     """Why the backend refuses this version of Triton on an architecture; None if it does not."""
     with instrumented(capability=capability):
         return TritonBackend().obstacle(make_problem(1000, 64, 1), torch.device("cuda"))
-
-
-def moved(problem: Problem, device: str) -> Problem:
-    """A problem on another device."""
-    hidden, weight, target = (
-        x.to(device) for x in (problem.hidden, problem.weight, problem.target)
-    )
-    bias = None if problem.bias is None else problem.bias.to(device)
-    tree = TreeArrays(*(array.to(device) for array in problem.tree))
-    return problem._replace(hidden=hidden, weight=weight, bias=bias, target=target, tree=tree)
 
 
 def launches(
@@ -224,7 +213,7 @@ def main() -> None:
         if options.all:
             found += launches(problem, options.sm, row_wise=(False, True)) + draws(dtype, h)
         else:
-            found += launches(moved(problem, "meta"), options.sm)
+            found += launches(problem.to("meta"), options.sm)
     wrong = compile_all([(launch, options.sm) for launch in found])
     names = [launch.kernel.__name__ for launch in found]
     for name, each in zip(names, wrong, strict=True):

@@ -78,6 +78,13 @@ class Problem(NamedTuple):
         target = torch.empty(num_positions, dtype=torch.int64, device="meta")
         return cls.of(hidden, weight, target, tree, weight[:, 0])
 
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Problem":
+        """The problem on a device; if given, its numbers in a dtype."""
+        moved: dict[str, Any] = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+        moved = {name: None if x is None else x.to(device, dtype) for name, x in moved.items()}
+        tree = TreeArrays(*(each.to(device) for each in self.tree))
+        return self._replace(**moved, target=self.target.to(device), tree=tree)
+
     def sizes(self) -> "Problem":
         """The tree and the numbers, without the tensors that autograd saves."""
         none = self.target.new_empty(0)

@@ -145,10 +145,9 @@ def difference(backend: Backend, device: torch.device, kind: Kind) -> str | None
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         problem, d_nll = tiny_problem(kind)
-        truth = _results(ReferenceBackend(), *_moved(problem, d_nll, "cpu", torch.float64))
-        on_device = _moved(problem, d_nll, device)
-        baseline = _results(ReferenceBackend(), *on_device)
-        actual = _results(backend, *on_device)
+        truth = _results(ReferenceBackend(), problem.to("cpu", torch.float64), d_nll)
+        on_device = problem.to(device)
+        baseline, actual = (_results(b, on_device, d_nll) for b in (ReferenceBackend(), backend))
     rounds = kind.hidden == torch.float32 and kind.tf32
     rounding = 2.0**-10 if rounds else torch.finfo(kind.hidden).eps
     found = []
@@ -192,23 +191,11 @@ def _aligned(least: int, align: int) -> int:
     return next(size for size in range(least, least + 32) if math.gcd(size, 16) == align)
 
 
-def _moved(
-    problem: Problem, d_nll: Tensor, device: torch.device | str, dtype: torch.dtype | None = None
-) -> tuple[Problem, Tensor]:
-    """The problem on a device, if given also in another dtype."""
-    names = ("hidden", "weight", "bias", "target")
-    tensors = {name: getattr(problem, name).to(device) for name in names}
-    if dtype is not None:
-        tensors |= {name: tensors[name].to(dtype) for name in names[:3]}
-    arrays = type(problem.tree)(*(array.to(device) for array in problem.tree))
-    moved = problem._replace(**tensors, tree=arrays)
-    return moved, d_nll.to(device, compute_dtype(moved.hidden.dtype))
-
-
 def _results(backend: Backend, problem: Problem, d_nll: Tensor) -> list[Tensor]:
     """The nll, the dense gradients, and the rows after a step with row-wise ones."""
     needs = Needs(hidden=True, weight=True, bias=True)
     nll, _, saved = backend.nll(problem, needs)
+    d_nll = d_nll.to(nll)
     gradients = backend.backward(d_nll, problem, saved, needs)
     needs = Needs(hidden=False, weight=True, bias=False, row_wise=True)
     _, _, saved = backend.nll(problem, needs)

@@ -1,6 +1,7 @@
 """Steps from row-wise gradients: of every backend, those of dense gradients."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -173,7 +174,7 @@ def test_programs_that_share_a_node_make_the_same_step(
 @pytest.mark.parametrize(
     ("backend", "optimizer"),
     [
-        *(("triton", partial(RowSGD, lr=0.3)), ("compiled", partial(RowSGD, lr=0.3))),
+        *((name, partial(RowSGD, lr=0.3)) for name in ("triton", "compiled", "reference")),
         ("compiled", partial(RowAdam, lr=0.001)),
     ],
 )
@@ -184,7 +185,8 @@ def test_rows_in_bf16_are_rounded_at_random_in_proportion_to_the_distance(
     tree, hidden = ClassTree.full(300), torch.ones(1, 64)
     weights = torch.ones(2, 300, 64, dtype=torch.bfloat16).unbind()
     for weight in map(Tensor.requires_grad_, weights):
-        with instrumented(tiles=SMALL_TILES), not_in_memory():
+        in_blocks = nullcontext() if backend == "reference" else not_in_memory()
+        with instrumented(tiles=SMALL_TILES), in_blocks:
             each = nll([hidden, weight, torch.tensor([3])], tree, backend=backend, row_wise=True)
             torch.autograd.backward(each)
             optimizer([weight]).step()
@@ -193,7 +195,7 @@ def test_rows_in_bf16_are_rounded_at_random_in_proportion_to_the_distance(
         others = torch.cat([weight.detach()[:3], weight.detach()[4:]]).float()
         values, counts = torch.unique(others, return_counts=True)
         assert values.tolist() == [1 - 1 / 256, 1]
-        assert float(counts[0] / counts.sum()) == pytest.approx(0.256, abs=0.015)
+        assert float(counts[0] / counts.sum()) == pytest.approx(0.256, abs=0.01)
         changed = (others != 1).float()
         for dim in (0, 1):  # no row or column of numbers is rounded alike
             assert float((changed.mean(dim) - 0.256).abs().max()) < 0.3
