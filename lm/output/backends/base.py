@@ -63,10 +63,9 @@ class Problem(NamedTuple):
         if target.device != hidden.device:
             raise ValueError(f"target must be on the device of hidden, {hidden.device}")
         flat = hidden.reshape(-1, hidden.shape[-1])
-        if hidden.is_meta:
-            arrays = TreeArrays(*(array.to("meta") for array in arrays))
         sizes = (tree.depth, tree.max_path_columns, ignore_index)
-        return cls(flat, weight, target.reshape(-1), arrays, bias, *sizes)
+        problem = cls(flat, weight, target.reshape(-1), arrays, bias, *sizes)
+        return problem.to("meta") if hidden.is_meta else problem
 
     @classmethod
     def without_values(

@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     hidden: torch.dtype
     weight: torch.dtype
     bias: torch.dtype
-    hidden_align: int = 16  # see `lm.output.backends.triton.launch.alignment`
+    hidden_align: int = 16  # see `lm.output.backends.triton.plan.alignment`
     weight_align: int = 16
     tf32: bool = False  # whether products of fp32 numbers round them
 
@@ -72,9 +72,7 @@ def is_right(
     Raises:
         RuntimeError: if the first call is made while a CUDA graph is captured.
     """
-    if (what, device, kind) in _differences:
-        return _differences[what, device, kind] is None
-    if device.type == "cuda":
+    if device.type == "cuda" and (what, device, kind) not in _differences:
         if not torch.cuda.is_available():
             return True  # the caller asks what would be chosen on another machine
         if str(device) == "cuda":

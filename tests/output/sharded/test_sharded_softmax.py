@@ -155,9 +155,7 @@ def _check(
     found: list[Any] = [nll, d_own, layer.nll_by_level(hidden, target)]
     terms = definition_by_level(h, weight, bias, target, case.tree)
     expected = [truth[mine], d_hidden[mine], terms]
-    path = case.tree.rows_on_path(target[target >= 0])
-    node = case.tree.node_of_row[path[path >= 0]]
-    node = node[case.tree.num_children[node] > 1]
+    node = route(target, case.tree.arrays, case.tree.depth, -100).node
     visited = layer.dealt.held(torch.isin(case.tree.node_of_row, node)).nonzero().squeeze(1)
     for parameter, gradient in zip(layer.parameters(), d_tables, strict=True):
         assert isinstance(parameter.grad, RowGradient) == row_wise
