@@ -53,7 +53,7 @@ def choose_device(name: str, num_bytes: int) -> torch.device:
         raise UserError(f"device: expected auto, cpu or cuda[:N], got {name!r}")
     if kind == "cuda" and int(index or 0) >= num_gpus:
         raise UserError(f"device: {name} does not exist, there are {num_gpus} CUDA devices")
-    return torch.device(name)
+    return torch.device(kind, int(index)) if index else torch.device(kind)
 
 
 class Launch(NamedTuple):

@@ -37,7 +37,7 @@ def test_auto_is_the_gpu_with_most_free_memory_if_the_model_fits(gpus: Callable[
     assert module.choose_device("auto", 800) == torch.device("cuda", 1)
     assert module.choose_device("auto", 801) == torch.device("cpu")
     assert module.choose_device("cpu", 1) == torch.device("cpu")
-    assert module.choose_device("cuda:0", 10**9) == torch.device("cuda:0")
+    assert module.choose_device("cuda:01", 10**9) == torch.device("cuda:1")
     assert module.available_bytes(torch.device("cuda", 1)) == 1000
 
 

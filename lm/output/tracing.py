@@ -43,6 +43,11 @@ def is_recorded() -> bool:
     return torch._C._get_tracing_state() is not None
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph captures what is done on a device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def is_for_onnx() -> bool:
     """Whether `torch.onnx.export` records what is called."""
     return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from types import SimpleNamespace
@@ -34,7 +34,6 @@ from lm.output.decoding.fused import launch_draws
 from lm.output.decoding.positions import Positions
 from lm.output.inputs import row_size
 from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowSGD
-from lm.output.tree.arrays import TreeArrays
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import benchmark_parser, problem_size
@@ -50,13 +49,11 @@ def make_problem(
     num_positions: int,
     dtype: torch.dtype = torch.bfloat16,
     *,
-    weight_dtype: torch.dtype | None = None,
-    columns: int | None = None,
     bias: bool = False,
 ) -> Problem:
     """Inverse-rank targets in a tree of √N classes; tensors of floating-point numbers are empty.
 
-    By default the weight has the dtype of hidden, and rows as long as those of the layer.
+    Rows are as long as those of the layer.
     """
     torch.manual_seed(0)
     num_classes = round(vocab_size**0.5)
@@ -64,11 +61,9 @@ def make_problem(
     target, _ = zipf(vocab_size, num_positions)
     tree = ClassTree.two_level(word_class)
     hidden = torch.empty(num_positions, hidden_size, dtype=dtype)
-    shape = (tree.num_rows, columns or row_size(hidden_size))
-    weight = torch.empty(shape, dtype=weight_dtype or dtype)
-    biases = torch.empty(tree.num_rows, dtype=weight.dtype) if bias else None
-    with torch.autocast("cpu", dtype, enabled=weight.dtype != dtype):
-        return Problem.of(hidden, weight, target, tree, biases)
+    weight = torch.empty(tree.num_rows, row_size(hidden_size), dtype=dtype)
+    biases = torch.empty(tree.num_rows, dtype=dtype) if bias else None
+    return Problem.of(hidden, weight, target, tree, biases)
 
 
 def obstacle(capability: int) -> str | None:
@@ -77,38 +72,20 @@ def obstacle(capability: int) -> str | None:
         return TritonBackend().obstacle(make_problem(1000, 64, 1), torch.device("cuda"))
 
 
-def moved(problem: Problem, device: str) -> Problem:
-    """A problem on another device."""
-    hidden, weight, target = (
-        x.to(device) for x in (problem.hidden, problem.weight, problem.target)
-    )
-    bias = None if problem.bias is None else problem.bias.to(device)
-    tree = TreeArrays(*(array.to(device) for array in problem.tree))
-    return problem._replace(hidden=hidden, weight=weight, bias=bias, target=target, tree=tree)
-
-
 def launches(
     problem: Problem,
     capability: int | None = None,
     tiles: Tiles | None = None,
     *,
-    run: Callable[[Launch], object] = lambda launch: None,
     row_wise: Sequence[bool] = (False,),
 ) -> list[Launch]:
-    """The launches of a forward, and of a backward for each kind of gradients, as handed to `run`.
+    """The launches of a forward, and of a backward for each kind of gradients; none is executed.
 
     After row-wise gradients, those that use them: the norm, a step of every optimizer, and rows in
-    memory. By default nothing is executed. Without a capability and tiles, those of the problem's
-    device.
+    memory. Without a capability and tiles, those of the problem's device.
     """
-    found: list[Launch] = []
-
-    def handle(launch: Launch) -> None:
-        found.append(launch)
-        run(launch)
-
-    needs = Needs(hidden=True, weight=True, bias=problem.bias is not None)
-    with instrumented(run=handle, capability=capability, tiles=tiles):
+    needs, found = Needs(True, True, problem.bias is not None), list[Launch]()
+    with instrumented(run=found.append, capability=capability, tiles=tiles):
         nll, _, saved = TritonBackend().nll(problem, needs)
         for kind in row_wise:
             of = needs._replace(row_wise=kind)
@@ -224,7 +201,7 @@ def main() -> None:
         if options.all:
             found += launches(problem, options.sm, row_wise=(False, True)) + draws(dtype, h)
         else:
-            found += launches(moved(problem, "meta"), options.sm)
+            found += launches(problem.to("meta"), options.sm)
     wrong = compile_all([(launch, options.sm) for launch in found])
     names = [launch.kernel.__name__ for launch in found]
     for name, each in zip(names, wrong, strict=True):

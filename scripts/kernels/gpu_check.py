@@ -82,7 +82,7 @@ def preflight(*, dry: bool) -> None:
     from lm.output.backends.triton.tile_shapes import tf32
     from lm.output.backends.verify import Kind, difference, result_of, tiny_problem
     from scripts.benchmarks.reporting import environment
-    from scripts.kernels.compilation import compile_all, launches, moved, obstacle
+    from scripts.kernels.compilation import compile_all, launches, obstacle
 
     if not (dry or torch.cuda.is_available()):
         sys.exit("torch finds no CUDA device; --dry-run runs without one")
@@ -91,7 +91,7 @@ def preflight(*, dry: bool) -> None:
         sys.exit(f"the backend {found}; see scripts/kernels/README.md")
     for rows in () if dry else (torch.bfloat16, torch.float32):
         kind = Kind(torch.bfloat16, rows, rows, tf32=tf32())
-        compile_all([(each, sm) for each in launches(moved(tiny_problem(kind)[0], "meta"), sm)])
+        compile_all([(each, sm) for each in launches(tiny_problem(kind)[0].to("meta"), sm)])
         comparison = partial(difference, TritonBackend(), torch.device("cuda", 0), kind)
         if found := result_of(comparison, "the kernels", failures):
             sys.exit(f"the kernels differ from the reference with rows in {rows}: {found}")

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lm.output import ClassTree
 from lm.output.backends.triton.launch import instrumented
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
+from lm.output.inputs import compute_dtype
 from lm.output.rowwise import RowGradient
 
 from .definition import SMALL_TILES, H, definition, nll, two_level, zipf_targets
@@ -50,9 +51,6 @@ class Case(NamedTuple):
         further += ["no bias"] * (not self.bias) + [f"rows {self.rows}"] * bool(self.rows)
         sizes = f"{self.tree.vocab_size} words, {self.tree.num_nodes} nodes, P {self.positions}"
         return ", ".join([sizes, f"H {self.size}", str(self.dtype), *further]).replace("torch.", "")
-
-    def wide(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """In which rows of a higher precision are accepted."""
@@ -190,7 +188,7 @@ def problem_of(case: Case) -> tuple[list[Tensor], Tensor]:
     target = zipf_targets(tree, positions)
     target[1::17], target[-1:] = -100, tree.vocab_size - 1
     inputs = [hidden.to(case.dtype), *parameters[: 1 + case.bias], target.to(device)]
-    return inputs, torch.randn(positions, device=device).to(case.wide())
+    return inputs, torch.randn(positions, device=device).to(compute_dtype(case.dtype))
 
 
 def by_definition(case: Case, inputs: list[Tensor], upstream: Tensor, dtype: Any) -> Results:
@@ -208,7 +206,7 @@ def equals_the_definition(way: Way, case: Case, inputs: list[Tensor], upstream: 
     truth = by_definition(case, inputs, upstream, torch.float64)
     exact = case.dtype == torch.float64
     base = truth if exact else by_definition(case, inputs, upstream, case.dtype)
-    assert found[0].dtype == case.wide()
+    assert found[0].dtype == compute_dtype(case.dtype)
     assert not found[2][:, case.size :].any()
     slack = (8 if case.dtype in HALF else 64) * torch.finfo(case.dtype).eps
     names = ["nll", "d_hidden", "d_weight", "d_bias"][: len(found)]
@@ -249,7 +247,7 @@ def depth_one_is_cross_entropy(way: Way, case: Case) -> None:
 def nothing_to_predict_costs_nothing(way: Way, case: Case) -> None:
     (hidden, *tables, target), _ = problem_of(case)
     for each, words in ((hidden, target.clamp(max=-100)), (hidden[:0], target[:0])):
-        upstream = torch.ones((), dtype=case.wide(), device=case.device)
+        upstream = torch.ones((), dtype=compute_dtype(case.dtype), device=case.device)
         found = way.solve(case, [each, *tables, words], upstream, reduction="mean")
         assert not any(each.any() for each in found)
 

@@ -67,10 +67,9 @@ class Problem(NamedTuple):
         if target.device != hidden.device:
             raise ValueError(f"target must be on the device of hidden, {hidden.device}")
         flat = hidden.reshape(-1, hidden.shape[-1])
-        if hidden.is_meta:
-            arrays = TreeArrays(*(array.to("meta") for array in arrays))
         sizes = (tree.depth, tree.max_path_columns, ignore_index)
-        return cls(flat, weight, target.reshape(-1), arrays, bias, *sizes)
+        problem = cls(flat, weight, target.reshape(-1), arrays, bias, *sizes)
+        return problem.to("meta") if hidden.is_meta else problem
 
     @classmethod
     def without_values(
@@ -81,6 +80,13 @@ class Problem(NamedTuple):
         weight = torch.empty(tree.num_rows, row_size(hidden_size), dtype=dtype, device="meta")
         target = torch.empty(num_positions, dtype=torch.int64, device="meta")
         return cls.of(hidden, weight, target, tree, weight[:, 0])
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Problem":
+        """The problem on a device; if given, its numbers in a dtype."""
+        moved: dict[str, Any] = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+        moved = {name: None if x is None else x.to(device, dtype) for name, x in moved.items()}
+        tree = TreeArrays(*(each.to(device) for each in self.tree))
+        return self._replace(**moved, target=self.target.to(device), tree=tree)
 
     def sizes(self) -> "Problem":
         """The tree and the numbers, without the tensors that autograd saves."""

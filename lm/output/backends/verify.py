@@ -23,7 +23,7 @@ from lm.output.backends.reference import ReferenceBackend
 from lm.output.inputs import compute_dtype
 from lm.output.rowwise.factors import Rule
 from lm.output.rowwise.row_gradient import RowGradient
-from lm.output.tracing import without_replaced_functions
+from lm.output.tracing import is_captured, without_replaced_functions
 from lm.output.tree.class_tree import ClassTree
 
 PATIENCE = 2.0
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     hidden: torch.dtype
     weight: torch.dtype
     bias: torch.dtype
-    hidden_align: int = 16  # see `lm.output.backends.triton.launch.alignment`
+    hidden_align: int = 16  # see `lm.output.backends.triton.plan.alignment`
     weight_align: int = 16
     tf32: bool = False  # whether products of fp32 numbers round them
 
@@ -72,16 +72,14 @@ def is_right(
     Raises:
         RuntimeError: if the first call is made while a CUDA graph is captured.
     """
-    if (what, device, kind) in _differences:
-        return _differences[what, device, kind] is None
-    if device.type == "cuda":
+    if device.type == "cuda" and (what, device, kind) not in _differences:
         if not torch.cuda.is_available():
             return True  # the caller asks what would be chosen on another machine
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
     key = (what, device, kind)
     if key not in _differences:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_captured(device):
             raise RuntimeError(
                 f"{what} is verified at its first use, which cannot be captured in a CUDA graph:"
                 " run a step before the capture"
@@ -145,10 +143,9 @@ def difference(backend: Backend, device: torch.device, kind: Kind) -> str | None
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         problem, d_nll = tiny_problem(kind)
-        truth = _results(ReferenceBackend(), *_moved(problem, d_nll, "cpu", torch.float64))
-        on_device = _moved(problem, d_nll, device)
-        baseline = _results(ReferenceBackend(), *on_device)
-        actual = _results(backend, *on_device)
+        truth = _results(ReferenceBackend(), problem.to("cpu", torch.float64), d_nll)
+        on_device = problem.to(device)
+        baseline, actual = (_results(b, on_device, d_nll) for b in (ReferenceBackend(), backend))
     rounds = kind.hidden == torch.float32 and kind.tf32
     rounding = 2.0**-10 if rounds else torch.finfo(kind.hidden).eps
     found = []
@@ -192,23 +189,11 @@ def _aligned(least: int, align: int) -> int:
     return next(size for size in range(least, least + 32) if math.gcd(size, 16) == align)
 
 
-def _moved(
-    problem: Problem, d_nll: Tensor, device: torch.device | str, dtype: torch.dtype | None = None
-) -> tuple[Problem, Tensor]:
-    """The problem on a device, if given also in another dtype."""
-    names = ("hidden", "weight", "bias", "target")
-    tensors = {name: getattr(problem, name).to(device) for name in names}
-    if dtype is not None:
-        tensors |= {name: tensors[name].to(dtype) for name in names[:3]}
-    arrays = type(problem.tree)(*(array.to(device) for array in problem.tree))
-    moved = problem._replace(**tensors, tree=arrays)
-    return moved, d_nll.to(device, compute_dtype(moved.hidden.dtype))
-
-
 def _results(backend: Backend, problem: Problem, d_nll: Tensor) -> list[Tensor]:
     """The nll, the dense gradients, and the rows after a step with row-wise ones."""
     needs = Needs(hidden=True, weight=True, bias=True)
     nll, _, saved = backend.nll(problem, needs)
+    d_nll = d_nll.to(nll)
     gradients = backend.backward(d_nll, problem, saved, needs)
     needs = Needs(hidden=False, weight=True, bias=False, row_wise=True)
     _, _, saved = backend.nll(problem, needs)

@@ -13,7 +13,7 @@ from lm.output.backends.verify import Kind, is_right
 from lm.output.decoding import draws
 from lm.output.decoding.draws import derive_seeds
 from lm.output.decoding.positions import Positions
-from lm.output.decoding.search import BLOCK_ELEMENTS
+from lm.output.decoding.search import BLOCK_ELEMENTS, every
 
 DEVICES = {"cuda"}
 """Types of devices whose words the kernel draws; a CPU's in the interpreter is for tests."""
@@ -65,9 +65,7 @@ def draw_words(positions: Positions, seeds: Tensor, power: float, top_p: float =
     word = launch_draws(positions, seeds, power)
     if int(word.min()) >= 0:
         return word
-    wrong = (word == WRONG).nonzero()
-    if wrong.numel():
-        positions.refuse(int(wrong[0]))
+    positions.check_finite(word != WRONG, every(positions))
     left = (word == UNFINISHED).nonzero().squeeze(1)
     word[left] = draws.draw_words(positions.select(left), derive_seeds(seeds[left], -1), power)
     return word

@@ -133,6 +133,9 @@ class RowFactors:
         """
         return self.blocks(table)
 
+    def forget(self) -> None:
+        """Forget what was formed, because a CUDA graph has written the factors again."""
+
     def blocks(self, table: Tensor) -> "Iterator[Block]":
         """The rows of a table that have a gradient, each in one block, in at least fp32.
 

@@ -94,6 +94,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             blocks = [Block(slice(0, len(table)), dense)]
         elif table.is_contiguous():
             blocks = grad.factors.update(table, rule)  # none if the backend did it all
+            torch.autograd.graph.increment_version(param)  # which PyTorch's operations do
         else:
             blocks = grad.blocks()
         for block in blocks:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from lm.output.inputs import compute_dtype
 from lm.output.rowwise.factors import Block, RowFactors, as_one_block, as_rows, on_host
-from lm.output.tracing import differentiable_once, not_compiled
+from lm.output.tracing import differentiable_once, is_captured, not_compiled
 
 
 class RowGradient(Tensor):
@@ -31,6 +31,7 @@ class RowGradient(Tensor):
     """
 
     _held: list[RowFactors]  # one, which `detach()` and `data` share
+    _is_replayed: bool  # a CUDA graph writes it: what shares it has what the last replay wrote
 
     @staticmethod
     def __new__(cls, like: Tensor, factors: RowFactors | None = None) -> "RowGradient":
@@ -39,6 +40,7 @@ class RowGradient(Tensor):
             cls, like.shape, dtype=like.dtype, device=like.device
         )
         made._held = [factors or RowFactors()]
+        made._is_replayed = is_captured(like.device)
         return made
 
     @property
@@ -160,7 +162,7 @@ def _new(one: RowGradient, size: Sequence[int], *_: Any, **options: Any) -> Tens
 def _copy_(one: Tensor, other: Tensor, *_: Any) -> Any:
     if not isinstance(other, RowGradient):
         return NotImplemented
-    return _add_(one.zero_(), other)
+    return _assign(one, other) if isinstance(one, RowGradient) else one.copy_(other.to_dense())
 
 
 def _clone(one: RowGradient, **_: Any) -> RowGradient:
@@ -168,8 +170,12 @@ def _clone(one: RowGradient, **_: Any) -> RowGradient:
 
 
 def _alias(one: RowGradient) -> RowGradient:
-    alias = RowGradient(one)
-    alias._held = one._held
+    alias = RowGradient(one, one.factors)
+    alias._is_replayed = False
+    if one._is_replayed:
+        one.factors.forget()
+    else:
+        alias._held = one._held
     return alias
 
 

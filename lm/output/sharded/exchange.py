@@ -12,7 +12,7 @@ added up in the processes that hold them.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from lm.output.inputs import compute_dtype
 from lm.output.rowwise.factors import RowFactors, as_rows
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.sharded.rows import interleaved, sum_of_shares
-from lm.output.tree.arrays import Shard, TreeArrays
 
 
 class Route(NamedTuple):
@@ -65,25 +64,17 @@ class Route(NamedTuple):
 class Gathered(NamedTuple):
     """The rows that all processes gather, U of them."""
 
-    tree: TreeArrays
-    shard: Shard
-    max_path_columns: int
+    part: dict[str, Any]  # fields of a `Problem`
     num_held: int  # of them, the first rows of this process
 
     def problem(self, held: Problem, group: Any) -> Problem:
         """The problem with the rows of all processes, given one with those of this process."""
+        num_rows = len(self.part["tree"].node_of_row)
         weight, bias = (
-            t if t is None else interleaved(t[: self.num_held], len(self.tree.node_of_row), group)
-            for t in (held.weight, held.bias)
+            None if table is None else interleaved(table[: self.num_held], num_rows, group)
+            for table in (held.weight, held.bias)
         )
-        assert weight is not None
-        return held._replace(
-            weight=weight,
-            bias=bias,
-            tree=self.tree,
-            shard=self.shard,
-            max_path_columns=self.max_path_columns,
-        )
+        return held._replace(weight=cast(Tensor, weight), bias=bias, **self.part)
 
     def summed(self, d_rows: Tensor, group: Any) -> Tensor:
         """The sum of all processes' gradients [U, ...] for the rows that this one holds."""
@@ -133,7 +124,7 @@ class ShardedSolver(Solver):
             total[:, 0] = -torch.inf
         else:
             own = gathered.problem(problem, self.group)
-            total, solved = self._solved(own, needs._replace(row_wise=False))
+            total, solved = self._solved(own, needs)
             parts.append(solved)
         for position, part in route.returned(found):
             so_far = total[position]
@@ -162,8 +153,7 @@ class ShardedSolver(Solver):
         for (sizes, backend), (tensors, saved_part) in zip(self.sizes, parts, strict=True):
             given = own if gradients else received
             d_part, lse = given[:, 0].contiguous(), given[:, 1:].T.contiguous()
-            asked = needs._replace(hidden=True, row_wise=needs.row_wise and not gradients)
-            solved = sizes._replace(**tensors)
+            asked, solved = needs._replace(hidden=True), sizes._replace(**tensors)
             gradients.append(backend.backward(d_part, solved, saved_part, asked, lse))
         (d_hidden, d_weight, d_bias), *of_gathered = gradients
         assert d_hidden is not None
@@ -183,13 +173,21 @@ class ShardedSolver(Solver):
 def _add_first(
     gradient: Tensor | None, d_rows: Tensor | None, gathered: Gathered, group: Any
 ) -> None:
-    """Put the gradient of the gathered rows into that of the held rows."""
+    """Put the gradient of the gathered rows into that of the held rows.
+
+    Of a row-wise one, the rows of nodes that a process visits.
+    """
     if gradient is None or d_rows is None:
         return
-    first = gathered.summed(d_rows, group)
     if isinstance(gradient, RowGradient):
-        row = torch.arange(len(first), device=first.device)
-        values = as_rows(first).to(compute_dtype(first.dtype))
+        of_visited = d_rows.to_sparse()
+        marked = F.pad(as_rows(of_visited.values()), (0, 1), value=1)
+        dense = marked.new_zeros(len(d_rows), marked.shape[1])
+        dense[of_visited.indices()[0]] = marked
+        first = gathered.summed(dense, group)
+        row = first[:, -1].nonzero().squeeze(1)
+        values = first[row, :-1].to(compute_dtype(first.dtype))
         gradient.factors = gradient.factors.plus(RowFactors(rows=((row, values),)))
     else:
+        first = gathered.summed(d_rows, group)
         gradient[: len(first)] = first

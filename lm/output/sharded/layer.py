@@ -145,7 +145,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
         recipients = recipients_of(target, self.tree, placed.owner, *sizes)
         gathered = None
         if placed.gathered is not None:
-            gathered = Gathered(**placed.gathered.of(self.tree), num_held=placed.num_gathered)
+            gathered = Gathered(placed.gathered.of(self.tree), placed.num_gathered)
         return ShardedSolver(self.backend, gathered, recipients, self.dealt.group)
 
     def lookup(self, row: Tensor, *, row_wise: bool) -> Tensor:

@@ -54,8 +54,6 @@ class DealtRows(NamedTuple):
 
     def held(self, whole: Tensor) -> Tensor:
         """The rows of this process in a whole table, contiguous; the inverse of `whole`."""
-        if self.slot is None:
-            return whole[self.rank :: self.world_size].contiguous()
         slots = torch.arange(self.num_held, device="cpu") * self.world_size + self.rank
         return whole[self._rows_in(slots).to(whole.device)]
 

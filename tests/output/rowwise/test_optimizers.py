@@ -14,7 +14,6 @@ from lm.output import HierarchicalSoftmax
 from lm.output.rowwise import (
     RowAdagrad,
     RowAdam,
-    RowFactors,
     RowGradient,
     RowOptimizer,
     RowSGD,
@@ -23,6 +22,7 @@ from lm.output.rowwise import (
 )
 from lm.output.rowwise.factors import Block, Rule
 
+from ..definition import nll
 from .tables import OPTIMIZERS, SHORTLIST, TREES, H, Kind, accumulate, table
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -128,16 +128,6 @@ def test_parameters_of_any_layout_are_updated(kind: Kind, layout: str, dtype: to
     torch.testing.assert_close(found.float().reshape(size), expected, rtol=near, atol=near)
 
 
-def test_updates_below_the_last_place_of_bf16_are_applied_on_average() -> None:
-    weight = torch.ones(4000, H, dtype=torch.bfloat16, requires_grad=True)
-    optimizer = RowSGD([weight], lr=1.0)
-    rows = torch.arange(4000), torch.full((4000, H), 1e-4)
-    for _ in range(50):
-        weight.grad = RowGradient(weight, RowFactors(rows=(rows,)))
-        optimizer.step()
-    assert float(weight.detach().float().mean()) == pytest.approx(1 - 50e-4, abs=2e-4)
-
-
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x400000, -1])
 def test_nan_remains_nan(bits: int) -> None:
     """NaN of any bits: 0x7FFFFFFF is that of a GPU, 0xFFC00000 that of a CPU."""
@@ -189,6 +179,17 @@ def test_a_rule_of_a_users_own_is_applied_with_every_backend(backend: str) -> No
             each.step()
             each.zero_grad()
     torch.testing.assert_close(params, truth, rtol=1e-4, atol=1e-5)
+
+
+def test_a_backward_after_the_step_is_refused(backend: str) -> None:
+    """As with the optimizers of PyTorch: it would read rows that have changed."""
+    params = table(SHORTLIST)
+    hidden, target = torch.randn(6, H, dtype=FP64), torch.arange(6)
+    loss = nll([hidden, *params, target], SHORTLIST, row_wise=True).sum()
+    torch.autograd.backward(loss, retain_graph=True)
+    RowSGD(params, lr=0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(loss)
 
 
 def test_a_learning_rate_and_eps_must_be_positive_and_decay_rates_below_one() -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 from lm.output import ClassTree
 from lm.output.backends.compiled import division, passes
 from lm.output.backends.triton import rows
-from lm.output.backends.triton.launch import Launch, instrumented
+from lm.output.backends.triton.launch import Launch, execute, instrumented
 from lm.output.backends.triton.routing import Routing
 from lm.output.rowwise import RowAdam, RowGradient, RowSGD, factors
 
-from ..definition import SMALL_TILES, nll
+from ..definition import SMALL_TILES, nll, zipf_targets
 from ..laws import SETTINGS
-from .tables import KINDS, SHORTLIST, TREES, Way, accumulate, not_in_memory, table, trained
+from .tables import KINDS, SHORTLIST, TREES, H, P, Way, accumulate, not_in_memory, table, trained
 
 pytest.importorskip("triton")
 
@@ -126,6 +126,29 @@ def test_norms_do_not_depend_on_the_order_in_which_lists_are_written() -> None:
             assert torch.equal(param.grad.square_norm(), first)
 
 
+def test_gradients_of_a_recorded_backward_are_new_in_each_replay(
+    launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of `torch.cuda.make_graphed_callables`, which detaches them; there is no step."""
+    params, hidden = table(SHORTLIST), torch.randn(P, H, dtype=DOUBLE)
+    loss = partial(nll, [hidden, *params, zipf_targets(SHORTLIST, P)], SHORTLIST, reduction="sum")
+    with monkeypatch.context() as capture, instrumented(tiles=SMALL_TILES):
+        capture.setattr("lm.output.rowwise.row_gradient.is_captured", lambda _: True)
+        recorded = torch.autograd.grad(loss(backend="triton", row_wise=True), params)
+    graph = [*launches]
+    for scale in (3, 0.2):
+        hidden *= scale
+        for launch in graph:
+            execute(launch)
+        found = []
+        for grads in ([each.detach() for each in recorded], torch.autograd.grad(loss(), params)):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            norm = torch.nn.utils.clip_grad_norm_(params, 0.5)
+            found.append([norm, *(grad.to_dense() for grad in grads)])
+        torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize(("shared_blocks", "most_programs"), [(1, 1000), (2, 1000), (1, 3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_programs_that_share_a_node_make_the_same_step(
@@ -150,7 +173,7 @@ def test_programs_that_share_a_node_make_the_same_step(
 @pytest.mark.parametrize(
     ("backend", "optimizer"),
     [
-        *(("triton", partial(RowSGD, lr=0.3)), ("compiled", partial(RowSGD, lr=0.3))),
+        *((name, partial(RowSGD, lr=0.3)) for name in ("triton", "compiled", "reference")),
         ("compiled", partial(RowAdam, lr=0.001)),
     ],
 )
@@ -161,7 +184,7 @@ def test_rows_in_bf16_are_rounded_at_random_in_proportion_to_the_distance(
     tree, hidden = ClassTree.full(300), torch.ones(1, 64)
     weights = torch.ones(2, 300, 64, dtype=torch.bfloat16).unbind()
     for weight in map(Tensor.requires_grad_, weights):
-        with instrumented(tiles=SMALL_TILES), not_in_memory():
+        with instrumented(tiles=SMALL_TILES), not_in_memory(backend):
             each = nll([hidden, weight, torch.tensor([3])], tree, backend=backend, row_wise=True)
             torch.autograd.backward(each)
             optimizer([weight]).step()
@@ -170,7 +193,7 @@ def test_rows_in_bf16_are_rounded_at_random_in_proportion_to_the_distance(
         others = torch.cat([weight.detach()[:3], weight.detach()[4:]]).float()
         values, counts = torch.unique(others, return_counts=True)
         assert values.tolist() == [1 - 1 / 256, 1]
-        assert float(counts[0] / counts.sum()) == pytest.approx(0.256, abs=0.015)
+        assert float(counts[0] / counts.sum()) == pytest.approx(0.256, abs=0.01)
         changed = (others != 1).float()
         for dim in (0, 1):  # no row or column of numbers is rounded alike
             assert float((changed.mean(dim) - 0.256).abs().max()) < 0.3

@@ -2,21 +2,17 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts.kernels.gpu_check import COMMANDS, GPU_TESTS, preflight
+from tests.conftest import python
 
 ALL = {line.split()[1]: 0 for line in COMMANDS.splitlines()} | {"memcheck": 127, "racecheck": 127}
 ENDED = "1 a 9 :\n1 b 9 none\n1 c 9 sleep 0.5; kill -TERM $PPID; tail -f $LOGS/c.log"
 FAILED = "1 a 0.1 tail -f $LOGS/a.log\n1 b 9 tail -f $LOGS/b.log & exit 3\n1 c 9 :"
-
-
-def python(program: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program, *options], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +26,7 @@ def python(program: str, *options: str) -> subprocess.CompletedProcess[str]:
 )
 def test_commands_are_reported_and_end(table: str, code: int, codes: Any, tmp_path: Path) -> None:
     program = f"from scripts.kernels import gpu_check as g; g.COMMANDS = {table!r}; g.main()"
-    done = python(program, "--dry-run", "--out", str(tmp_path))
+    done = python("-c", program, "--dry-run", "--out", str(tmp_path))
     assert done.returncode == code, done.stderr
     found = json.loads((tmp_path / "gpu_check.json").read_text())["commands"]
     assert {name: each["exit_code"] for name, each in found.items()} == codes
@@ -65,5 +61,5 @@ def test_programs_import_only_what_a_gpu_machine_has(monkeypatch: pytest.MonkeyP
     for line in COMMANDS.splitlines():
         program += f"import {line.partition(' -m ')[2].split()[0]}\n"
     program += "sys.exit(pytest.main(sys.argv[1:]))"
-    done = python(program, *f"-q --collect-only -m gpu {GPU_TESTS}".split())
+    done = python("-c", program, *f"-q --collect-only -m gpu {GPU_TESTS}".split())
     assert done.returncode == 0, done.stdout + done.stderr

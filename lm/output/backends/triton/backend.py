@@ -198,9 +198,7 @@ class TritonBackend(Backend):
     def part_size(self, problem: Problem) -> int:
         """See `Backend.part_size`."""
         num_bytes = path_slots(problem) * problem.hidden.element_size()
-        if problem.num_positions * num_bytes <= MAX_SAVED_BYTES:
-            return problem.num_positions
-        return max(1, MAX_SAVED_BYTES // num_bytes)
+        return min(problem.num_positions, max(1, MAX_SAVED_BYTES // num_bytes))
 
     def saved_type(self, problem: Problem, needs: Needs) -> Any:
         """See `Backend.saved_type`."""

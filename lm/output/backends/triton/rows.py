@@ -230,6 +230,10 @@ class TritonFactors(RowFactors):
         block = summed_by_row(*(torch.cat(each) for each in zip(*rows, strict=True)))
         return block, self._of_rows(block.index(block.values().device))
 
+    def forget(self) -> None:
+        """See `RowFactors.forget`."""
+        self.factors.formed.clear()
+
     def square_norm(self, table: Tensor) -> Tensor:
         """See `RowFactors.square_norm`."""
         total = self.factors.norms(of_bias=self.of_bias)[1] * self.factor**2
@@ -256,11 +260,10 @@ class TritonFactors(RowFactors):
             if isinstance(value, Tensor):
                 number.mul_(value)
         squares, _ = self.factors.formed.pop(self.of_bias, (None, None))
-        of_table = Update(numbers, table=table, **rule.state)
-        if rule.kind == "adagrad":
-            of_table = of_table._replace(squares=squares)
-        if table.dtype == torch.bfloat16:
-            of_table = of_table._replace(seed=torch.randint(1 << 31, (), device=device))
+        squares = squares if rule.kind == "adagrad" else None
+        rounds = table.dtype == torch.bfloat16
+        seed = torch.randint(1 << 31, (), device=device) if rounds else None
+        of_table = Update(numbers, seed, table, squares=squares, **rule.state)
         tiles = self.factors.plan.tiles
         tile = tiles.adam if rule.kind == "adam" else tiles.update
         self.factors.launch(tile, of_table, of_bias=self.of_bias)
