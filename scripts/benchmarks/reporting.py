@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from lm.device import processor_name
+from scripts import TOP
 from scripts.reproduction import markdown
 
-TOP = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
 FOLDER = re.compile(r"(^|=)/(?:[^/]+/)*")
 """An absolute folder in an argument; a log has DIR instead."""

@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from data_prep.errors import UserError
+from scripts import TOP
 
 Log = dict[str, Any]
-TOP = Path(__file__).resolve().parents[2]
 TABLES = Path(__file__).with_name("tables.yaml")
 RESULTS = TOP / "scripts" / "results"
 LOG = "runs.jsonl"

@@ -12,8 +12,9 @@ from lm.run import TrainedRun
 from lm.training.loop import train
 from lm.training.metrics import Metrics, read_metrics
 from lm.training.run_folder import prepare_run
+from scripts import TOP
 from scripts.benchmarks.reporting import append_log, commit
-from scripts.reproduction.runs import LOG, TOP, Run
+from scripts.reproduction.runs import LOG, Run
 
 Validation = tuple[int, int, float, float]
 """Step, tokens, seconds and perplexity of a validation."""
