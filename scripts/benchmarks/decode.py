@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from data_prep.errors import UserError
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.decoding import distribution
 from lm.output.decoding.distribution import log_prob, sample
@@ -143,6 +144,8 @@ def trained(folder: str, options: argparse.Namespace) -> Case:
     layer = opened.model.output
     assert isinstance(layer, HierarchicalSoftmax)
     split = opened.prepared.tokens("valid")[: 100 * options.rounds]
+    if len(split) < 100 * options.rounds:
+        raise UserError(f"{folder}: the validation text has {len(split):,} tokens, 100 a round")
     tokens = torch.from_numpy(split.astype("int64")).to(options.device)
     hidden = opened.model(tokens[:, None])[0][50::100, 0].float()
     full = hidden.new_zeros(layer.tree.vocab_size, hidden.shape[1]).normal_(std=0.02)

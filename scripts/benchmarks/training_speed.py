@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lm.config import changed, load_config
-from lm.device import keep_freed_memory
+from lm.device import keep_freed_memory, set_num_threads
 from lm.output import HierarchicalSoftmax
 from lm.output.inputs import followed_by_zeros
 from lm.run import Run
@@ -59,6 +59,7 @@ def start_training(
     chosen = [f"output.tree={'full' if name in LOSSES else name}"]
     chosen += ["word_table.gradients=dense"] if name == "torch" else []
     config = changed(load_config(config_file, overrides), [f"--{o}" for o in [*chosen, *others]])
+    set_num_threads(config.train.threads)
     run = Run(config).prepare()
     keep_freed_memory()
     fabric, batches = build_fabric(run), make_batches(run.config, run.prepared)
@@ -106,8 +107,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="CPU threads")
     options, overrides = parser.parse_known_args()
     require_positive(parser, options, ["rounds", "steps", "threads"])
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    overrides += [f"--train.threads={options.threads}"] if options.threads else []
     states = {
         layer: start_training(
             options.config, overrides, layer, (options.rounds + 1) * options.steps
