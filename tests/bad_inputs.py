@@ -132,6 +132,7 @@ data.sequences: stream → independent, train.precision: 32-true → 64-true)
 2 | export {run} {folder}/x --hf --onnx | --hf excludes --bf16 and --onnx
 2 | export {run} {folder}/x --hf | --hf requires model.backbone: transformer
 4 | report {folder} | no trained model here
+6 | report {run} --output=. | . cannot be written: it is not a file that can be replaced
 2 | evaluate {run} --threads=9999 | argument --threads: must be at most 1024, got 9999
 3 | score {run} {empty} | empty.txt
 3 | score {run} 'no  such.txt' | no  such.txt cannot be read
