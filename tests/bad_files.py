@@ -203,6 +203,14 @@ of a table of events: --items USER ITEM TIME, of 'u', 'i', 't'$
    | copy/model.safetensors is damaged
 4 | evaluate copy | copy/model.json
    | copy/model.json is damaged
+3 | report copy | copy/env.json
+  {"a | copy/env.json is damaged: Invalid JSON
+3 | report copy | copy/metrics.csv
+  step\n1\n | copy/metrics.csv, line 1, is damaged
+3 | report copy | copy/evaluate-x.json
+   | copy/evaluate-x.json is damaged: Invalid JSON
+3 | export copy export | copy/evaluate-x.json
+  [1] | copy/evaluate-x.json is damaged: Input should be
 2 | new my.yaml --text=words.txt | runs/my/config.yaml
   a | runs/my/config.yaml already exists: choose another name$
 2 | new my.yaml --text=lines.txt | runs/my/text/x
