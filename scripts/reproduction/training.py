@@ -31,7 +31,7 @@ def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
         "seed": run.seed,
         "command": run.command,
         "commit": commit(),
-        "environment": json.loads((folder / "env.json").read_text()),
+        "environment": json.loads((folder / "env.json").read_bytes()),
         "tokens": metrics[-1].tokens,
         "seconds": metrics[-1].seconds,
         "curve": _validations(metrics),
