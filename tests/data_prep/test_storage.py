@@ -157,8 +157,9 @@ def test_a_full_disk_leaves_no_new_folder(
 
 
 def test_json_is_exact_and_finite(tmp_path: Path) -> None:
-    storage.write_json_atomically(tmp_path / "x.json", {"é": [1, 0.1]})
-    assert (tmp_path / "x.json").read_text() == '{\n  "é": [\n    1,\n    0.1\n  ]\n}\n'
+    storage.write_json_atomically(tmp_path / "x.json", {"é": [1, 0.1, "\udcff"]})
+    expected = '{\n  "é": [\n    1,\n    0.1,\n    "?"\n  ]\n}\n'
+    assert (tmp_path / "x.json").read_text() == expected
     with pytest.raises(ValueError, match="not JSON compliant"):
         storage.write_json_atomically(tmp_path / "x.json", float("nan"))
 
