@@ -168,6 +168,7 @@ data.sequences: stream → independent, train.precision: 32-true → 64-true)
 2 | generate {run} --allow-unk --spell-unk | --allow-unk and --spell-unk exclude each other
 2 | generate {run} --prompt=a --prompts=b | not allowed with argument --prompt
 3 | generate {run} --prompts={empty} | empty.txt: no prompts
+3 | generate {run} --prompts={latin1} | latin1.txt, line 1: invalid UTF-8
 3 | generate {run} --prompts={empty} --line-buffered | empty.txt: no prompts
 2 | generate {run} --prompt=- --line-buffered | --line-buffered requires --prompts
 3 | rescore {run} {text} --lm-weight=1 | text.txt

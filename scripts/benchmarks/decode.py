@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_prep.errors import UserError
+from lm.commands.arguments import at_least_one
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.decoding import distribution
 from lm.output.decoding.distribution import log_prob, sample
@@ -35,7 +36,7 @@ from lm.output.decoding.positions import Positions, checked_hidden
 from lm.output.inputs import row_size
 from lm.run import TrainedRun
 from scripts import run
-from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size, require_positive
+from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size
 
 TOP_K, TOP_P, MIN_P = 10, 0.9, 0.1
 DRAWS = {"sample": Sampling(), "draw top-p": Sampling(top_p=TOP_P, excluded=(0,))}
@@ -190,11 +191,10 @@ def main() -> None:
     add = parser.add_argument
     add("--rows", type=problem_size, nargs="+", metavar="N:H")
     add("--runs", nargs="+", metavar="RUN", help="trained models, in place of --rows")
-    add("--rounds", type=int, default=15)
-    add("--threads", type=int, default=1)
+    add("--rounds", type=at_least_one, default=15)
+    add("--threads", type=at_least_one, default=1)
     add("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
-    require_positive(parser, options, ["rounds", "threads"])
     torch.set_num_threads(options.threads)
     table = Table(COLUMNS, options.json, options.device)
     sizes = options.rows or [(33_278, 512), (267_735, 512), (1_000_000, 300)]

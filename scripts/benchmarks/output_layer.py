@@ -45,6 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lm.commands.arguments import at_least_one
 from lm.device import available_bytes, keep_freed_memory
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import base, choose_backend
@@ -293,20 +294,19 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     names = [*TREES, "graph", *PEERS]
     add("--rows", type=reporting.problem_size, nargs="+", metavar="N:H", help="words, hidden size")
-    add("--positions", type=int, help="2048 on a CPU, 16384 on a GPU")
+    add("--positions", type=at_least_one, help="2048 on a CPU, 16384 on a GPU")
     add("--dtype", choices=measure.DTYPES, help="fp32 on a CPU, bf16 on a GPU")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     backends = ["auto", "compiled", "reference", "triton"]
     of = "of our methods"
     add("--backends", nargs="+", choices=backends, default=["auto", "reference"], help=of)
-    add("--rounds", type=int, default=9)
-    add("--threads", type=int, help="CPU threads")
+    add("--rounds", type=at_least_one, default=9)
+    add("--threads", type=at_least_one, help="CPU threads")
     options = parser.parse_args()
     for name, value in DEFAULTS[options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    reporting.require_positive(parser, options, ["positions", "rounds", "threads"])
     options.device = torch.device(options.device)
     return options
 

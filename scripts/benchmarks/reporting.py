@@ -14,10 +14,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lm.device import processor_name
 from scripts import TOP
@@ -81,17 +82,6 @@ def benchmark_parser(
     return parser
 
 
-def require_positive(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, names: Iterable[str]
-) -> None:
-    """Exit with an error of the parser if a numeric option is not positive; None is accepted."""
-    for name in names:
-        value = getattr(options, name)
-        for number in value if isinstance(value, Sequence) else [value]:
-            if number is not None and not number > 0:
-                parser.error(f"--{name.replace('_', '-')} must be positive, got {number}")
-
-
 def problem_size(text: str) -> tuple[int, int]:
     """Parse N:H, for argparse."""
     vocab_size, _, hidden_size = text.partition(":")
@@ -104,8 +94,6 @@ def problem_size(text: str) -> tuple[int, int]:
 
 def environment(device: str = "cpu") -> dict[str, Any]:
     """The origin of figures: device, processor, versions, commit and command."""
-    import torch  # not needed by every benchmark without a log
-
     has_triton = importlib.util.find_spec("triton") is not None
     on_gpu = device == "cuda"
     arguments = [FOLDER.sub(r"\1DIR/", argument) for argument in sys.argv[1:]]

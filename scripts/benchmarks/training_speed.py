@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lm.commands.arguments import at_least_one
 from lm.config import changed, load_config
 from lm.device import keep_freed_memory, set_num_threads
 from lm.output import HierarchicalSoftmax
@@ -33,7 +34,7 @@ from lm.training.loop import train_step
 from lm.training.state import TrainingState
 from scripts import run
 from scripts.benchmarks.measure import kernels
-from scripts.benchmarks.reporting import Row, Table, benchmark_parser, require_positive
+from scripts.benchmarks.reporting import Row, Table, benchmark_parser
 
 
 def torch_loss(output: HierarchicalSoftmax, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -102,11 +103,10 @@ def main() -> None:
     """Print a table, and write a log if asked."""
     parser = benchmark_parser(__doc__, takes_config=True)
     parser.add_argument("--trees", nargs="+", default=["two_level", "full"])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=5, help="steps of each in a round")
-    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--rounds", type=at_least_one, default=20)
+    parser.add_argument("--steps", type=at_least_one, default=5, help="steps of each in a round")
+    parser.add_argument("--threads", type=at_least_one, help="CPU threads")
     options, overrides = parser.parse_known_args()
-    require_positive(parser, options, ["rounds", "steps", "threads"])
     overrides += [f"--train.threads={options.threads}"] if options.threads else []
     states = {
         layer: start_training(

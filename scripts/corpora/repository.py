@@ -74,15 +74,6 @@ def code_text(content: bytes) -> bytes:
     return text and text + b"\n"
 
 
-def is_utf8(content: bytes) -> bool:
-    """Whether bytes are text."""
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 def split_of(path: bytes, held_out: float) -> str:
     """The split of a file: `valid` and `test` each have the share `held_out` of all paths.
 
@@ -158,7 +149,8 @@ def write_code(options: argparse.Namespace) -> str:
             for path, content in source_files(source, suffixes):
                 bar.update(len(content))
                 digest = blake2b(content, digest_size=16).digest()
-                if digest in seen or b"\0" in content or not is_utf8(content):
+                is_utf8 = content == content.decode(errors="ignore").encode()
+                if digest in seen or b"\0" in content or not is_utf8:
                     continue
                 seen.add(digest)
                 if not (text := code_text(content)):

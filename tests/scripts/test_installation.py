@@ -4,7 +4,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from importlib.metadata import distributions, packages_distributions, requires
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from data_prep.errors import UserError
 from lm.training.signals import Interrupted
 from scripts import TOP
 from scripts.installation import __main__ as installation
+from tests.conftest import python
 
 NO_INDEX = "error: Request failed\n  cause: error sending request for url"
 
@@ -85,7 +85,7 @@ def test_trained_models_are_used_in_a_small_installation(
     )
     runs = {lstm_run: "the old cat", pieces_run: "the old cat", items_run: "item%203 item%204"}
     arguments = [str(part) for pair in runs.items() for part in pair]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    done = python("-c", code, *arguments)
     last = done.stderr.splitlines()[-1]
     assert (done.returncode, last) == (2, "lm: this requires the package pyarrow")
     for (run, text), line in zip(runs.items(), done.stdout.splitlines(), strict=True):

@@ -6,7 +6,7 @@ import tarfile
 from errno import EACCES
 from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow.parquet
@@ -113,13 +113,9 @@ def test_mistakes_are_named(
             archive.add(tree / "n", "n")  # members of 512 and 1024 bytes
         os.truncate(path, size)
     (tree.parent / "shut").mkdir()
-
-    def scandir(path: str, of: Any = os.scandir) -> Any:
-        if str(path).endswith("shut"):
-            raise PermissionError(EACCES, "Permission denied", path)
-        return of(path)
-
-    monkeypatch.setattr("os.scandir", scandir)
+    if arguments == ["shut"]:
+        refused = PermissionError(EACCES, "Permission denied", tree.parent / "shut")
+        monkeypatch.setattr("os.scandir", Mock(side_effect=refused))
     done = make("code", tree.parent / arguments[0], *arguments[1:], "--out", tree.parent / "out")
     assert done.returncode == 1
     message = done.stderr.splitlines()[-1].replace(f"{tree.parent}/", "")

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,11 @@ import pytest
 
 from scripts import TOP
 from scripts.kernels.gpu_check import COMMANDS, GPU_TESTS, preflight
+from tests.conftest import python
 
 ALL = {line.split()[1]: 0 for line in COMMANDS.splitlines()} | {"memcheck": 127, "racecheck": 127}
 ENDED = "1 a 9 :\n1 b 9 none\n1 c 9 sleep 0.5; kill -TERM $PPID; tail -f $LOGS/c.log"
 FAILED = "1 a 0.1 tail -f $LOGS/a.log\n1 b 9 tail -f $LOGS/b.log & exit 3\n1 c 9 :"
-
-
-def python(program: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program, *options], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -35,8 +31,8 @@ def test_commands_are_reported_and_end(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(TOP))
     program = f"from scripts.kernels import gpu_check as g; g.COMMANDS = {table!r}; g.main()"
-    assert python(program, "--part=2", "--only", next(iter(codes))).returncode == 2
-    done = python(program, "--dry-run", "--out", "a folder")
+    assert python("-c", program, "--part=2", "--only", next(iter(codes))).returncode == 2
+    done = python("-c", program, "--dry-run", "--out", "a folder")
     assert done.returncode == code, done.stderr
     found = json.loads((tmp_path / "a folder/gpu_check.json").read_text())["commands"]
     assert {name: each["exit_code"] for name, each in found.items()} == codes
@@ -77,5 +73,5 @@ def test_programs_import_only_what_a_gpu_machine_has(monkeypatch: pytest.MonkeyP
     for line in COMMANDS.splitlines():
         program += f"import {line.partition(' -m ')[2].split()[0]}\n"
     program += "sys.exit(pytest.main(sys.argv[1:]))"
-    done = python(program, *f"-q --collect-only -m gpu {GPU_TESTS}".split())
+    done = python("-c", program, *f"-q --collect-only -m gpu {GPU_TESTS}".split())
     assert done.returncode == 0, done.stdout + done.stderr
