@@ -30,24 +30,18 @@ FOLDER = re.compile(r"(^|=)/(?:[^/]+/)*")
 
 
 class Table:
-    """A Markdown table that is printed and, with a `log`, appended to it row by row.
+    """A Markdown table that is printed and, with a `log`, appended to it row by row."""
 
-    `columns` are titles → templates of cells, by default the fields of a row.
-    """
-
-    def __init__(
-        self, columns: markdown.Columns | None = None, log: Path | None = None, device: str = "cpu"
-    ) -> None:
+    def __init__(self, columns: markdown.Columns, log: Path | None, device: str) -> None:
         self.columns, self.log, self.device = columns, log, device
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
         """Print and log a row."""
-        columns = self.columns or {name: f"{{{name}}}" for name in row}
-        widths = [max(10, len(title)) for title in columns]
-        lines = [[markdown.cell(template, row) for template in columns.values()]]
+        widths = [max(10, len(title)) for title in self.columns]
+        lines = [[markdown.cell(template, row) for template in self.columns.values()]]
         if not self.rows:
-            lines = [list(columns), ["-" * width for width in widths], *lines]
+            lines = [list(self.columns), ["-" * width for width in widths], *lines]
         for cells in lines:
             print(markdown.line(map(str.ljust, cells, widths)), flush=True)
         self.rows.append(row)
@@ -62,22 +56,10 @@ def append_log(path: Path, row: Row) -> None:
         file.write((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
-def benchmark_parser(
-    description: str | None, *, takes_config: bool = False
-) -> argparse.ArgumentParser:
-    """A parser with the option --json.
-
-    With `takes_config`, the first argument is a config file, and overrides of its keys are the
-    unknown arguments of `parse_known_args`.
-    """
-    parser = argparse.ArgumentParser(
-        prog=_program(),
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Overrides of the configuration: --section.key=value." if takes_config else None,
-    )
-    if takes_config:
-        parser.add_argument("config", metavar="CONFIG")
+def benchmark_parser(description: str | None, epilog: str = "") -> argparse.ArgumentParser:
+    """A parser with the option --json."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(_program(), None, description, epilog, formatter_class=form)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append JSON lines")
     return parser
 

@@ -101,7 +101,8 @@ def profiled(state: TrainingState) -> Row:
 
 def main() -> None:
     """Print a table, and write a log if asked."""
-    parser = benchmark_parser(__doc__, takes_config=True)
+    parser = benchmark_parser(__doc__, "Overrides of the configuration: --section.key=value.")
+    parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("--trees", nargs="+", default=["two_level", "full"])
     parser.add_argument("--rounds", type=at_least_one, default=20)
     parser.add_argument("--steps", type=at_least_one, default=5, help="steps of each in a round")

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from types import SimpleNamespace
@@ -50,25 +50,18 @@ def make_problem(
     num_positions: int,
     dtype: torch.dtype = torch.bfloat16,
     *,
-    weight_dtype: torch.dtype | None = None,
-    columns: int | None = None,
     bias: bool = False,
 ) -> Problem:
-    """Inverse-rank targets in a tree of √N classes; tensors of floating-point numbers are empty.
-
-    By default the weight has the dtype of hidden, and rows as long as those of the layer.
-    """
+    """Inverse-rank targets in a tree of √N classes; tensors of floating-point numbers are empty."""
     torch.manual_seed(0)
     num_classes = round(vocab_size**0.5)
     word_class = torch.randperm(vocab_size) * num_classes // vocab_size
     target, _ = zipf(vocab_size, num_positions)
     tree = ClassTree.two_level(word_class)
     hidden = torch.empty(num_positions, hidden_size, dtype=dtype)
-    shape = (tree.num_rows, columns or row_size(hidden_size))
-    weight = torch.empty(shape, dtype=weight_dtype or dtype)
-    biases = torch.empty(tree.num_rows, dtype=weight.dtype) if bias else None
-    with torch.autocast("cpu", dtype, enabled=weight.dtype != dtype):
-        return Problem.of(hidden, weight, target, tree, biases)
+    weight = torch.empty(tree.num_rows, row_size(hidden_size), dtype=dtype)
+    biases = torch.empty(tree.num_rows, dtype=dtype) if bias else None
+    return Problem.of(hidden, weight, target, tree, biases)
 
 
 def obstacle(capability: int) -> str | None:
@@ -89,26 +82,19 @@ def moved(problem: Problem, device: str) -> Problem:
 
 def launches(
     problem: Problem,
-    capability: int | None = None,
+    capability: int,
     tiles: Tiles | None = None,
     *,
-    run: Callable[[Launch], object] = lambda launch: None,
     row_wise: Sequence[bool] = (False,),
 ) -> list[Launch]:
-    """The launches of a forward, and of a backward for each kind of gradients, as handed to `run`.
+    """The launches of a forward, and of a backward for each kind of gradients; none is executed.
 
     After row-wise gradients, those that use them: the norm, a step of every optimizer, and rows in
-    memory. By default nothing is executed. Without a capability and tiles, those of the problem's
-    device.
+    memory. Without tiles, they have those of the problem's device.
     """
-    found: list[Launch] = []
-
-    def handle(launch: Launch) -> None:
-        found.append(launch)
-        run(launch)
-
+    found = list[Launch]()
     needs = Needs(hidden=True, weight=True, bias=problem.bias is not None)
-    with instrumented(run=handle, capability=capability, tiles=tiles):
+    with instrumented(run=found.append, capability=capability, tiles=tiles):
         nll, _, saved = TritonBackend().nll(problem, needs)
         for kind in row_wise:
             of = needs._replace(row_wise=kind)
