@@ -265,10 +265,7 @@ def write_hashed(path: Path | str, chunks: Iterable[bytes], *, shared: bool = Fa
 
 
 def write_json_atomically(path: Path | str, content: Any) -> str:
-    """Write indented UTF-8 JSON with `write_hashed`; ValueError for NaN and infinities.
-
-    Names of files that are not Unicode have ? in place of what is not.
-    """
+    """Write indented UTF-8 JSON, with ? for what is not Unicode; ValueError for NaN, infinities."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     return write_hashed(path, [text.encode(errors="replace")], shared=True)
 

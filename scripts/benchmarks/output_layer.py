@@ -213,7 +213,8 @@ def compare(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> l
     if options.device.type == "cuda":
         separate = [name for name in chosen if installed(name)]
         together = [name for name in chosen if name not in separate]
-        rows = measured(size, peak, with_options(options, methods=together))
+        some = argparse.Namespace(**vars(options) | {"methods": together})
+        rows = measured(size, peak, some)
         gc.collect()  # the problem, for the memory of the other processes
         torch.cuda.empty_cache()
     else:
@@ -242,25 +243,16 @@ def alone(
     size: tuple[int, int], peak: Work, name: str, backend: str, options: argparse.Namespace
 ) -> Row:
     """The row of one method, measured in a new process; a peer that ends it is refused."""
-    one = with_options(options, methods=[name], backends=[backend])
-    row, exit_code = measure.in_new_process(_measured_alone, size, peak, one)
-    if row is None and name in TREES:
+    one = argparse.Namespace(**vars(options) | {"methods": [name], "backends": [backend]})
+    rows, exit_code = measure.in_new_process(measured, size, peak, one)
+    if rows:
+        return rows[0]
+    if name in TREES:
         raise SystemExit(f"output_layer: {name} ended with exit code {exit_code}")
     sizes = {"vocab_size": size[0], "hidden": size[1], "positions": options.positions}
     refused = {"refused": f"its process ended with exit code {exit_code}", "tree": None}
     names = {"method": name, "backend": "torch", "label": name, "dtype": options.dtype}
-    return row or sizes | names | refused | dict.fromkeys(measure.FIGURES)
-
-
-def with_options(options: argparse.Namespace, **changed: Any) -> argparse.Namespace:
-    """The options with other values."""
-    return argparse.Namespace(**vars(options) | changed)
-
-
-def _measured_alone(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> Row:
-    prepare_process(options)
-    (row,) = measured(size, peak, options)
-    return row
+    return sizes | names | refused | dict.fromkeys(measure.FIGURES)
 
 
 def measured(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> list[Row]:
@@ -270,6 +262,7 @@ def measured(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> 
         method.seconds.append(measure.step_seconds(method.step, options.device))
         method.free()
 
+    prepare_process(options)
     on_gpu = options.device.type == "cuda"
     available = math.inf if on_gpu else available_bytes(options.device) or math.inf
     with measure.memory_limit(available, options.device):

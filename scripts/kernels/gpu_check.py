@@ -149,8 +149,7 @@ def main() -> None:
     add("--only", nargs="+", choices=[row[1] for row in table], metavar="NAME")
     add("--list", action="store_true", help="print part, name, limit in seconds, and command")
     add("--dry-run", action="store_true", help="without a GPU, tiny")
-    default = os.environ.get("OUT", TOP / "runs/gpu_check")
-    add("--out", type=Path, default=default, metavar="DIR", help="default: $OUT, runs/gpu_check")
+    add("--out", type=Path, default=os.environ.get("OUT", TOP / "runs/gpu_check"), metavar="DIR")
     options = parser.parse_args()
     chosen = [x for x in table if options.part in (None, x[0]) and x[1] in (options.only or x)]
     if not chosen:

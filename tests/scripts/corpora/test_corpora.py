@@ -107,11 +107,10 @@ def test_shares_of_paths_are_those_asked_for() -> None:
 def test_mistakes_are_named(
     tree: Path, make: Run, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with tarfile.open(tree.parent / "tar", "w", format=tarfile.USTAR_FORMAT) as archive:
+        archive.add(tree / "n", "n")  # members of 512 and 1024 bytes
     for size in (1200, 1536, 1600):
-        path = tree.parent / f"tar{size}"
-        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
-            archive.add(tree / "n", "n")  # members of 512 and 1024 bytes
-        os.truncate(path, size)
+        (tree.parent / f"tar{size}").write_bytes((tree.parent / "tar").read_bytes()[:size])
     (tree.parent / "shut").mkdir()
     if arguments == ["shut"]:
         refused = PermissionError(EACCES, "Permission denied", tree.parent / "shut")
