@@ -129,9 +129,13 @@ def write_atomically(
     `writer` is called with a seekable binary file in the same folder, open for writing; returns
     what it returns. Several processes may write a `shared` file at once; the temporary file of one
     that is killed is then not overwritten by the next one, but deleted after an hour. UserError if
-    the file system refuses (full, read-only, no permission).
+    the file system refuses (full, read-only, no permission), or the name is that of a folder, a
+    device or a pipe.
     """
     path = Path(path)
+    is_stream = path.is_symlink() and os.readlink(path).startswith("/proc/")  # as /dev/stdout
+    if is_stream or (path.exists() and not path.is_file()):
+        raise StorageError(f"{path} cannot be written: it is not a file that can be replaced")
     temporary = temporary_name(path, os.getpid() if shared else None)
     try:
         with writing(path):
@@ -261,13 +265,13 @@ def write_hashed(path: Path | str, chunks: Iterable[bytes], *, shared: bool = Fa
 
 
 def write_json_atomically(path: Path | str, content: Any) -> str:
-    """Write indented UTF-8 JSON with `write_hashed`; ValueError for NaN and infinities."""
+    """Write indented UTF-8 JSON, with ? for what is not Unicode; ValueError for NaN, infinities."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    return write_hashed(path, [text.encode()], shared=True)
+    return write_hashed(path, [text.encode(errors="replace")], shared=True)
 
 
-def read_json(path: Path, kind: type[Any], format_version: int) -> Any:
-    """Read a JSON object with a format version as an instance of the dataclass `kind`.
+def read_json(path: Path, kind: type[Any], format_version: int | None = None) -> Any:
+    """Read a JSON object, with a format version if it has one, as an instance of `kind`.
 
     UserError if the file is absent, has unknown, missing or wrong keys, or has another format
     version.

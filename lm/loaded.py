@@ -25,7 +25,6 @@ left out; without V, their log-probability is -∞, and the state stays the same
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -35,7 +34,6 @@ from torch import Tensor
 from lm.evaluation import evaluate_text
 from lm.figures import Evaluation
 from lm.generation import Sample, Sampling, generate_text, search_text
-from lm.generation.items import Catalogue
 from lm.generation.text import checked_text, encode_prompt
 from lm.model.reader import read_prefix
 from lm.probabilities import Probabilities
@@ -255,10 +253,6 @@ class LoadedModel(Probabilities):
         log_prob = self._candidates(states, tensor.view(1, -1))
         return log_prob + log_prob.new_tensor(of_unknown)
 
-    def _candidates(self, states: list[State], words: Tensor) -> Tensor:
-        hidden = torch.stack([state.hidden for state in states])
-        return self.model.output.candidate_log_prob(hidden, words.expand(len(states), -1))
-
     def score(
         self, sentences: Iterable[str], *, stream: bool = False, details: bool = False
     ) -> list[LineScore]:
@@ -338,17 +332,6 @@ class LoadedModel(Probabilities):
             length_penalty=length_penalty,
             excluded=self._run.never_drawn(allow_unk),
         )
-
-    def _topk(self, state: State, k: int, excluded: list[int]) -> tuple[Tensor, Tensor]:
-        return self.model.output.topk(state.hidden, k, excluded=excluded)
-
-    @cached_property
-    def _catalogue(self) -> Catalogue | None:
-        """The items of a model of independent sequences."""
-        return Catalogue(self._run) if self._run.is_independent else None
-
-    def _name(self, token: int) -> str:
-        return (self._catalogue.item if self._catalogue else self.tokenizer.token)(token)
 
     def _encode(self, word: Word) -> list[int]:
         """Token ids of a word, which may be one itself, or that of an item."""

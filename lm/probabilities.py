@@ -43,22 +43,23 @@ class Probabilities(ABC):
     def _state(self, prefix: Prefix) -> State:
         """The state after a prefix."""
 
-    @abstractmethod
     def _topk(self, state: State, k: int, excluded: list[int]) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids of the k most probable tokens."""
+        return self._run.model.output.topk(state.hidden, k, excluded=excluded)
 
-    @abstractmethod
     def _candidates(self, states: list[State], words: Tensor) -> Tensor:
         """Log-probabilities [S, K] of tokens [1, K]."""
+        hidden = torch.stack([state.hidden for state in states])
+        return self._run.model.output.candidate_log_prob(hidden, words.expand(len(states), -1))
 
-    @property
-    @abstractmethod
+    @cached_property
     def _catalogue(self) -> Catalogue | None:
-        """The items, if the model is of independent sequences."""
+        """The items of a model of independent sequences."""
+        return Catalogue(self._run) if self._run.is_independent else None
 
-    @abstractmethod
     def _name(self, token: int) -> str:
         """The word or item with a token id."""
+        return (self._catalogue.item if self._catalogue else self._run.tokenizer.token)(token)
 
     def _beginning(self, text: str) -> str:
         """The beginning of a word or item, as the vocabulary has it."""

@@ -57,12 +57,11 @@ def checked_ids(tokens: Sequence[Any], vocab_size: int) -> list[int]:
         ids = [index(token) for token in tokens]
     except TypeError as error:
         raise ValueError(f"expected text or token ids, got {tokens!r:.60}") from error
-    for token in tokens:
+    for token, id in zip(tokens, ids, strict=True):
         if isinstance(token, bool) or getattr(token, "dtype", None) == torch.bool:
             raise ValueError(f"expected text or token ids, got {token!r}")
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
+        if not 0 <= id < vocab_size:
+            raise ValueError(f"token id {id} is outside the vocabulary of {vocab_size}")
     return ids
 
 

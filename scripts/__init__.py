@@ -7,6 +7,8 @@ from pathlib import Path
 
 from data_prep.errors import UserError
 
+TOP = Path(__file__).resolve().parents[1]
+
 
 def run(main: Callable[[], None], name: str = "") -> None:
     """Run the `main` of a script that can be continued.

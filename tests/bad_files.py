@@ -173,6 +173,9 @@ data.test_from 30
   model: {seed: 1}\nseed: 2\nmodel: {} | not valid YAML: key 'model' given twice (line 3, column 1)$
   name: &a [*a]\n | x: not valid YAML: values are nested too deeply$
   model: !!python/name:os.getcwd\n | x: not valid YAML: … python/name
+  seed: !!int x\n | x: not valid YAML: a value is not of its type: invalid literal for int()
+  seed: !!bool x\n | x: not valid YAML: a value is not of its type: 'x'
+  model: !!map [a]\n | x: not valid YAML: a value is not of its type: cannot unpack
   name: caf\udce9\n | cannot read the configuration: invalid UTF-8: … iconv -f WINDOWS-1252
   n\0a\0m\0e\0:\0 \0\udce9\0\n\0 | x: cannot read the configuration: … iconv -f UTF-16LE
   \0\0\0n\0\0\0a\0\0\0m\0\0\0e\0\0\0:\0\0\0 \0\0\0\udce9\0\0\0\n | cannot read … iconv -f UTF-32BE
@@ -209,6 +212,16 @@ of a table of events: --items USER ITEM TIME, of 'u', 'i', 't'$
    | copy/model.safetensors is damaged
 4 | evaluate copy | copy/model.json
    | copy/model.json is damaged
+3 | report copy | copy/env.json
+  {"a | copy/env.json is damaged: Invalid JSON
+3 | report copy | copy/metrics.csv
+  step\n1\n | copy/metrics.csv, line 1, is damaged
+3 | report copy | copy/evaluate-x.json
+   | copy/evaluate-x.json is damaged: Invalid JSON
+3 | export copy export | copy/evaluate-x.json
+  [1] | copy/evaluate-x.json is damaged: Input should be
+2 | info copy | copy/config.yaml
+  \nrun_dir: =>\nrun_dir: [x]\nunknown:  | copy/config.yaml: run_dir: Input should be a valid string
 2 | new my.yaml --text=words.txt | runs/my/config.yaml
   a | runs/my/config.yaml already exists: choose another name$
 2 | new my.yaml --text=lines.txt | runs/my/text/x

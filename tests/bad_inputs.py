@@ -69,6 +69,7 @@ BAD_INPUTS = """\
 2 | extend {run} --run_dir=x --text={text} --tokenizer.min_count=2 | tokenizer.min_count: 1 → 2
 2 | extend {run} --text={text} | lm extend writes another run: name its folder, --run_dir=FOLDER
 2 | extend {run} --run_dir={folder} --text={text} | empty already exists
+2 | extend {run} --run_dir=x --text=caf\udce9 | caf\\udce9': not UTF-8
 3 | extend {run} --run_dir=x --text={absent} | absent
 3 | extend {run} --run_dir=x --text={binary} | binary.txt
 2 | train {run} --resume=auto --data.keep_empty_lines=false | in another folder, with --init-from
@@ -132,6 +133,7 @@ data.sequences: stream → independent, train.precision: 32-true → 64-true)
 2 | export {run} {folder}/x --hf --onnx | --hf excludes --bf16 and --onnx
 2 | export {run} {folder}/x --hf | --hf requires model.backbone: transformer
 4 | report {folder} | no trained model here
+6 | report {run} --output=. | . cannot be written: it is not a file that can be replaced
 2 | evaluate {run} --threads=9999 | argument --threads: must be at most 1024, got 9999
 3 | score {run} {empty} | empty.txt
 3 | score {run} 'no  such.txt' | no  such.txt cannot be read
@@ -166,6 +168,7 @@ data.sequences: stream → independent, train.precision: 32-true → 64-true)
 2 | generate {run} --allow-unk --spell-unk | --allow-unk and --spell-unk exclude each other
 2 | generate {run} --prompt=a --prompts=b | not allowed with argument --prompt
 3 | generate {run} --prompts={empty} | empty.txt: no prompts
+3 | generate {run} --prompts={latin1} | latin1.txt, line 1: invalid UTF-8
 3 | generate {run} --prompts={empty} --line-buffered | empty.txt: no prompts
 2 | generate {run} --prompt=- --line-buffered | --line-buffered requires --prompts
 3 | rescore {run} {text} --lm-weight=1 | text.txt

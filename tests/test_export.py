@@ -65,9 +65,9 @@ def test_an_export_has_the_probabilities_of_the_model(
 
 
 def test_an_export_is_computed_where_this_package_is_absent(
-    lstm_run: Path, tmp_path: Path, printed: Printed
+    lstm_run: Path, tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its manifest has the checksums of its files; weights in bf16 take half of the bytes."""
+    """In any locale. The manifest has the checksums of the files; in bf16, weights take half."""
     folders = tmp_path / "fp32", tmp_path / "bf16"
     printed("export", lstm_run, folders[0])
     printed("export", lstm_run, folders[1], "--bf16")
@@ -76,6 +76,8 @@ def test_an_export_is_computed_where_this_package_is_absent(
     blocked = "import sys; sys.modules |= dict.fromkeys(['lm', 'data_prep', 'numba', 'lightning'])"
     call = "runpy.run_path('score.py', None, '__main__')"
     program = f"{blocked}; sys.argv[1:] = ['.']; import runpy; {call}"
+    for name, value in (("LC_ALL", "C"), ("PYTHONCOERCECLOCALE", "0"), ("PYTHONUTF8", "0")):
+        monkeypatch.setenv(name, value)
     expected = [each.log_prob.sum() for each in lm.load(lstm_run).score(lines)]
     sizes = []
     for folder, error in zip(folders, (1e-5, 0.1), strict=True):

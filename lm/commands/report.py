@@ -2,15 +2,15 @@
 
 import argparse
 import base64
-import csv
-import json
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from data_prep.storage import read_json, write_hashed
 from lm.commands.arguments import COMPUTING, COUNT, RUN, Options, open_run
 from lm.run import TrainedRun
+from lm.training.metrics import read_metrics
 
 HELP = "one HTML page about a trained model"
 OPTIONS: Options = (
@@ -42,8 +42,6 @@ def run(options: argparse.Namespace) -> None:
     """Write the page; print its path."""
     run = open_run(options)
     path = Path(options.output or run.folder / "report.html")
-    from data_prep.storage import write_hashed
-
     write_hashed(path, [_page(run, options.samples).encode()])
     print(path)
 
@@ -94,14 +92,13 @@ def _training(run: TrainedRun) -> list[str]:
     if path.exists():
         image = base64.b64encode(path.read_bytes()).decode()
         parts.append(f'<img alt="perplexity by step" src="data:image/png;base64,{image}">')
-    rows, metrics = list[list[Any]](), run.folder / "metrics.csv"
-    text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
-    if lines := list(csv.DictReader(text.splitlines())):
+    rows = list[list[Any]]()
+    if lines := read_metrics(run.folder / "metrics.csv"):
         names = ("step", "epoch", "tokens", "seconds", "train_perplexity")
-        rows += [[name.replace("_", " "), float(lines[-1][name] or "nan")] for name in names]
+        rows += [[name.replace("_", " "), getattr(lines[-1], name)] for name in names]
         rows.append(["tokens per second", rows[2][1] / max(rows[3][1], 1e-9)])
     if (path := run.folder / "env.json").exists():
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path, dict[str, Any])
         rows += [[escape(str(key)), escape(str(value))] for key, value in values.items()]
     return [*parts, _table([], rows)] if rows else parts
 
@@ -113,7 +110,7 @@ def _figures(run: TrainedRun) -> list[str]:
         if (value := getattr(run.description, name)) is not None:
             rows.append(["validation", name.removeprefix("valid_"), value])
     for path in sorted(run.folder.glob("evaluate-*.json")):
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path, dict[str, Any])
         values |= (values.get("model") or {}).get("at", [{}])[0]
         for name in FIGURES:
             if isinstance(values.get(name), int | float):

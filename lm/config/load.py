@@ -105,7 +105,7 @@ def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"{folder}: no run here (config.yaml is missing): {first}")
     path = folder / "config.yaml"
     values = _read_values(path)
-    written = os.path.normpath(values.get("run_dir") or f"runs/{values.get('name')}")
+    written = os.path.normpath(str(values.get("run_dir") or f"runs/{values.get('name')}"))
     config = _overridden(values, overrides, str(path))
     _check_effects(config, (), overrides, str(path))
     keys = {override.partition("=")[0] for override in overrides}
@@ -300,6 +300,8 @@ def _parse(text: str, source: str, section: Any = None) -> Any:
         raise UserError(f"{source}: not valid YAML: {_yaml_problem(error)}") from error
     except RecursionError as error:
         raise UserError(f"{source}: not valid YAML: values are nested too deeply") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # of a tag such as !!int
+        raise UserError(f"{source}: not valid YAML: a value is not of its type: {error}") from error
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:

@@ -4,7 +4,6 @@ A folder with the weights and their trees, the tokenizer, `score.py`, a card and
 `lm/export/README.md` has the names and layouts. `score.py` is not imported here.
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from shutil import copyfile
@@ -13,7 +12,7 @@ from typing import Any
 import yaml
 
 from data_prep.errors import UserError
-from data_prep.storage import sha256_file, write_hashed, write_json_atomically
+from data_prep.storage import read_json, sha256_file, write_hashed, write_json_atomically
 from data_prep.tokenizer.punctuation import marks_and_pattern
 from data_prep.tokenizer.serialization import MODEL_FILE, TOKENIZER
 from data_prep.tokenizer.speller import SPELLER
@@ -69,20 +68,20 @@ def export(
         raise UserError(f"{run.folder} has {key}, which {SCORE} does not compute")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists: an export is a new folder")
+    card = _card(run, HF_USAGE if hf else USAGE, bf16=bf16)
     folder.mkdir(parents=True, exist_ok=True)
+    write_hashed(folder / CARD, [card.encode()])
     for name in (TOKENIZER, MODEL_FILE[tokenizer.kind], SPELLER):
         if (run.folder / name).exists():
             copyfile(run.folder / name, folder / name)
     if hf:
         write_hf(run, folder)
-        write_hashed(folder / CARD, [_card(run, HF_USAGE).encode()])
         return
     copyfile(Path(__file__).parent / SCORE, folder / SCORE)
     weights = run.model.state_dict()
     if bf16:
         weights = {n: t.bfloat16() if t.is_floating_point() else t for n, t in weights.items()}
     save_model(folder, weights, description)
-    write_hashed(folder / CARD, [_card(run, USAGE, bf16=bf16).encode()])
     _write_manifest(run, folder)
     if onnx:
         write_onnx(folder, int8=int8)
@@ -104,7 +103,7 @@ def _write_manifest(run: TrainedRun, folder: Path) -> None:
     write_json_atomically(folder / MANIFEST, content)
 
 
-def _card(run: TrainedRun, usage: str, *, bf16: bool = False) -> str:
+def _card(run: TrainedRun, usage: str, *, bf16: bool) -> str:
     """What the model is, how it is used, its figures and its recipe, as Markdown."""
     description, backbone = run.description, run.description.model
     size = sum(parameter.numel() for parameter in run.model.parameters())
@@ -116,7 +115,7 @@ def _card(run: TrainedRun, usage: str, *, bf16: bool = False) -> str:
     parts = [f"# {run.folder.resolve().name}", about, usage, "## Figures"]
     figures = {"validation perplexity": description.valid_perplexity}
     for path in sorted(run.folder.glob("evaluate-*.json")):
-        values = json.loads(path.read_text())
+        values = read_json(path, dict[str, Any])
         split = path.stem.removeprefix("evaluate-")
         kinds = ("perplexity", "word_perplexity", "bits_per_byte")
         figures |= {f"{split}: {kind}": values.get(kind) for kind in kinds}

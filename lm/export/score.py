@@ -27,7 +27,7 @@ class Model(torch.nn.Module):
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
         names = ("model.json", "tokenizer.json", "manifest.json")
-        about, self.tokens, self.rules = (json.loads(Path(folder, n).read_text()) for n in names)
+        about, self.tokens, self.rules = (json.loads(Path(folder, n).read_bytes()) for n in names)
         self.config, self.context = about["model"], about["context"]
         self.eos_id, self.unk_id = about["eos_id"], about["unk_id"]
         for name, value in load_file(Path(folder, "model.safetensors")).items():

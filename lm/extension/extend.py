@@ -31,7 +31,10 @@ def with_text(config: Config, text: Path, min_count: int) -> Config:
     """
     if config.data.sequences == "independent":
         raise UserError("--text is for a model of a text: new items are in --data.files.train=FILE")
-    data = DataConfig(dir=config.data.dir, files=SplitFiles(train=str(text.absolute())))
+    file = str(text.absolute())
+    if file != file.encode(errors="replace").decode():
+        raise UserError(f"--text={file!r}: not UTF-8")
+    data = DataConfig(dir=config.data.dir, files=SplitFiles(train=file))
     data = replace(data, keep_empty_lines=config.data.keep_empty_lines)
     tokenizer = replace(config.tokenizer, min_count=min_count, vocab_size=None)
     return replace(config, data=data, tokenizer=tokenizer)

@@ -1,8 +1,7 @@
 """Everything that measures.
 
 Each benchmark is run as `python -m scripts.benchmarks.NAME` from the top folder; `--help` describes
-it. `methods` and `peers` belong to `output_layer`; all use `measure` or
-`reporting`.
+it. `methods` and `peers` belong to `output_layer`; all use `measure` or `reporting`.
 """
 
 from lm import limit_spinning

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from data_prep.errors import UserError
+from lm.commands.arguments import at_least_one
 from lm.output import ClassTree, HierarchicalSoftmax
 from lm.output.decoding import distribution
 from lm.output.decoding.distribution import log_prob, sample
@@ -34,7 +36,7 @@ from lm.output.decoding.positions import Positions, checked_hidden
 from lm.output.inputs import row_size
 from lm.run import TrainedRun
 from scripts import run
-from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size, require_positive
+from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size
 
 TOP_K, TOP_P, MIN_P = 10, 0.9, 0.1
 DRAWS = {"sample": Sampling(), "draw top-p": Sampling(top_p=TOP_P, excluded=(0,))}
@@ -143,6 +145,8 @@ def trained(folder: str, options: argparse.Namespace) -> Case:
     layer = opened.model.output
     assert isinstance(layer, HierarchicalSoftmax)
     split = opened.prepared.tokens("valid")[: 100 * options.rounds]
+    if len(split) < 100 * options.rounds:
+        raise UserError(f"{folder}: the validation text has {len(split):,} tokens, 100 a round")
     tokens = torch.from_numpy(split.astype("int64")).to(options.device)
     hidden = opened.model(tokens[:, None])[0][50::100, 0].float()
     full = hidden.new_zeros(layer.tree.vocab_size, hidden.shape[1]).normal_(std=0.02)
@@ -187,11 +191,10 @@ def main() -> None:
     add = parser.add_argument
     add("--rows", type=problem_size, nargs="+", metavar="N:H")
     add("--runs", nargs="+", metavar="RUN", help="trained models, in place of --rows")
-    add("--rounds", type=int, default=15)
-    add("--threads", type=int, default=1)
+    add("--rounds", type=at_least_one, default=15)
+    add("--threads", type=at_least_one, default=1)
     add("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
-    require_positive(parser, options, ["rounds", "threads"])
     torch.set_num_threads(options.threads)
     table = Table(COLUMNS, options.json, options.device)
     sizes = options.rows or [(33_278, 512), (267_735, 512), (1_000_000, 300)]

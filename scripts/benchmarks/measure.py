@@ -151,9 +151,7 @@ def peak_bytes(method: Method) -> int | None:
     if not CLEAR_REFS.exists():
         method.step()
         return None
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)  # otherwise the step reuses what other methods have freed
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise the step reuses what other methods have freed
     CLEAR_REFS.write_text("5")
     before = process_bytes("VmRSS")
     method.step()

@@ -45,6 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lm.commands.arguments import at_least_one
 from lm.device import available_bytes, keep_freed_memory
 from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import base, choose_backend
@@ -212,7 +213,8 @@ def compare(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> l
     if options.device.type == "cuda":
         separate = [name for name in chosen if installed(name)]
         together = [name for name in chosen if name not in separate]
-        rows = measured(size, peak, with_options(options, methods=together))
+        some = argparse.Namespace(**vars(options) | {"methods": together})
+        rows = measured(size, peak, some)
         gc.collect()  # the problem, for the memory of the other processes
         torch.cuda.empty_cache()
     else:
@@ -241,25 +243,16 @@ def alone(
     size: tuple[int, int], peak: Work, name: str, backend: str, options: argparse.Namespace
 ) -> Row:
     """The row of one method, measured in a new process; a peer that ends it is refused."""
-    one = with_options(options, methods=[name], backends=[backend])
-    row, exit_code = measure.in_new_process(_measured_alone, size, peak, one)
-    if row is None and name in TREES:
+    one = argparse.Namespace(**vars(options) | {"methods": [name], "backends": [backend]})
+    rows, exit_code = measure.in_new_process(measured, size, peak, one)
+    if rows:
+        return rows[0]
+    if name in TREES:
         raise SystemExit(f"output_layer: {name} ended with exit code {exit_code}")
     sizes = {"vocab_size": size[0], "hidden": size[1], "positions": options.positions}
     refused = {"refused": f"its process ended with exit code {exit_code}", "tree": None}
     names = {"method": name, "backend": "torch", "label": name, "dtype": options.dtype}
-    return row or sizes | names | refused | dict.fromkeys(measure.FIGURES)
-
-
-def with_options(options: argparse.Namespace, **changed: Any) -> argparse.Namespace:
-    """The options with other values."""
-    return argparse.Namespace(**vars(options) | changed)
-
-
-def _measured_alone(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> Row:
-    prepare_process(options)
-    (row,) = measured(size, peak, options)
-    return row
+    return sizes | names | refused | dict.fromkeys(measure.FIGURES)
 
 
 def measured(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> list[Row]:
@@ -269,6 +262,7 @@ def measured(size: tuple[int, int], peak: Work, options: argparse.Namespace) -> 
         method.seconds.append(measure.step_seconds(method.step, options.device))
         method.free()
 
+    prepare_process(options)
     on_gpu = options.device.type == "cuda"
     available = math.inf if on_gpu else available_bytes(options.device) or math.inf
     with measure.memory_limit(available, options.device):
@@ -293,20 +287,19 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     names = [*TREES, "graph", *PEERS]
     add("--rows", type=reporting.problem_size, nargs="+", metavar="N:H", help="words, hidden size")
-    add("--positions", type=int, help="2048 on a CPU, 16384 on a GPU")
+    add("--positions", type=at_least_one, help="2048 on a CPU, 16384 on a GPU")
     add("--dtype", choices=measure.DTYPES, help="fp32 on a CPU, bf16 on a GPU")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     backends = ["auto", "compiled", "reference", "triton"]
     of = "of our methods"
     add("--backends", nargs="+", choices=backends, default=["auto", "reference"], help=of)
-    add("--rounds", type=int, default=9)
-    add("--threads", type=int, help="CPU threads")
+    add("--rounds", type=at_least_one, default=9)
+    add("--threads", type=at_least_one, help="CPU threads")
     options = parser.parse_args()
     for name, value in DEFAULTS[options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    reporting.require_positive(parser, options, ["positions", "rounds", "threads"])
     options.device = torch.device(options.device)
     return options
 

@@ -14,39 +14,34 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lm.device import processor_name
+from scripts import TOP
 from scripts.reproduction import markdown
 
-TOP = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
 FOLDER = re.compile(r"(^|=)/(?:[^/]+/)*")
 """An absolute folder in an argument; a log has DIR instead."""
 
 
 class Table:
-    """A Markdown table that is printed and, with a `log`, appended to it row by row.
+    """A Markdown table that is printed and, with a `log`, appended to it row by row."""
 
-    `columns` are titles → templates of cells, by default the fields of a row.
-    """
-
-    def __init__(
-        self, columns: markdown.Columns | None = None, log: Path | None = None, device: str = "cpu"
-    ) -> None:
+    def __init__(self, columns: markdown.Columns, log: Path | None, device: str) -> None:
         self.columns, self.log, self.device = columns, log, device
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
         """Print and log a row."""
-        columns = self.columns or {name: f"{{{name}}}" for name in row}
-        widths = [max(10, len(title)) for title in columns]
-        lines = [[markdown.cell(template, row) for template in columns.values()]]
+        widths = [max(10, len(title)) for title in self.columns]
+        lines = [[markdown.cell(template, row) for template in self.columns.values()]]
         if not self.rows:
-            lines = [list(columns), ["-" * width for width in widths], *lines]
+            lines = [list(self.columns), ["-" * width for width in widths], *lines]
         for cells in lines:
             print(markdown.line(map(str.ljust, cells, widths)), flush=True)
         self.rows.append(row)
@@ -61,35 +56,12 @@ def append_log(path: Path, row: Row) -> None:
         file.write((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
-def benchmark_parser(
-    description: str | None, *, takes_config: bool = False
-) -> argparse.ArgumentParser:
-    """A parser with the option --json.
-
-    With `takes_config`, the first argument is a config file, and overrides of its keys are the
-    unknown arguments of `parse_known_args`.
-    """
-    parser = argparse.ArgumentParser(
-        prog=_program(),
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Overrides of the configuration: --section.key=value." if takes_config else None,
-    )
-    if takes_config:
-        parser.add_argument("config", metavar="CONFIG")
+def benchmark_parser(description: str | None, epilog: str = "") -> argparse.ArgumentParser:
+    """A parser with the option --json."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(_program(), None, description, epilog, formatter_class=form)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append JSON lines")
     return parser
-
-
-def require_positive(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, names: Iterable[str]
-) -> None:
-    """Exit with an error of the parser if a numeric option is not positive; None is accepted."""
-    for name in names:
-        value = getattr(options, name)
-        for number in value if isinstance(value, Sequence) else [value]:
-            if number is not None and not number > 0:
-                parser.error(f"--{name.replace('_', '-')} must be positive, got {number}")
 
 
 def problem_size(text: str) -> tuple[int, int]:
@@ -104,8 +76,6 @@ def problem_size(text: str) -> tuple[int, int]:
 
 def environment(device: str = "cpu") -> dict[str, Any]:
     """The origin of figures: device, processor, versions, commit and command."""
-    import torch  # not needed by every benchmark without a log
-
     has_triton = importlib.util.find_spec("triton") is not None
     on_gpu = device == "cuda"
     arguments = [FOLDER.sub(r"\1DIR/", argument) for argument in sys.argv[1:]]

@@ -288,21 +288,24 @@ def measure_alone(name: str, vocab_size: int, dtype: str, options: argparse.Name
 
 def parse_options() -> argparse.Namespace:
     """Options of the command line."""
+    from lm.commands.arguments import at_least_one  # not in the measured processes
+
     parser = reporting.benchmark_parser(__doc__)
     add = parser.add_argument
     sizes = [10_000, 100_000, 1_000_000, 10_000_000]
     add("--sizes", type=int, nargs="+", default=sizes, metavar="N", help="numbers of words")
-    add("--positions", type=int, default=2048, help=f"of a batch, a multiple of {NUM_SEQUENCES}")
-    add("--hidden", type=int, default=300, metavar="H")
+    of_batch = f"of a batch, a multiple of {NUM_SEQUENCES}"
+    add("--positions", type=at_least_one, default=2048, help=of_batch)
+    add("--hidden", type=at_least_one, default=300, metavar="H")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
     add("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help="dtype of the table")
-    add("--steps", type=int, default=5, help="timed, after one to warm up")
+    add("--steps", type=at_least_one, default=5, help="timed, after one to warm up")
     add("--memory-limit-gb", type=float, default=18.0, metavar="GB", help="limit of a process")
-    add("--threads", type=int, default=1, help="CPU threads")
+    add("--threads", type=at_least_one, default=1, help="CPU threads")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
-    positive = ["positions", "hidden", "steps", "memory_limit_gb", "threads"]
-    reporting.require_positive(parser, options, positive)
+    if not options.memory_limit_gb > 0:
+        parser.error(f"--memory-limit-gb must be positive, got {options.memory_limit_gb}")
     if min(options.sizes) < 2:
         parser.error(f"--sizes must be at least 2, got {min(options.sizes)}")
     if options.positions % NUM_SEQUENCES:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lm.commands.arguments import at_least_one
 from lm.config import changed, load_config
-from lm.device import keep_freed_memory
+from lm.device import keep_freed_memory, set_num_threads
 from lm.output import HierarchicalSoftmax
 from lm.output.inputs import followed_by_zeros
 from lm.run import Run
@@ -33,7 +34,7 @@ from lm.training.loop import train_step
 from lm.training.state import TrainingState
 from scripts import run
 from scripts.benchmarks.measure import kernels
-from scripts.benchmarks.reporting import Row, Table, benchmark_parser, require_positive
+from scripts.benchmarks.reporting import Row, Table, benchmark_parser
 
 
 def torch_loss(output: HierarchicalSoftmax, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -59,6 +60,7 @@ def start_training(
     chosen = [f"output.tree={'full' if name in LOSSES else name}"]
     chosen += ["word_table.gradients=dense"] if name == "torch" else []
     config = changed(load_config(config_file, overrides), [f"--{o}" for o in [*chosen, *others]])
+    set_num_threads(config.train.threads)
     run = Run(config).prepare()
     keep_freed_memory()
     fabric, batches = build_fabric(run), make_batches(run.config, run.prepared)
@@ -99,15 +101,14 @@ def profiled(state: TrainingState) -> Row:
 
 def main() -> None:
     """Print a table, and write a log if asked."""
-    parser = benchmark_parser(__doc__, takes_config=True)
+    parser = benchmark_parser(__doc__, "Overrides of the configuration: --section.key=value.")
+    parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("--trees", nargs="+", default=["two_level", "full"])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=5, help="steps of each in a round")
-    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--rounds", type=at_least_one, default=20)
+    parser.add_argument("--steps", type=at_least_one, default=5, help="steps of each in a round")
+    parser.add_argument("--threads", type=at_least_one, help="CPU threads")
     options, overrides = parser.parse_known_args()
-    require_positive(parser, options, ["rounds", "steps", "threads"])
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    overrides += [f"--train.threads={options.threads}"] if options.threads else []
     states = {
         layer: start_training(
             options.config, overrides, layer, (options.rounds + 1) * options.steps

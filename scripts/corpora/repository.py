@@ -33,6 +33,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
+from typing import NoReturn
 
 import pyarrow
 from pyarrow import parquet
@@ -73,15 +74,6 @@ def code_text(content: bytes) -> bytes:
     return text and text + b"\n"
 
 
-def is_utf8(content: bytes) -> bool:
-    """Whether bytes are text."""
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 def split_of(path: bytes, held_out: float) -> str:
     """The split of a file: `valid` and `test` each have the share `held_out` of all paths.
 
@@ -90,6 +82,23 @@ def split_of(path: bytes, held_out: float) -> str:
     """
     share = int.from_bytes(blake2b(path, digest_size=8).digest(), "big") / 2**64
     return "test" if share < held_out else "valid" if share < 2 * held_out else "train"
+
+
+class _Member(tarfile.TarInfo):
+    """A member of an archive that ends with its mark; `tarfile` takes bad headers for the end."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> "_Member":
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.HeaderError as error:
+            if type(error).__name__ == "EOFHeaderError":
+                raise
+            raise tarfile.ReadError(str(error)) from error
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise error
 
 
 def source_files(source: Path, suffixes: frozenset[str]) -> Iterator[tuple[bytes, bytes]]:
@@ -103,7 +112,7 @@ def source_files(source: Path, suffixes: frozenset[str]) -> Iterator[tuple[bytes
 
     try:
         if source.is_dir():
-            for folder, folders, names in os.walk(source):
+            for folder, folders, names in os.walk(source, onerror=_refuse):
                 folders.sort()
                 paths = [os.path.join(folder, name) for name in sorted(names) if is_code(name)]
                 for path in paths:
@@ -111,7 +120,7 @@ def source_files(source: Path, suffixes: frozenset[str]) -> Iterator[tuple[bytes
                         inner = os.fsencode(os.path.relpath(path, source))
                         yield inner, Path(path).read_bytes()
             return
-        with tarfile.open(source, "r|*") as archive:
+        with tarfile.open(source, "r|*", tarinfo=_Member) as archive:
             for member in archive:
                 if member.isreg() and is_code(member.name):
                     file = archive.extractfile(member)
@@ -140,7 +149,8 @@ def write_code(options: argparse.Namespace) -> str:
             for path, content in source_files(source, suffixes):
                 bar.update(len(content))
                 digest = blake2b(content, digest_size=16).digest()
-                if digest in seen or b"\0" in content or not is_utf8(content):
+                is_utf8 = content == content.decode(errors="ignore").encode()
+                if digest in seen or b"\0" in content or not is_utf8:
                     continue
                 seen.add(digest)
                 if not (text := code_text(content)):
@@ -163,7 +173,8 @@ def git_events(clone: Path, max_files: int) -> Iterator[tuple[str, str, int]]:
     UserError if git is missing, or does not find a repository or a commit.
     """
     # A commit is "//\0address\0time\0", then, after "\n", a path and "\0" for each file.
-    command = ["git", "-C", str(clone), "log", "--reverse", "--no-merges", "--name-only"]
+    command = ["git", "-c", "log.showRoot=true", "-c", "diff.relative=false", "-C", str(clone)]
+    command += ["log", "--reverse", "--no-merges", "--name-only", "-O/dev/null"]
     command += ["--diff-filter=d", "-z", "--format=//%x00%aE%x00%at"]
     try:
         done = subprocess.run(command, capture_output=True, check=False)

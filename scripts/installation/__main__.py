@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
-TOP = Path(__file__).parents[2]
+from scripts import TOP
+
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 VERSIONS = {
     "constraints.txt": ("--constraint", "constraints.txt"),

@@ -51,10 +51,7 @@ def make_problem(
     *,
     bias: bool = False,
 ) -> Problem:
-    """Inverse-rank targets in a tree of √N classes; tensors of floating-point numbers are empty.
-
-    Rows are as long as those of the layer.
-    """
+    """Inverse-rank targets in a tree of √N classes; tensors of floating-point numbers are empty."""
     torch.manual_seed(0)
     num_classes = round(vocab_size**0.5)
     word_class = torch.randperm(vocab_size) * num_classes // vocab_size
@@ -74,7 +71,7 @@ def obstacle(capability: int) -> str | None:
 
 def launches(
     problem: Problem,
-    capability: int | None = None,
+    capability: int,
     tiles: Tiles | None = None,
     *,
     row_wise: Sequence[bool] = (False,),
@@ -82,9 +79,10 @@ def launches(
     """The launches of a forward, and of a backward for each kind of gradients; none is executed.
 
     After row-wise gradients, those that use them: the norm, a step of every optimizer, and rows in
-    memory. Without a capability and tiles, those of the problem's device.
+    memory. Without tiles, they have those of the capability.
     """
-    needs, found = Needs(True, True, problem.bias is not None), list[Launch]()
+    found = list[Launch]()
+    needs = Needs(hidden=True, weight=True, bias=problem.bias is not None)
     with instrumented(run=found.append, capability=capability, tiles=tiles):
         nll, _, saved = TritonBackend().nll(problem, needs)
         for kind in row_wise:

@@ -24,6 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from scripts import TOP
+
 GPU_TESTS = """tests/output/backends/test_gpu.py tests/model/test_lstm.py \
 tests/training/test_cuda_graph.py tests/scripts/benchmarks/test_output_layer.py"""
 PYTEST = "python3 -m pytest -q --color=no -p no:cacheprovider -o filterwarnings=default -m gpu"
@@ -101,8 +103,9 @@ def preflight(*, dry: bool) -> None:
 
 def run(line: str, log: Path, limit: float) -> dict[str, Any]:
     """Run a line for bash, its output in a log; returns the result. No process of it remains."""
-    begin, redirected = time.monotonic(), f"exec >{shlex.quote(str(log))} 2>&1 </dev/null\n{line}"
-    with subprocess.Popen(["bash", "-c", redirected], start_new_session=True) as process:
+    begin, output = time.monotonic(), f"exec >{shlex.quote(str(log))} 2>&1 </dev/null\n"
+    command = ["bash", "-fc", f"IFS=\n{output}{line}"]  # values of variables are single words
+    with subprocess.Popen(command, start_new_session=True) as process:
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -146,13 +149,17 @@ def main() -> None:
     add("--only", nargs="+", choices=[row[1] for row in table], metavar="NAME")
     add("--list", action="store_true", help="print part, name, limit in seconds, and command")
     add("--dry-run", action="store_true", help="without a GPU, tiny")
-    add("--out", type=Path, default=os.environ.get("OUT", "runs/gpu_check"), metavar="DIR")
+    add("--out", type=Path, default=os.environ.get("OUT", TOP / "runs/gpu_check"), metavar="DIR")
     options = parser.parse_args()
     chosen = [x for x in table if options.part in (None, x[0]) and x[1] in (options.only or x)]
+    if not chosen:
+        parser.error(f"--only {shlex.join(options.only)}: none of them is in part {options.part}")
     for number in signal.SIGTERM, signal.SIGHUP:  # end the running command, too
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     print(*map(" ".join, chosen), sep="\n", flush=True)
-    sys.exit(0 if options.list else check(options.out.resolve(), chosen, dry=options.dry_run))
+    out = options.out.resolve()
+    os.chdir(TOP)  # where the commands run
+    sys.exit(0 if options.list else check(out, chosen, dry=options.dry_run))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from PIL import Image
 
 from data_prep.errors import UserError
 from lm.config.reference import sections
+from scripts import TOP
 from scripts.reproduction import markdown
-from scripts.reproduction.runs import RESULTS, TOP
+from scripts.reproduction.runs import RESULTS
 from scripts.reproduction.tables import Row, generate_tables, last_rows, read_log
 
 PAGES = ("README.md", "*/README.md", "lm/output/sharded/README.md", "scripts/results/*.md")

@@ -9,16 +9,15 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from data_prep.errors import UserError
+from scripts import TOP
 
 Log = dict[str, Any]
-TOP = Path(__file__).resolve().parents[2]
 TABLES = Path(__file__).with_name("tables.yaml")
 RESULTS = TOP / "scripts" / "results"
 LOG = "runs.jsonl"
@@ -106,11 +105,5 @@ def read_logs(folder: Path) -> dict[tuple[str, int], Log]:
     path = folder / LOG
     if not path.exists():
         return {}
-    status = path.stat()
-    return _read_logs(path, status.st_mtime_ns, status.st_size)
-
-
-@lru_cache(maxsize=32)
-def _read_logs(path: Path, _last_change: int, _size: int) -> dict[tuple[str, int], Log]:
     logs = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return {(log["row"], log["seed"]): log for log in logs}

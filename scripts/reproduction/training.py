@@ -12,8 +12,9 @@ from lm.run import TrainedRun
 from lm.training.loop import train
 from lm.training.metrics import Metrics, read_metrics
 from lm.training.run_folder import prepare_run
+from scripts import TOP
 from scripts.benchmarks.reporting import append_log, commit
-from scripts.reproduction.runs import LOG, TOP, Run
+from scripts.reproduction.runs import LOG, Run
 
 Validation = tuple[int, int, float, float]
 """Step, tokens, seconds and perplexity of a validation."""
@@ -30,7 +31,7 @@ def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
         "seed": run.seed,
         "command": run.command,
         "commit": commit(),
-        "environment": json.loads((folder / "env.json").read_text()),
+        "environment": json.loads((folder / "env.json").read_bytes()),
         "tokens": metrics[-1].tokens,
         "seconds": metrics[-1].seconds,
         "curve": _validations(metrics),

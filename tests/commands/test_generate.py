@@ -100,15 +100,6 @@ def test_options_that_leave_one_word_are_greedy(lstm_run: Path, printed: Printed
         assert printed(lstm_run, option, "--tokens=15", "--seed=3") == greedy
 
 
-def test_a_prompt_that_is_not_unicode_is_refused_before_it_is_printed(
-    lstm_run: Path, complaint: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"the \xff cat")))
-    monkeypatch.setattr(sys, "stdin", stdin)
-    error = complaint("generate", lstm_run, "--prompt", "-", code=3)
-    assert error.startswith("-, line 1: invalid UTF-8")
-
-
 def test_stop_strings_end_the_text_before_them(song_run: Path, printed: Printed) -> None:
     options = [song_run, "--temperature=0", "--tokens=30", "--prompt", "one man"]
     assert printed(*options, r"--stop=\n") == f"{SONG[0]}\n"

@@ -119,6 +119,11 @@ def test_a_new_folder_that_another_process_writes_is_an_error(tmp_path: Path) ->
 def test_an_unwritable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"nowhere/file cannot be written: No such file or direc"):
         write_atomically(tmp_path / "nowhere" / "file", Mock())
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "stdout").symlink_to("/proc/self/fd/1")  # as /dev/stdout
+    for name in ("pipe", "stdout"):
+        with pytest.raises(UserError, match=f"{name} cannot be written: it is not a file that"):
+            write_atomically(tmp_path / name, Mock())
     refused = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
     monkeypatch.setattr(Path, "unlink", refused)
     with pytest.raises(UserError, match=r"file cannot be written: Read-only file system$"):
@@ -129,7 +134,7 @@ def test_a_link_replaces_its_target_or_leaves_both(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(b"whole")
     target.mkdir()
-    with pytest.raises(UserError, match="target cannot be written: Is a directory"):
+    with pytest.raises(UserError, match="target cannot be written: it is not a file"):
         link_or_copy(source, target)
     assert source.read_bytes() == b"whole"
     target.rmdir()
@@ -152,8 +157,9 @@ def test_a_full_disk_leaves_no_new_folder(
 
 
 def test_json_is_exact_and_finite(tmp_path: Path) -> None:
-    storage.write_json_atomically(tmp_path / "x.json", {"é": [1, 0.1]})
-    assert (tmp_path / "x.json").read_text() == '{\n  "é": [\n    1,\n    0.1\n  ]\n}\n'
+    storage.write_json_atomically(tmp_path / "x.json", {"é": [1, 0.1, "\udcff"]})
+    expected = '{\n  "é": [\n    1,\n    0.1,\n    "?"\n  ]\n}\n'
+    assert (tmp_path / "x.json").read_text() == expected
     with pytest.raises(ValueError, match="not JSON compliant"):
         storage.write_json_atomically(tmp_path / "x.json", float("nan"))
 

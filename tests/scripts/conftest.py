@@ -7,12 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-TOP = Path(__file__).resolve().parents[2]
+from scripts import TOP
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Parse = Callable[..., argparse.Namespace]
 

@@ -14,8 +14,8 @@ import lm
 import scripts
 from data_prep.errors import UserError
 from lm.training.signals import Interrupted
+from scripts import TOP
 from scripts.installation import __main__ as installation
-from scripts.reproduction.runs import TOP
 from tests.conftest import python
 
 NO_INDEX = "error: Request failed\n  cause: error sending request for url"
@@ -47,9 +47,9 @@ def test_the_check_fails_where_nothing_fits_and_in_ci_where_it_cannot_look(
 
 
 def test_the_readme_installs_the_torch_of_the_constraints() -> None:
-    page = (installation.TOP / "README.md").read_text()
+    page = (TOP / "README.md").read_text()
     (named,) = re.findall(r"pip install .*(torch==\S+)", page)
-    assert named in (installation.TOP / "constraints.txt").read_text().splitlines()
+    assert named in (TOP / "constraints.txt").read_text().splitlines()
 
 
 def test_hashed_requirements_are_ordinary_wheels_of_the_constraints() -> None:
@@ -57,7 +57,7 @@ def test_hashed_requirements_are_ordinary_wheels_of_the_constraints() -> None:
     pin = re.compile(r"([a-z0-9.-]+)==([0-9a-z.]+)(?: --hash=sha256:[0-9a-f]{64})+")
     pins = {match[1]: match[2] for match in map(pin.fullmatch, lines) if match}
     assert len(pins) == len(lines)  # no local version, such as 2.13.0+cpu
-    constraints = (installation.TOP / "constraints.txt").read_text().lower().replace("_", "-")
+    constraints = (TOP / "constraints.txt").read_text().lower().replace("_", "-")
     for name, version in (line.split("==") for line in constraints.split()):
         assert pins.get(name, version) == version
     assert pins.keys() >= {"torch", "triton", "lightning", "numpy", "numba", "wandb"}
@@ -67,7 +67,7 @@ def test_trained_models_are_used_in_a_small_installation(
     lstm_run: Path, pieces_run: Path, items_run: Path
 ) -> None:
     """Without a package that the page on exports does not name, nor those require."""
-    page = (installation.TOP / "lm" / "export" / "README.md").read_text()
+    page = (TOP / "lm" / "export" / "README.md").read_text()
     ((named, optional),) = re.findall(r"constraints.txt (torch .*)  # (\w+) for", page)
     needed, new = set[str](), {*named.split(), optional}
     while new:

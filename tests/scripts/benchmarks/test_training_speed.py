@@ -20,6 +20,7 @@ def test_steps_are_timed_side_by_side(tiny: Path, tmp_path: Path, run_benchmark:
     rows = tmp_path / "rows"
     options = ["--rounds", "1", "--steps", "2", "--json", str(rows)]
     options += ["--trees", "two_level,classes.shortlist=3", "torch", "none", "full"]
+    torch.set_num_threads(2)
     done = run_benchmark("training_speed", tiny, f"--run_dir={tmp_path / 'run'}", *options)
     assert done.returncode == 0, done.stderr
     two_level, *peers, full = (json.loads(line) for line in rows.read_text().splitlines())
@@ -28,10 +29,18 @@ def test_steps_are_timed_side_by_side(tiny: Path, tmp_path: Path, run_benchmark:
     ratio = two_level["tokens_per_second_median"] / full["tokens_per_second_median"]
     assert two_level["ratio"] == pytest.approx(ratio)
     assert [peer["tree"] for peer in peers] == ["torch", "none"]
-    assert (full["batch_size"], full["seq_len"], full["graph"]) == (4, 8, False)
+    names = ("batch_size", "seq_len", "threads", "graph")  # the recipe's
+    assert [full[name] for name in names] == [4, 8, 1, False]
     assert full["step_seconds"] == pytest.approx(32 / full["tokens_per_second_median"])
     assert all(peer["tokens_per_second_median"] > 0 for peer in peers)
     assert str(tmp_path) not in full["command"]
+
+
+def test_a_text_that_is_too_short_for_the_rounds_is_refused(
+    lstm_run: Path, run_benchmark: Run
+) -> None:
+    done = run_benchmark("decode", "--runs", lstm_run, "--rounds=999")
+    assert "the validation text has 149 tokens, 100 a round" in done.stderr
 
 
 def test_a_recipe_on_independent_sequences_trains_on_these(tiny: Path, tmp_path: Path) -> None:

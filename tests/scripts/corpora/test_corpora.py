@@ -3,8 +3,10 @@
 import os
 import subprocess
 import tarfile
+from errno import EACCES
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow.parquet
@@ -93,16 +95,26 @@ def test_shares_of_paths_are_those_asked_for() -> None:
     [
         (["absent"], "absent: No such file or directory"),
         (["tree/a.c"], "tree/a.c: expected a folder or a tar archive that is complete: "),
-        (["cut.tar"], "cut.tar: expected a folder or a tar archive that is complete: "),
+        (["tar1200"], "tar1200: expected a folder or a tar archive that is complete: unexpected"),
+        (["tar1600"], "tar1600: expected a folder or a tar archive that is complete: truncated h"),
+        (["tar1536"], "tar1536: expected a folder or a tar archive that is complete: empty head"),
+        (["shut"], "shut: Permission denied"),
         (["tree", "--suffixes=f77"], "train.txt has none of 0 files of source code: see --suff"),
         (["tree", "--held-out=1e-6"], "valid.txt has none of 42 files of source code: give a lar"),
         (["tree", "--held-out=0.5"], "--held-out: expected at least 1e-06, below 0.5, got 0.5"),
     ],
 )
-def test_mistakes_are_named(tree: Path, make: Run, arguments: list[str], expected: str) -> None:
-    with tarfile.open(tree.parent / "cut.tar", mode="w") as archive:
-        archive.add(tree / "n", "n")
-    os.truncate(tree.parent / "cut.tar", 1200)
+def test_mistakes_are_named(
+    tree: Path, make: Run, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tarfile.open(tree.parent / "tar", "w", format=tarfile.USTAR_FORMAT) as archive:
+        archive.add(tree / "n", "n")  # members of 512 and 1024 bytes
+    for size in (1200, 1536, 1600):
+        (tree.parent / f"tar{size}").write_bytes((tree.parent / "tar").read_bytes()[:size])
+    (tree.parent / "shut").mkdir()
+    if arguments == ["shut"]:
+        refused = PermissionError(EACCES, "Permission denied", tree.parent / "shut")
+        monkeypatch.setattr("os.scandir", Mock(side_effect=refused))
     done = make("code", tree.parent / arguments[0], *arguments[1:], "--out", tree.parent / "out")
     assert done.returncode == 1
     message = done.stderr.splitlines()[-1].replace(f"{tree.parent}/", "")
@@ -129,6 +141,7 @@ def test_a_clone_gives_the_files_that_each_author_changes(tmp_path: Path, make: 
         git("commit", "-qm", "//", "--allow-empty", author=author, time=time)
 
     git("init", "-q", "-b", "main")
+    git("config", "log.showRoot", "false")  # a setting of the user's
     commit({"a, b.c": "1", "é.c": "1"}, "a@x", 10)
     commit({}, "b@x", 20)
     commit({"a, b.c": "2", "c.c": "1"}, "b@x", 30)

@@ -13,8 +13,8 @@ pytest.importorskip("triton.backends.nvidia")
 from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import VARYING, Launch, instrumented
+from tests.conftest import python
 
-from ...conftest import python
 from ...output.definition import two_level
 
 KERNELS = "_draw _errors _forward _heavy _merge _plan _rows _sort _update"
@@ -30,7 +30,7 @@ print(*compile_all([(each, 80) for each in found if each.kernel.__name__ == "_fo
 """
 
 
-def printed_by(*arguments: str) -> tuple[int, str]:
+def compiling(*arguments: str) -> tuple[int, str]:
     """Exit code and output of Python, in which kernels are compiled, not interpreted."""
     done = python("-W", "error", *arguments, env=os.environ | {"TRITON_INTERPRET": "0"})
     return done.returncode, done.stderr[-2000:] + done.stdout
@@ -39,13 +39,13 @@ def printed_by(*arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(("capability", "dtype"), [("80", "tf32"), ("90", "bf16")])
 def test_kernels_compile_without_spills_and_with_tensor_cores(capability: str, dtype: str) -> None:
     of = ["--rows", "100000:64", "--sm", capability, "--dtype", dtype, "--all"]
-    code, printed = printed_by("-m", "scripts.kernels.compilation", *of)
+    code, printed = compiling("-m", "scripts.kernels.compilation", *of)
     assert (code, printed.rpartition(": ")[2]) == (0, f"{KERNELS}\n"), printed
 
 
 def test_a_kernel_that_spills_is_reported() -> None:
     """With tiles that exceed the registers of their threads."""
-    code, printed = printed_by("-c", HUGE)
+    code, printed = compiling("-c", HUGE)
     assert code == 0, printed
     assert printed.startswith("spills ")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from scripts import TOP
 from scripts.kernels.gpu_check import COMMANDS, GPU_TESTS, preflight
 from tests.conftest import python
 
@@ -24,11 +25,16 @@ FAILED = "1 a 0.1 tail -f $LOGS/a.log\n1 b 9 tail -f $LOGS/b.log & exit 3\n1 c 9
     ],
     ids=["ended", "failed", "all"],
 )
-def test_commands_are_reported_and_end(table: str, code: int, codes: Any, tmp_path: Path) -> None:
+def test_commands_are_reported_and_end(
+    table: str, code: int, codes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(TOP))
     program = f"from scripts.kernels import gpu_check as g; g.COMMANDS = {table!r}; g.main()"
-    done = python("-c", program, "--dry-run", "--out", str(tmp_path))
+    assert python("-c", program, "--part=2", "--only", next(iter(codes))).returncode == 2
+    done = python("-c", program, "--dry-run", "--out", "a folder")
     assert done.returncode == code, done.stderr
-    found = json.loads((tmp_path / "gpu_check.json").read_text())["commands"]
+    found = json.loads((tmp_path / "a folder/gpu_check.json").read_text())["commands"]
     assert {name: each["exit_code"] for name, each in found.items()} == codes
     subprocess.run(["pidwait", "-f", tmp_path], timeout=20)  # those that are being killed
 
@@ -52,6 +58,12 @@ def test_wrong_or_unsafe_kernels_are_refused(
     monkeypatch.setattr("scripts.kernels.compilation.launches", lambda *_: [])
     with pytest.raises(SystemExit, match=f"^{message}$"):
         preflight(dry=False)
+
+
+def test_the_script_runs_the_code_of_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/__init__.py").write_text("raise SystemExit(3)")
+    assert subprocess.run([TOP / "scripts/gpu_check", "--list"], cwd=tmp_path).returncode == 0
 
 
 def test_programs_import_only_what_a_gpu_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ from matplotlib.figure import Figure
 from data_prep.errors import UserError
 from lm.config import load_config
 from lm.figures import Evaluation
+from scripts import TOP
 from scripts.benchmarks.reporting import append_log
 from scripts.reproduction.__main__ import main
 from scripts.reproduction.pages import VOCABULARIES, all_tables, draw_vocabularies, pages, update
-from scripts.reproduction.runs import LOG, RESULTS, TOP, read_logs, read_tables
+from scripts.reproduction.runs import LOG, RESULTS, read_logs, read_tables
 from scripts.reproduction.tables import table_of_log
 
 TABLES = read_tables()
