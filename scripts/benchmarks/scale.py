@@ -63,7 +63,7 @@ COLUMNS = {
     "µs/position": "{microseconds_per_position:.1f}",
     "positions run": "{run_positions:,}",
     "rows visited": "{rows_visited:,.0f}",
-    "peak GB": "{peak_bytes:.2f/1e9}",
+    "peak GB": "{process_peak_bytes:.2f/1e9}",
     "GPU peak GB": "{device_peak_bytes:.2f/1e9}",
     "table GB": "{table_bytes:.3f/1e9}",
 }
@@ -260,7 +260,7 @@ def measure(name: str, vocab_size: int, dtype: str, options: argparse.Namespace)
         "run_positions": options.positions,
         "microseconds_per_position": 1e6 * seconds / options.positions,
         "rows_visited": statistics.median(visited),
-        "peak_bytes": process_bytes("VmHWM"),
+        "process_peak_bytes": process_bytes("VmHWM"),
         "device_peak_bytes": peak,
         "table_bytes": task.tree.num_rows * options.hidden * DTYPES[dtype].itemsize,
         "num_rows": task.tree.num_rows,

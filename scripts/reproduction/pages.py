@@ -22,7 +22,7 @@ from scripts.reproduction.runs import RESULTS
 from scripts.reproduction.tables import Row, generate_tables, last_rows, read_log
 
 PAGES = ("README.md", "*/README.md", "lm/output/sharded/README.md", "scripts/results/*.md")
-VOCABULARIES = RESULTS / "vocabularies.png"
+PICTURE = RESULTS / "vocabularies.png"
 RECIPE_LABELS = ("Purpose", "Hardware", "Minutes", "Expected")
 """Labels in the header comment of every recipe."""
 LAYERS = {
@@ -97,10 +97,10 @@ def write_pages() -> None:
     tables = all_tables()
     for page in pages():
         page.write_text(update(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
-    draw_vocabularies(RESULTS, VOCABULARIES)
-    with Image.open(VOCABULARIES) as picture:  # a palette takes about a third of the bytes
+    draw_vocabularies(RESULTS, PICTURE)
+    with Image.open(PICTURE) as picture:  # a palette takes about a third of the bytes
         plain = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    plain.save(VOCABULARIES, optimize=True)
+    plain.save(PICTURE, optimize=True)
 
 
 def draw_vocabularies(results: Path, path: Path) -> None:
@@ -125,7 +125,7 @@ def draw_vocabularies(results: Path, path: Path) -> None:
     dashed: dict[str, Any] = {"fmt": "o--", "color": "C0", "mfc": "white"}
     dashed["label"] = "ours, with row-wise update"
     _line(left, steps, "vocab_size", "cpu_seconds", **dashed)
-    _line(right, steps, "vocab_size", "peak_bytes", 1e9, **dashed)
+    _line(right, steps, "vocab_size", "process_peak_bytes", 1e9, **dashed)
     for axes, title in ((left, "seconds per step"), (right, "memory, GB")):
         axes.set(xscale="log", yscale="log", title=title, xlabel="words in the vocabulary, N")
         axes.xaxis.set_major_formatter("{x:,.0f}")

@@ -71,7 +71,7 @@ def generate_tables(results: Path) -> dict[str, str]:
     generated = {name: table_of_runs(each, each.runs(results)) for name, each in tables.items()}
     for name, layout in yaml.safe_load(LOG_TABLES.read_text(encoding="utf-8")).items():
         generated[name] = table_of_log(results, **{"log": name, **layout})
-    summary = [row for each in tables.values() for row in compare(each, each.summary, results)]
+    summary = [r for t in tables.values() for r in relative_to_full(t, t.summary, results)]
     generated["summary"] = markdown.table_of_rows(SUMMARY, summary)
     generated["comparisons"] = markdown.table_of_rows(COMPARISONS, comparisons(results))
     generated["gpu_layer"] = gpu_layer(results)
@@ -157,7 +157,7 @@ def table_of_runs(table: RunTable, runs: Sequence[Run]) -> str:
     return markdown.table(["model", *titles], rows)
 
 
-def compare(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
+def relative_to_full(table: RunTable, rows: Iterable[str], results: Path) -> list[Row]:
     """Training tokens, perplexity and speed, over the fastest full softmax, of rows with logs."""
     found: list[Row] = []
     for row in rows:
@@ -212,7 +212,7 @@ def vocabularies(results: Path) -> list[Row]:
     for table in read_tables().values():
         if chosen := table.vocabulary:
             names = [chosen[name] for name in ("ours", "full") if name in chosen]
-            ours, *_ = compare(table, names, results)
+            ours, *_ = relative_to_full(table, names, results)
             ours["text"], ours["words"] = table.title.split(",")[0], chosen["words"]
             speed = ours["tokens_per_second_median"]
             ours["full_tokens_per_second"] = speed / ours["ratio"]

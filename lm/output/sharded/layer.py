@@ -13,7 +13,7 @@ from lm.output.backends.base import Needs, Problem
 from lm.output.functional import BackendName, Reduction, reduced
 from lm.output.inputs import autocast, check_positions, check_words
 from lm.output.layer import HierarchicalSoftmax
-from lm.output.sharded.exchange import Gathered, ShardedSolver
+from lm.output.sharded.communication import Gathered, ShardedSolver
 from lm.output.sharded.placement import Placement, PlacementName, Plan, place, recipients_of
 from lm.output.sharded.rows import interleaved
 from lm.output.tree.class_tree import ClassTree

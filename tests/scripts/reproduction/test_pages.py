@@ -17,7 +17,7 @@ from lm.figures import Evaluation
 from scripts import TOP
 from scripts.benchmarks.reporting import append_log
 from scripts.reproduction.__main__ import main
-from scripts.reproduction.pages import VOCABULARIES, all_tables, draw_vocabularies, pages, update
+from scripts.reproduction.pages import PICTURE, all_tables, draw_vocabularies, pages, update
 from scripts.reproduction.runs import LOG, RESULTS, read_logs, read_tables
 from scripts.reproduction.tables import table_of_log
 
@@ -84,7 +84,7 @@ def test_speeds_are_relative_to_the_full_softmax_of_the_corpus() -> None:
 def test_lines_go_from_left_to_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     saved: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
-    draw_vocabularies(RESULTS, tmp_path / VOCABULARIES.name)
+    draw_vocabularies(RESULTS, tmp_path / PICTURE.name)
     (figure,) = saved
     for line in [line for axes in figure.axes for line in axes.lines]:
         places, heights = (np.asarray(each, float) for each in line.get_data())
