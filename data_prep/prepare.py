@@ -343,7 +343,7 @@ class _Stages:
         return replace(meta, counts=write_array(self.folder / COUNTS, [occurrences], "int64"))
 
     def class_levels(self, meta: Meta) -> NDArray[np.int32] | None:
-        """The classes of each word, [levels, N]; None if they are not missing from a record."""
+        """The classes of each word, [levels, N]; None if not required, or recorded already."""
         if self.classes is None or meta.classes is not None:
             return None
         from data_prep.classes.word_classes import build_class_levels  # imports scipy

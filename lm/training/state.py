@@ -61,7 +61,7 @@ class CarriedLoss(nn.Module):
         self.nll = torch.zeros((), dtype=torch.float64, device=device)
 
     def forward(self, batch: Batch) -> Tensor:
-        """The part of a batch in the loss of a step, which is the mean of the devices' parts."""
+        """A batch's share of the loss of a step, which is averaged over the devices."""
         carried = self.carried if batch.continues else None
         loss, state = self.model.loss(batch.inputs, batch.targets, carried)
         if self.model.backbone.carries_state and state is not None:

@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest relative difference of two losses that should be equal."""
 CLEAR_REFS = Path("/proc/self/clear_refs")
-"""File of Linux by which the most memory of this process is measured anew."""
+"""File of Linux that resets the peak memory of this process."""
 Result = TypeVar("Result")
 FIGURES = ("seconds_median", "seconds_min", "ratio_to_floor", "peak_bytes", "loss")
 """Fields of a row that a refused method does not have."""
@@ -45,7 +45,7 @@ def step_seconds(step: Callable[[], object], device: torch.device) -> float:
     On a GPU, by its events, from when it is idle, with unrelated data in its L2 cache. On a CPU,
     those of the processor with one thread, and with more of them the wall clock's: the host of a
     virtual machine takes longer than its processors to supply pages. A step of PyTorch's full
-    softmax that maps 80,000 takes 0.55 s of the processor and 0.88 s in all.
+    softmax that maps 80,000 pages takes 0.55 s of the processor and 0.88 s in all.
     """
     if device.type != "cuda":
         read = time.process_time if torch.get_num_threads() == 1 else time.perf_counter

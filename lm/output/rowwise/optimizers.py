@@ -5,15 +5,15 @@ The compiled and Triton backends form and apply the gradient of a batch themselv
 here: of a `RowGradient` that is a sum of several batches or has the errors of a shard, or whose
 table is not contiguous, a block is formed, its rows are updated, and it is discarded. Rows without
 a gradient retain their values and their state: `RowSGD` steps as SGD, `RowAdagrad` has one sum for
-each row, and the moments of `RowAdam` decay where there is a gradient alone, corrected by the
+each row, and the moments of `RowAdam` decay only where there is a gradient, corrected by the
 number of steps of the table. There is no weight decay, which would touch every row.
 
 Where `lr` is a tensor on the device of a table, a step reads it there: a CUDA graph that contains
 the step follows what is written to it.
 
 Rows in bf16 are rounded up or down at random in proportion to the distance, so that updates smaller
-than half the last place are applied correctly on average (Gupta et al. 2015), with random numbers
-of whichever code changes them. State is in at least fp32.
+than half the last place are applied correctly on average (Gupta et al. 2015), each backend by its
+own random numbers. State is in at least fp32.
 """
 
 import sys
@@ -164,7 +164,7 @@ class RowAdagrad(RowOptimizer):
 class RowAdam(RowOptimizer):
     """Adam whose moments change only where there is a gradient, as `torch.optim.SparseAdam`.
 
-    The state is two numbers per number of the table, so it is for tables that are not so large.
+    The state is two values per entry of the table, so that it suits smaller tables.
     `betas` are the decay rates of the two moments; `eps` is added to the root of the second.
 
     Source: Kingma & Ba 2015.

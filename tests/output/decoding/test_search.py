@@ -41,7 +41,7 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @all_shapes
 @pytest.mark.parametrize(("num_words", "num_excluded"), [(1, 0), (2, 0), (N, 0), (N, 5)])
 def test_topk_begins_the_sorted_distribution(shape: str, num_words: int, num_excluded: int) -> None:
-    """Without words excluded from each position, also where P of one of them is 1."""
+    """But for words excluded from each position, one of which may have a probability of 1."""
     layer = random_layer(shape, num_words, scale=200.0 if num_excluded else 1.0)
     log_prob = word_log_prob(*layer)
     others: Any = {}
