@@ -100,13 +100,16 @@ def _expanded(folder: Path, name: str, key: str) -> list[Path]:
     return found
 
 
+_HIDDEN = (".", "_SUCCESS", "_committed_", "_started_")
+
+
 def _visible_files(folder: Path, paths: Iterable[Path]) -> list[Path]:
-    """The files among `paths`, sorted, without hidden files and files in hidden subfolders."""
+    """The files among `paths`, sorted, without Spark's markers and hidden files and subfolders."""
     return sorted(
         path
         for path in paths
         if path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and not any(part.startswith(_HIDDEN) for part in path.relative_to(folder).parts)
     )
 
 

@@ -85,7 +85,7 @@ def test_a_hub_that_cannot_be_reached_is_named_without_its_retries(
 def test_files_are_found_by_glob_folder_and_list_in_order(tmp_path: Path) -> None:
     folder = tmp_path / "we[ir]d * folder"
     folder.mkdir()
-    for name in ("b.txt", "a.txt", ".hidden"):
+    for name in ("b.txt", "a.txt", ".hidden", "_SUCCESS", "_committed_17"):
         write(folder, name.encode(), name)
     write(tmp_path, b"c", "c.txt")
     assert read(tmp_path, "we[ir]d * folder") == read(folder, "*.txt") == ["a.txt", "b.txt"]
