@@ -139,7 +139,7 @@ def _are_table(lines: Sequence[str]) -> bool:
     rows = [*csv_rows(iter(lines), strict=False)][:-1]  # without one that may be incomplete
     if len(rows) < 2 or any(None in (*row, *row.values()) for row in rows):
         return False
-    return len(rows[0]) > 1 and all(map(_NAME.fullmatch, rows[0]))
+    return len(rows[0]) > 1 and all(map(_NAME.fullmatch, filter(None, rows[0])))  # 1st of numbers
 
 
 def warn_of(

@@ -32,6 +32,13 @@ def at_least_one(text: str, limit: int | None = None) -> int:
 
 COUNT, NUMBER, FILE = {"type": at_least_one}, {"type": float}, {"metavar": "FILE"}
 SWITCH = {"action": "store_true"}
+TEXT_FIELD: Options = {
+    "--text-field": {
+        "metavar": "NAME",
+        "help": "column of the text in JSON, CSV or parquet (default: text, or the only one of"
+        " sentences)",
+    }
+}
 
 SOURCE: Options = {"source": {"metavar": "CONFIG|RUN", "help": "YAML file, or folder of a run"}}
 """Its verbs also take overrides of the configuration, which are `options.overrides`."""

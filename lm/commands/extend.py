@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from data_prep.errors import UserError
-from lm.commands.arguments import COMPUTING, COUNT, FILE, NO_PROGRESS, Options
+from lm.commands.arguments import COMPUTING, COUNT, FILE, NO_PROGRESS, TEXT_FIELD, Options
 from lm.run import Run, TrainedRun
 
 HELP = "add new words or items to a trained run, without training"
@@ -18,7 +18,7 @@ _RUN: Options = {
     "--min-count": COUNT
     | {"default": 1, "help": "--text: least number of times that a new word occurs (default 1)"},
 }
-OPTIONS = _RUN | COMPUTING | NO_PROGRESS
+OPTIONS = _RUN | TEXT_FIELD | COMPUTING | NO_PROGRESS
 
 
 def run(options: argparse.Namespace) -> None:
@@ -33,5 +33,5 @@ def run(options: argparse.Namespace) -> None:
 
     text = None if options.text is None else Path(options.text)
     others = {"min_count": options.min_count, "progress": not options.no_progress}
-    extend(trained, config, text=text, **others)
+    extend(trained, config, text=text, text_field=options.text_field, **others)
     print(config.run_path)

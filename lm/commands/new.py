@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from data_prep.errors import UserError
-from lm.commands.arguments import FILE, Options
+from lm.commands.arguments import FILE, TEXT_FIELD, Options
 
 HELP = "write a recipe for your own text, or table of events"
 _PATH = FILE | {"type": Path}
@@ -15,10 +15,7 @@ OPTIONS: Options = {
     "--test": _PATH | {"help": "test text (default: taken from the text)"},
     "--model.backbone": {"choices": ("lstm", "transformer"), "default": "lstm", "dest": "backbone"}
     | {"help": "network of the model, with the optimizer that it needs (default: lstm)"},
-    "--text-field": {
-        "metavar": "NAME",
-        "help": "column of the text in JSON, CSV or parquet (default: text, or the only one)",
-    },
+    **TEXT_FIELD,
     "--items": {
         "nargs": "+",
         "metavar": "NAME",

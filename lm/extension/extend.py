@@ -3,7 +3,9 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from data_prep.corpus.hints import find_text
 from data_prep.errors import UserError
 from data_prep.prepare import Given, prepare_with
 from data_prep.settings import DataConfig, SplitFiles
@@ -24,7 +26,7 @@ _NUM_NAMED = 5
 _log = logging.getLogger(__name__)
 
 
-def with_text(config: Config, text: Path, min_count: int) -> Config:
+def with_text(config: Config, text: Path, field: str | None, min_count: int) -> Config:
     """The configuration of a run whose training split is another text.
 
     Words that occur less often than `min_count` there are not new.
@@ -34,7 +36,9 @@ def with_text(config: Config, text: Path, min_count: int) -> Config:
     file = str(text.absolute())
     if file != file.encode(errors="replace").decode():
         raise UserError(f"--text={file!r}: not UTF-8")
-    data = DataConfig(dir=config.data.dir, files=SplitFiles(train=file))
+    found = find_text(text, field)
+    column: dict[str, Any] = {"format": found.format, "text_field": found.field}
+    data = DataConfig(dir=config.data.dir, files=SplitFiles(train=file), **column)
     data = replace(data, keep_empty_lines=config.data.keep_empty_lines)
     tokenizer = replace(config.tokenizer, min_count=min_count, vocab_size=None)
     return replace(config, data=data, tokenizer=tokenizer)
@@ -45,6 +49,7 @@ def extend(
     config: Config,
     *,
     text: Path | None = None,
+    text_field: str | None = None,
     min_count: int = 1,
     progress: bool = True,
 ) -> None:
@@ -53,7 +58,7 @@ def extend(
     Args:
         trained: the run, which remains as it is.
         config: that of the run, with other data or another folder.
-        text: a file of text in place of the data.
+        text: a file of text, or of `text_field` (None: it is found), in place of the data.
         min_count: number of times that a new word of `text` occurs at least.
         progress: whether progress bars are shown on stderr.
 
@@ -63,7 +68,7 @@ def extend(
     """
     config = replace(config, data=replace(config.data, prepared_dir=None))
     _check(trained, config)
-    config = config if text is None else with_text(config, text, min_count)
+    config = config if text is None else with_text(config, text, text_field, min_count)
     found = extended(trained, config, progress=progress)
     given, tokenizer = found.given, found.given.tokenizer
     what = "items" if trained.is_independent else "words"

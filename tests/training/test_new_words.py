@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+from itertools import cycle
 from pathlib import Path
 from shutil import rmtree
 
@@ -64,6 +65,8 @@ def texts(current_folder: None) -> None:
     Path("new.yaml").write_text(RECIPE.replace("old", "new"))
     Path("old.txt").write_text(sentences(0, 60))
     Path("new.txt").write_text(sentences(1, 30, NOUNS[:3] + NAMES))
+    rows = [f'"{i}","{line}"' for i, line in enumerate(Path("new.txt").read_text().splitlines(), 1)]
+    Path("new.csv").write_text("\n".join(['"","text"', *rows]))  # as R writes it
     Path("valid.txt").write_text(sentences(2, 10))
 
 
@@ -73,11 +76,13 @@ def train(name: str, *arguments: str) -> Path:
     return Path("runs", name)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_both_commands_give_new_words_the_same_rows_and_old_ones_keep_ratios(shape: str) -> None:
+@pytest.mark.parametrize(("shape", "text"), [*zip(SHAPES, cycle(["new.csv", "new.txt"]))])
+def test_both_commands_give_new_words_the_same_rows_and_old_ones_keep_ratios(
+    shape: str, text: str
+) -> None:
     keys = SHAPES[shape]
     run = train("old", *keys)
-    assert main(["extend", str(run), "--text=new.txt", "--run_dir=next"]) == 0
+    assert main(["extend", str(run), f"--text={text}", "--run_dir=next"]) == 0
     before, after = lm.load(run, threads=1), lm.load("next", threads=1)
     known = [before.word(id) for id in range(before.vocab_size)]
     assert [after.word(id) for id in range(after.vocab_size)] == [*known, *NAMES]

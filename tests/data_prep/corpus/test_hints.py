@@ -126,6 +126,7 @@ def test_the_name_of_a_table_is_warned_of(caplog: pytest.LogCaptureFixture, name
     [
         (table(TWO), True),
         (table(ONE, "\t"), True),
+        ('"","text"\n"1","the, cat"\n"2",sat\n"3",on\n', True),
         ('"id";"text"\n1;"the\ncat;"\n2;sat\n3;"a', True),
         *(
             (text * 9, False)
