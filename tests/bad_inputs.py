@@ -53,7 +53,7 @@ BAD_INPUTS = """\
 2 | train {tiny} {data} --output.tree=oak | output.tree: oak is neither a tree (full, two_
 2 | train {tiny} {data} --output.tree={tree} | tree.txt:1: 'thé' is not in the vocabulary
 2 | train {tiny} {data} --output.tree={utf16} | utf16.txt is in UTF-16: convert it, iconv -f UTF-16
-2 | train {tiny} {data} --output.tree={latin1} | latin1.txt: invalid UTF-8: if it is Latin-1 or Win
+2 | train {tiny} {data} --output.tree={latin1} | latin1.txt: invalid UTF-8: if it is Western
 2 | train {tiny} {data} --output.tree={gzip} | gzip.txt is compressed,
 2 | train {tiny} {data} --output.tree=adaptive --output.cutoffs=[5,5] | must increase within 1 …
 3 | prepare {tiny} --data.files.train=null | data.files.train

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from data_prep.corpus.event_table import as_times, read_table
 from data_prep.corpus.formats import reading
-from data_prep.corpus.lines import SPLITS, input_files, log_once
+from data_prep.corpus.lines import NO_VALUE, SPLITS, input_files, log_once
 from data_prep.errors import UserError
 from data_prep.sequences import RARE_REPEATS, Ints, item_word, word_item
 from data_prep.settings import DataConfig, SplitFiles
@@ -27,8 +27,6 @@ FAR, RECENT = 30, 1e8
 """Consecutive times of this ratio, the later one possible since 1970, have not the same unit."""
 ROUNDED = 1 << 27
 """Greater times, as seconds since 1970 are, are multiples of 16 or more as floats of 32 bits."""
-NO_VALUE = {"NA", "N/A", "NaN", "nan", "NULL", "null", "None", "<NA>", r"\N"}
-"""What programs write for a value that is missing."""
 _held: dict[object, "_Events"] = {}
 """The table of the last split that was read, for the next one."""
 _log = logging.getLogger("data_prep")

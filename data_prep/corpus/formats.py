@@ -214,7 +214,8 @@ def likely_encoding(line: bytes) -> str:
         return "if the text is in GB18030, SHIFT_JIS, WINDOWS-1251 or another encoding, " + (
             convert_from("THAT")
         )
-    return f"if it is Latin-1 or Windows text, {convert_from('WINDOWS-1252')}"
+    other = "of Central Europe -f WINDOWS-1250 or ISO-8859-2"
+    return f"if it is Western European text, {convert_from('WINDOWS-1252')} ({other})"
 
 
 def convert_from(encoding: str, name: str = "FILE") -> str:

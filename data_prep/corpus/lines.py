@@ -33,6 +33,8 @@ ROWS_PER_BATCH = 256
 """Small, because a row may be a whole book and a batch is in memory several times."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 CSV_SEPARATORS = ",\t;|"
+NO_VALUE = {"NA", "N/A", "NaN", "nan", "NULL", "null", "None", "<NA>", r"\N"}
+"""What programs write for a value that is missing."""
 
 _log = logging.getLogger(__name__)
 
@@ -283,7 +285,7 @@ def column_rows(
     if first and not any(field in row for row in first):
         columns = ", ".join(map(repr, dict.fromkeys(chain.from_iterable(first))))
         raise DataError(f"data.text_field is {field!r}: {name} has only the columns {columns}")
-    num_rows, num_nulls = 0, 0
+    num_rows, num_nulls, num_named = 0, 0, 0
     for num_rows, row in enumerate(chain(first, rows), 1):
         if (text := row.get(field)) in nulls:
             num_nulls += 1
@@ -293,8 +295,12 @@ def column_rows(
             mistake = f"{text!r:.40}, not text," if not isinstance(text, str) else "a NUL character"
             hint = f"; columns of text: {others}" if others and not isinstance(text, str) else ""
             raise DataError(f"{name}, row {num_rows}: {mistake} in {field!r}{hint}")
+        num_named += text in NO_VALUE
         text = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
         yield [line.removeprefix(BYTE_ORDER_MARK) for line in text.split("\n")]
+    if num_named:
+        found = f"{num_named:,} of {num_rows:,} rows have a {field!r} such as NA, which is a word"
+        log_once(f"{name}: {found}: leave their cells empty if they have none")
     if num_nulls:
         log_once(f"{name}: {num_nulls:,} of {num_rows:,} rows have no {field!r} and are left out")
 

@@ -99,9 +99,9 @@ class Comparison:
 def compare(ours: TextLosses, other: TrainedRun, *, by_frequency: bool = False) -> Comparison:
     """Compare a run with another one, see `check_comparable`, on a text.
 
-    The difference is in bits per byte if the vocabulary is open and all words are spelled by both,
-    else in nats per token. With `by_frequency`, losses of the other are divided by the rank of the
-    predicted word, which requires the same tokens.
+    The difference is in bits per byte if the vocabulary is open and both spell every byte, else in
+    nats per token, of which both have as many in each line. With `by_frequency`, losses of the
+    other are divided by the rank of the predicted word, which requires the same tokens.
 
     Raises:
         UserError: if the other run has other tokens or lines, and does not spell the same bytes.
@@ -115,14 +115,15 @@ def compare(ours: TextLosses, other: TrainedRun, *, by_frequency: bool = False) 
     if ours.lines is not None and has_bytes:
         sizes = np.array([len(line.encode()) + 1.0 for line in ours.lines])
         scale = 1 / math.log(2)
-    elif same_tokens:
+    elif same_tokens or (ours.lines is not None and _same_words(ours.run, other)):
         eos_id = ours.run.description.eos_id
         sizes = sums_of_lines(np.ones(len(ours.tokens)), ours.tokens, eos_id)
     else:
         lossy = other if ours.has_bytes else ours.run
         raise UserError(
             f"{lossy.folder} does not spell case or spaces of this text, and {other.folder} has"
-            f" other tokens than {ours.run.folder}: they cannot be compared"
+            f" other tokens than {ours.run.folder}: they cannot be compared (models of words with"
+            " one tokenizer.lowercase and split_punctuation can)"
         )
     sums = ours.nats_of_lines * scale, theirs.nats_of_lines * scale
     nats, bins = float(theirs.nats_of_lines.sum()), None
@@ -168,6 +169,13 @@ def check_comparable(
                 f"{dropping.folder} leaves out empty lines, {keeping.folder} does not"
                 " (data.keep_empty_lines): compare them with --text on a text without any"
             )
+
+
+def _same_words(run: TrainedRun, other: TrainedRun) -> bool:
+    """Whether both divide any text into the same words, of which they may know others."""
+    one, two = run.tokenizer, other.tokenizer
+    names = ("kind", "lowercase", "split_punctuation")
+    return one.kind == "words" and all(getattr(one, n) == getattr(two, n) for n in names)
 
 
 def _other_tokenizer(run: TrainedRun, other: TrainedRun) -> bool:

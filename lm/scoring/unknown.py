@@ -140,6 +140,7 @@ class UnknownWords:
             f"{share:.0f} % of the words of the {what} are unknown, most often {words}: write them"
             " as in the training text (case, punctuation, apostrophes, form of Unicode)"
             + (f", or train with {train}" if keys else "")
+            + ", or add them, lm extend --text" * (self._tokenizer.kind == "words")
         )
 
 

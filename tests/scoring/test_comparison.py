@@ -70,9 +70,17 @@ def test_words_and_pieces_are_compared_in_bits_per_byte(
     assert "by rank                   not known" in table
 
     # Spaces that no model of words spells: losses of the same tokens alone can be compared.
-    (tmp_path / "text").write_text(" b ab zebra\n" * 20)
+    (tmp_path / "text").write_text(" b abba zebra\n" * 20)
     (spaced,) = json.loads(printed(*command, other, "--json"))["compared"]
     assert (spaced["unit"], spaced["bits_per_byte"]) == ("nats/token", None)
+    more = letters("more", "--tokenizer.min_count=1")
+    (extended,) = json.loads(printed(*command, more, "--json"))["compared"]
+    one, two = (
+        evaluate_text(TrainedRun(r), [" b abba zebra"] * 20, **options) for r in (run, more)
+    )
+    difference = one.nll_nats / one.tokens - two.nll_nats / two.tokens
+    assert one.oov != two.oov
+    assert (extended["unit"], extended["difference"]) == ("nats/token", pytest.approx(difference))
     assert "run does not spell case or spaces" in complaint(*command, bytes_run)
     closed = [each for each in command if each != "--open-vocabulary"]
     refusal = f"{bytes_run} has another tokenizer than {run}"
