@@ -129,7 +129,7 @@ def choose_nodes(model: LanguageModel, contexts: Contexts) -> Tensor:
 
 
 def _node_log_prob(model: LanguageModel, hidden: Tensor) -> Tensor:
-    """The log-probabilities [P, I] of the words below each node."""
+    """The log-probabilities [P, I] of each node's words: of its own, if it has any."""
     output, tree = model.output, _classes(model)
     assert isinstance(output, HierarchicalSoftmax)
     found = hidden.new_zeros(len(hidden), tree.num_nodes)
@@ -145,6 +145,8 @@ def _node_log_prob(model: LanguageModel, hidden: Tensor) -> Tensor:
         log_prob = logits(output, rows, hidden).log_softmax(1)
         place = tree.row_of_node[children] - first
         found[:, children] = found[:, node, None] + log_prob[:, place]
+        if (is_word := tree.item_of_row[rows] >= 0).any():
+            found[:, node] += log_prob[:, is_word].logsumexp(1)
     return found
 
 
