@@ -15,7 +15,6 @@ from lm.cli import main
 from lm.extension.rows import PENALTY
 from lm.loaded import LoadedModel
 from tests.conftest import Printed, contents, recipes
-from tests.models import softmax_of
 
 RECIPE = """\
 name: shop
@@ -66,7 +65,7 @@ def extended(*options: str) -> tuple[LoadedModel, LoadedModel]:
 
 
 def class_of(model: LoadedModel, items: list[str]) -> list[int]:
-    tree = softmax_of(model.model).tree
+    tree = model.model.tree_softmax.tree
     return [tree.path(model.id(item))[-1][0] for item in items]
 
 
@@ -74,7 +73,7 @@ def mean_of_class(
     model: LoadedModel, node: int, training: Lines, table: Tensor, *, by_word: bool = False
 ) -> Tensor:
     """The mean of the rows of a class's words, weighted by one more than their events."""
-    tree = softmax_of(model.model).tree
+    tree = model.model.tree_softmax.tree
     ids = torch.arange(model.vocab_size)[tree.node_of_row[tree.row_of_word] == node]
     events = Counter(model.id(item) for line in training for item in line if item in OLD)
     weights = torch.tensor([1.0 + events[id] for id in ids.tolist()])
@@ -85,7 +84,7 @@ def gradient(
     model: LoadedModel, node: int, rows: list[int], lines: Lines, mean: Tensor, of_new: Tensor
 ) -> Tensor:
     """The gradient of the objective in the rows and biases [m, 9] of new items of a class."""
-    layer: Any = softmax_of(model.model)
+    layer: Any = model.model.tree_softmax
     of_new = of_new.clone().requires_grad_()
     first, num_children = int(layer.tree.first_row[node]), int(layer.tree.num_children[node])
     table = torch.cat([layer.weight[:, :8], layer.bias[:, None]], dim=1)
@@ -107,8 +106,8 @@ def test_new_items_have_the_likeliest_class_and_rows_and_old_ones_keep_their_rat
     before, after = extended(*SHAPES[shape])
     assert [after.id(item) for item in OLD] == [before.id(item) for item in OLD]
     training = [line[:-2] for line in sequences]
-    old: Any = softmax_of(before.model)
-    new: Any = softmax_of(after.model)
+    old: Any = before.model.tree_softmax
+    new: Any = after.model.tree_softmax
     node = old.tree.node_of_row[old.tree.row_of_word]
     for item in NEW:
         score = torch.zeros(old.tree.num_nodes - 1)

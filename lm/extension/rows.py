@@ -41,9 +41,8 @@ _log = logging.getLogger(__name__)
 
 def find_rows(model: LanguageModel, contexts: Contexts, counts: NDArray[np.int64]) -> None:
     """Find the rows and biases of the new words of a model, which must have their means."""
-    output = model.output
-    assert isinstance(output, HierarchicalSoftmax)
-    tree, num_unsolved = output.tree, 0
+    output, num_unsolved = model.tree_softmax, 0
+    tree = output.tree
     new_row = tree.row_of_word[contexts.num_old :]
     is_new_row = torch.zeros_like(tree.node_of_row, dtype=torch.bool).index_fill(0, new_row, True)
     num_of_node = torch.bincount(tree.node_of_row[new_row], minlength=tree.num_nodes)
@@ -79,15 +78,14 @@ def _events(
     model: LanguageModel, contexts: Contexts, counts: NDArray[np.int64], num_of_node: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden vectors [P, H], words [P] and weights [P] of events below nodes with new words."""
-    assert isinstance(model.output, HierarchicalSoftmax)
-    tree, count = model.output.tree, torch.from_numpy(counts).to(model.device)
+    tree, count = model.tree_softmax.tree, torch.from_numpy(counts).to(model.device)
     rows = tree.rows_on_path(torch.arange(tree.vocab_size, device=model.device))
     node = tree.node_of_row[rows.clamp(min=0)]  # the root where there is none
     has_new = (num_of_node > 0)[node].any(1)
     largest = MAX_LOGITS / (tree.sum_below(count) * tree.num_children).clamp(min=1).double()
     share = largest.masked_fill(num_of_node == 0, math.inf)[node].amin(1)
     num_events = max(1, int(count[has_new].sum()))
-    share = share.clamp(max=MAX_NUMBERS / model.output.hidden_size / num_events)
+    share = share.clamp(max=MAX_NUMBERS / model.tree_softmax.hidden_size / num_events)
     share *= has_new
     new = slice(contexts.num_old, None)
     share[new] = share[new].maximum(MIN_EVENTS / count[new].clamp(min=1))
