@@ -53,19 +53,20 @@ def find_rows(model: LanguageModel, contexts: Contexts, counts: NDArray[np.int64
     generator = torch.Generator(model.device).manual_seed(1)
     uniform = torch.rand(len(target), generator=generator, device=model.device)
     for each in num_of_node.nonzero().flatten().tolist():
-        first, is_here = int(tree.first_row[each]), node == each
+        first, (event, level) = int(tree.first_row[each]), (node == each).nonzero().T
         rows = torch.arange(first, first + int(tree.num_children[each]), device=new_row.device)
-        among, row, is_new = is_here.any(1), (path * is_here).sum(1), is_new_row[rows]
-        is_own = among & is_new_row[row]
+        row, is_new = path[event, level], is_new_row[rows]
+        is_own = is_new_row[row]
         num_own, num_new = int(is_own.sum()), int(is_new.sum())
         if num_own * num_new > MAX_NEW_LOGITS:
             num_unsolved += num_new
             continue
-        share = max(num_own, NUM_OLD_LOGITS // num_new) / max(1, int(among.sum()) - num_own)
-        event = (among & (is_own | (uniform < share))).nonzero().flatten()
-        weight_of_event = weight[event] / torch.where(is_own[event], 1.0, min(1.0, share))
+        share = max(num_own, NUM_OLD_LOGITS // num_new) / max(1, len(event) - num_own)
+        is_drawn = is_own | (uniform[event] < share)
+        event, row = event[is_drawn], row[is_drawn]
+        weight_of_event = weight[event] / torch.where(is_own[is_drawn], 1.0, min(1.0, share))
         num_prior = 0 if contexts.are_items else PRIOR * int(num_old[each])
-        of_node = hidden[event].float(), row[event], weight_of_event
+        of_node = hidden[event].float(), row, weight_of_event
         _fit(output, rows[~is_new], rows[is_new], num_prior, *of_node)
     if num_unsolved:
         _log.warning(
