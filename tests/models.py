@@ -9,7 +9,7 @@ from torch import Tensor
 from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.model.build import build_model
 from lm.model.language_model import LanguageModel
-from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output import ClassTree
 
 
 def small_model(
@@ -40,12 +40,6 @@ def new_model(
     config = ModelConfig(**{"hidden": 12, "heads": 2, **settings})
     table = WordTable(tied=tied, row_wise=row_wise)
     return build_model(config, OutputConfig(), table, tree, 5, **parts).double()
-
-
-def softmax_of(model: LanguageModel) -> HierarchicalSoftmax:
-    """The output layer, which must be a `HierarchicalSoftmax`."""
-    assert isinstance(model.output, HierarchicalSoftmax)
-    return model.output
 
 
 def words(num_words: int) -> tuple[Tensor, Tensor]:

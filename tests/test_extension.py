@@ -15,7 +15,6 @@ from lm.cli import main
 from lm.extension.rows import PENALTY
 from lm.loaded import LoadedModel
 from tests.conftest import Printed, contents, recipes
-from tests.models import softmax_of
 
 RECIPE = """\
 name: shop
@@ -33,6 +32,8 @@ SHAPES = recipes("""\
 tied | word_table.tied=true model.input_embedding=path_sum
 untied | model.input_embedding=path_sum
 words | model.embedding=5
+class within a class | output.tree=multi_level classes.file=classes.txt \
+classes.file_format=taxonomy classes.num_word_classes=null
 """)
 
 
@@ -49,6 +50,8 @@ def sequences(current_folder: None, monkeypatch: pytest.MonkeyPatch) -> Lines:
         lines = [[item for item in line if item not in left_out] for line in users]
         rows = [f"{user},{item}" for user, line in enumerate(lines) for item in line]
         Path(f"{name}.csv").write_text("\n".join(["user,item", *rows]) + "\n")
+    names = zip(OLD, ("a/b", "a", "a", "a", "a", "a/b", "a/b", "a/b", "c"), strict=True)
+    Path("classes.txt").write_text("".join(f"{item}\t{name}\n" for item, name in names))
     return users
 
 
@@ -62,7 +65,7 @@ def extended(*options: str) -> tuple[LoadedModel, LoadedModel]:
 
 
 def class_of(model: LoadedModel, items: list[str]) -> list[int]:
-    tree = softmax_of(model.model).tree
+    tree = model.model.tree_softmax.tree
     return [tree.path(model.id(item))[-1][0] for item in items]
 
 
@@ -70,27 +73,29 @@ def mean_of_class(
     model: LoadedModel, node: int, training: Lines, table: Tensor, *, by_word: bool = False
 ) -> Tensor:
     """The mean of the rows of a class's words, weighted by one more than their events."""
-    tree = softmax_of(model.model).tree
+    tree = model.model.tree_softmax.tree
     ids = torch.arange(model.vocab_size)[tree.node_of_row[tree.row_of_word] == node]
     events = Counter(model.id(item) for line in training for item in line if item in OLD)
     weights = torch.tensor([1.0 + events[id] for id in ids.tolist()])
     return weights @ table[ids if by_word else tree.row_of_word[ids]] / weights.sum()
 
 
-def gradient(model: LoadedModel, node: int, lines: Lines, mean: Tensor, of_new: Tensor) -> Tensor:
+def gradient(
+    model: LoadedModel, node: int, rows: list[int], lines: Lines, mean: Tensor, of_new: Tensor
+) -> Tensor:
     """The gradient of the objective in the rows and biases [m, 9] of new items of a class."""
-    layer: Any = softmax_of(model.model)
+    layer: Any = model.model.tree_softmax
     of_new = of_new.clone().requires_grad_()
     first, num_children = int(layer.tree.first_row[node]), int(layer.tree.num_children[node])
     table = torch.cat([layer.weight[:, :8], layer.bias[:, None]], dim=1)
-    table = torch.cat([table[first : first + num_children - len(of_new)], of_new])
+    table = table.index_copy(0, torch.tensor(rows), of_new)[first : first + num_children]
     total = PENALTY / 2 * (of_new[:, :8] - mean).square().sum()
     for line in lines:
         for place, item in enumerate(line):
-            if class_of(model, [item]) == [node]:
+            child = dict(layer.tree.path(model.id(item))).get(node)
+            if child is not None:
                 hidden = torch.cat([model.start(line[:place]).hidden, torch.ones(1)])
-                child = layer.tree.row_of_word[model.id(item)] - first
-                total = total - (table @ hidden).log_softmax(0)[child]
+                total = total - (table @ hidden).log_softmax(0)[child - first]
     return torch.autograd.grad(total, of_new)[0]
 
 
@@ -101,20 +106,21 @@ def test_new_items_have_the_likeliest_class_and_rows_and_old_ones_keep_their_rat
     before, after = extended(*SHAPES[shape])
     assert [after.id(item) for item in OLD] == [before.id(item) for item in OLD]
     training = [line[:-2] for line in sequences]
-    old: Any = softmax_of(before.model)
-    new: Any = softmax_of(after.model)
+    old: Any = before.model.tree_softmax
+    new: Any = after.model.tree_softmax
     node = old.tree.node_of_row[old.tree.row_of_word]
     for item in NEW:
-        score = torch.zeros(3)
+        score = torch.zeros(old.tree.num_nodes - 1)
         for line in training:
             for place in [place for place, each in enumerate(line) if each == item]:
                 known = [each for each in line[:place] if each in OLD]
                 log_prob = old.log_prob(before.start(known).hidden)
-                score += torch.stack([log_prob[node == each].logsumexp(0) for each in (1, 2, 3)])
+                of_words = [log_prob[node == 1 + each].logsumexp(0) for each in range(len(score))]
+                score += torch.stack(of_words)
         (chosen,) = class_of(after, [item])
         assert chosen == 1 + int(score.argmax())
         if before.model.embedding is not None and after.model.embedding is not None:
-            vectors, by_word = before.model.embedding.weight, shape == "words"
+            vectors, by_word = before.model.embedding.weight, not before.model.path_sum
             place = after.id(item) if by_word else int(new.tree.row_of_word[after.id(item)])
             expected = mean_of_class(before, chosen, training, vectors, by_word=by_word)
             torch.testing.assert_close(after.model.embedding.weight[place], expected)
@@ -124,7 +130,8 @@ def test_new_items_have_the_likeliest_class_and_rows_and_old_ones_keep_their_rat
         found = torch.cat([new.weight[rows, :8], new.bias[rows, None]], dim=1)
         mean = mean_of_class(before, chosen, training, old.weight[:, :8])
         prior = torch.cat([mean.expand(len(rows), -1), found[:, 8:]], dim=1)
-        sizes = [gradient(after, chosen, training, mean, each).norm() for each in (found, prior)]
+        of_class = after, chosen, rows, training, mean
+        sizes = [gradient(*of_class, each).norm() for each in (found, prior)]
         assert sizes[0] < 0.01 * sizes[1]
     was, now = (model.log_prob(OLD[:3]) for model in (before, after))
     assert now.exp().sum().item() == pytest.approx(1, abs=1e-5)

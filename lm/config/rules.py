@@ -30,8 +30,9 @@ _REQUIRED = {
     " classes.clustered_words classes.dimensions classes.max_words classes.vectors classes.file"
     " classes.file_format": "output.tree: two_level, multi_level; model.input_tree: two_level",
     "classes.seed": "classes.method: exchange, embedding, random",
-    "classes.clustered_words classes.max_words": "classes.method: exchange, embedding",
-    "classes.dimensions": "classes.method: exchange, embedding",
+    "classes.clustered_words classes.dimensions classes.max_words": "classes.method: exchange,"
+    " embedding",
+    "classes.dimensions": "classes.vectors: null",
     "classes.file classes.file_format": "classes.method: file",
     "model.input_tree": "model.input_embedding: path_sum",
     "model.dropout_weight model.dropout_variational model.residual": "model.backbone: lstm",
@@ -47,6 +48,7 @@ _REQUIRED = {
     "optim.decay": "optim.schedule: step, plateau",
     "optim.decay_after_epochs": "optim.schedule: step",
     "train.shard_by": "train.strategy: shard_output",
+    "train.skip_nonfinite_steps": "train.precision: not 16-mixed",
 }
 """Keys, and the values of others without which they have no effect; NAME is any."""
 

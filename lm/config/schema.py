@@ -136,9 +136,9 @@ class WordTableConfig(Strict):
     decay), there is one device, and the table has at least 2^22 elements (with such an sgd on a
     GPU, 2^28)."""
     optimizer: Literal["sgd", "adagrad", "adam"] | None = None
-    """Row-wise optimizer of the table: sgd, adagrad (one number of state per row) or adam (updates
-    rows with a gradient only). Default: `optim.optimizer`, which with row-wise gradients is plain
-    sgd."""
+    """Row-wise optimizer of the table: sgd, adagrad (one number of state per row) or adam (row-wise
+    gradients: updates visited rows only). Default: `optim.optimizer`, which with row-wise gradients
+    is plain sgd."""
     lr: PositiveFloat | None = None
     """Peak learning rate of `word_table.optimizer`. Default: `optim.lr`."""
 

@@ -38,7 +38,6 @@ def write_hf(run: TrainedRun, folder: Path) -> None:
 
     model, backbone = run.model, run.model.backbone
     assert isinstance(backbone, Transformer)
-    assert isinstance(model.output, HierarchicalSoftmax)
     inner = backbone.get_parameter("blocks.0.feedforward.down.weight").shape[1]
     config = MistralConfig(
         vocab_size=model.vocab_size,
@@ -57,7 +56,7 @@ def write_hf(run: TrainedRun, folder: Path) -> None:
         pad_token_id=run.description.eos_id,
     )
     settings = {"tie_word_embeddings": False, "bos_token_id": run.description.eos_id}
-    written = TreeForCausalLM(TreeConfig.of(config, model.output.tree, **settings))
+    written = TreeForCausalLM(TreeConfig.of(config, model.tree_softmax.tree, **settings))
     written.load_state_dict(_state(run), strict=True)
     written.save_pretrained(folder)
 

@@ -1,6 +1,7 @@
 """The rows and biases of new words: a convex problem for each class."""
 
 import logging
+import math
 
 import numpy as np
 import torch
@@ -40,30 +41,32 @@ _log = logging.getLogger(__name__)
 
 def find_rows(model: LanguageModel, contexts: Contexts, counts: NDArray[np.int64]) -> None:
     """Find the rows and biases of the new words of a model, which must have their means."""
-    output = model.output
-    assert isinstance(output, HierarchicalSoftmax)
-    tree, num_unsolved = output.tree, 0
+    output, num_unsolved = model.tree_softmax, 0
+    tree = output.tree
     new_row = tree.row_of_word[contexts.num_old :]
+    is_new_row = torch.zeros_like(tree.node_of_row, dtype=torch.bool).index_fill(0, new_row, True)
     num_of_node = torch.bincount(tree.node_of_row[new_row], minlength=tree.num_nodes)
-    hidden, target, weight = _events(model, contexts, counts, num_of_node.cpu().numpy())
-    row = tree.row_of_word[target]
-    node, is_new_word = tree.node_of_row[row], target >= contexts.num_old
+    hidden, target, weight = _events(model, contexts, counts, num_of_node)
+    path = tree.rows_on_path(target)
+    node = tree.node_of_row[path.clamp(min=0)].masked_fill(path < 0, -1)
+    num_old = tree.sum_below((~is_new_row[tree.row_of_word]).long())
     generator = torch.Generator(model.device).manual_seed(1)
     uniform = torch.rand(len(target), generator=generator, device=model.device)
     for each in num_of_node.nonzero().flatten().tolist():
-        first, among = int(tree.first_row[each]), node == each
+        first, (event, level) = int(tree.first_row[each]), (node == each).nonzero().T
         rows = torch.arange(first, first + int(tree.num_children[each]), device=new_row.device)
-        is_new = torch.isin(rows, new_row)
-        is_own = among & is_new_word
+        row, is_new = path[event, level], is_new_row[rows]
+        is_own = is_new_row[row]
         num_own, num_new = int(is_own.sum()), int(is_new.sum())
         if num_own * num_new > MAX_NEW_LOGITS:
             num_unsolved += num_new
             continue
-        share = max(num_own, NUM_OLD_LOGITS // num_new) / max(1, int(among.sum()) - num_own)
-        event = (among & (is_own | (uniform < share))).nonzero().flatten()
-        weight_of_event = weight[event] / torch.where(is_own[event], 1.0, min(1.0, share))
-        num_prior = 0 if contexts.are_items else PRIOR * int((~is_new).sum())
-        of_node = hidden[event].float(), row[event], weight_of_event
+        share = max(num_own, NUM_OLD_LOGITS // num_new) / max(1, len(event) - num_own)
+        is_drawn = is_own | (uniform[event] < share)
+        event, row = event[is_drawn], row[is_drawn]
+        weight_of_event = weight[event] / torch.where(is_own[is_drawn], 1.0, min(1.0, share))
+        num_prior = 0 if contexts.are_items else PRIOR * int(num_old[each])
+        of_node = hidden[event].float(), row, weight_of_event
         _fit(output, rows[~is_new], rows[is_new], num_prior, *of_node)
     if num_unsolved:
         _log.warning(
@@ -73,22 +76,21 @@ def find_rows(model: LanguageModel, contexts: Contexts, counts: NDArray[np.int64
 
 @torch.no_grad()
 def _events(
-    model: LanguageModel,
-    contexts: Contexts,
-    counts: NDArray[np.int64],
-    num_of_node: NDArray[np.int64],
+    model: LanguageModel, contexts: Contexts, counts: NDArray[np.int64], num_of_node: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden vectors [P, H], words [P] and weights [P] of events of classes with new words."""
-    assert isinstance(model.output, HierarchicalSoftmax)
-    tree = model.output.tree
-    node = tree.node_of_row[tree.row_of_word].cpu().numpy()
-    has_new = num_of_node[node] > 0
-    logits = np.bincount(node, counts, tree.num_nodes) * tree.num_children.cpu().numpy()
-    share = MAX_NUMBERS / model.output.hidden_size / max(1, counts[has_new].sum())
-    share = np.minimum(share, MAX_LOGITS / np.maximum(1, logits)[node]) * has_new
+    """Hidden vectors [P, H], words [P] and weights [P] of events below nodes with new words."""
+    tree, count = model.tree_softmax.tree, torch.from_numpy(counts).to(model.device)
+    rows = tree.rows_on_path(torch.arange(tree.vocab_size, device=model.device))
+    node = tree.node_of_row[rows.clamp(min=0)]  # the root where there is none
+    has_new = (num_of_node > 0)[node].any(1)
+    largest = MAX_LOGITS / (tree.sum_below(count) * tree.num_children).clamp(min=1).double()
+    share = largest.masked_fill(num_of_node == 0, math.inf)[node].amin(1)
+    num_events = max(1, int(count[has_new].sum()))
+    share = share.clamp(max=MAX_NUMBERS / model.tree_softmax.hidden_size / num_events)
+    share *= has_new
     new = slice(contexts.num_old, None)
-    share[new] = np.maximum(share[new], MIN_EVENTS / np.maximum(1, counts[new]))
-    prob = torch.from_numpy(share).clamp(max=1).float().to(model.device)
+    share[new] = share[new].maximum(MIN_EVENTS / count[new].clamp(min=1))
+    prob = share.clamp(max=1).float()
     generator = torch.Generator(model.device).manual_seed(0)
     found: list[tuple[Tensor, Tensor]] = []
     for hidden, target in contexts.events(model):

@@ -23,7 +23,7 @@ from lm.extension.rows import PRIOR, find_rows, logits
 from lm.model.files import load_model
 from lm.model.input_pieces import PIECES
 from lm.model.language_model import LanguageModel
-from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output import ClassTree
 from lm.run import TrainedRun
 
 State = dict[str, Tensor]
@@ -44,7 +44,7 @@ def extended(trained: TrainedRun, config: Config, *, progress: bool = True) -> E
     """
     check_extensible(trained)
     model, tokenizer = trained.model.requires_grad_(False), trained.tokenizer
-    tree, origin = _classes(model), trained.description.weights_sha256
+    tree, origin = model.path_tree, trained.description.weights_sha256
     node = torch.zeros(0, dtype=torch.int64)
     if not isinstance(tokenizer, WordTokenizer):
         given = Given(origin, tokenizer, None, levels_of(tree, node))
@@ -107,16 +107,10 @@ def grown_vocabulary(old: WordTokenizer, config: Config) -> tuple[WordTokenizer,
     return tokenizer, counts
 
 
-def _classes(model: LanguageModel) -> ClassTree:
-    """The tree with the classes of words: that of the input vectors, if they have their own."""
-    assert isinstance(model.output, HierarchicalSoftmax)
-    return model.output.tree if model.input_tree is None else model.input_tree
-
-
 @torch.no_grad()
 def choose_nodes(model: LanguageModel, contexts: Contexts) -> Tensor:
     """The node [M] of the class of each new word, in the tree of the model without them."""
-    tree = _classes(model)
+    tree = model.path_tree
     has_words = torch.bincount(tree.node_of_row[tree.row_of_word], minlength=tree.num_nodes) > 0
     has_words[0] &= not has_words[1:].any()
     num_new = contexts.tokenizer.vocab_size - model.vocab_size
@@ -129,9 +123,8 @@ def choose_nodes(model: LanguageModel, contexts: Contexts) -> Tensor:
 
 
 def _node_log_prob(model: LanguageModel, hidden: Tensor) -> Tensor:
-    """The log-probabilities [P, I] of the words below each node."""
-    output, tree = model.output, _classes(model)
-    assert isinstance(output, HierarchicalSoftmax)
+    """The log-probabilities [P, I] of each node's words: of its own, if it has any."""
+    output, tree = model.tree_softmax, model.path_tree
     found = hidden.new_zeros(len(hidden), tree.num_nodes)
     if model.input_tree is not None:  # of two levels, and no tree of the output layer
         node = tree.node_of_row[tree.row_of_word]
@@ -145,6 +138,8 @@ def _node_log_prob(model: LanguageModel, hidden: Tensor) -> Tensor:
         log_prob = logits(output, rows, hidden).log_softmax(1)
         place = tree.row_of_node[children] - first
         found[:, children] = found[:, node, None] + log_prob[:, place]
+        if (is_word := tree.item_of_row[rows] >= 0).any():
+            found[:, node] += log_prob[:, is_word].logsumexp(1)
     return found
 
 
@@ -182,8 +177,7 @@ def extended_state(
         counts: [N + M] events of all words.
         prior: number of events that each word has in addition, in the growth of classes.
     """
-    output, classes, num_old = model.output, _classes(model), model.vocab_size
-    assert isinstance(output, HierarchicalSoftmax)
+    output, classes, num_old = model.tree_softmax, model.path_tree, model.vocab_size
     assert output.bias is not None
     grown = ClassTree.from_levels(torch.from_numpy(levels).long())
     trees = {"input_tree.": (classes, grown), "output.tree.": (classes, grown)}

@@ -149,9 +149,9 @@ class LanguageModel(nn.Module):
         self.dealt = output.dealt if isinstance(output, ShardedSoftmax) else None
         if embedding_size is not None or input_tree is not None:
             embedding_size = self.embedding_size
-            num_vectors = self._paths.num_rows if path_sum else output.vocab_size
+            num_vectors = self.path_tree.num_rows if path_sum else output.vocab_size
             if self._ties_words_alone:
-                num_vectors = self._paths.num_nodes  # the root's is not used
+                num_vectors = self.path_tree.num_nodes  # the root's is not used
             if self.dealt is None:
                 self.embedding = nn.Embedding(num_vectors, embedding_size, dtype=embedding_dtype)
             else:
@@ -231,17 +231,17 @@ class LanguageModel(nn.Module):
         """One row of the input vectors per word, or the sum of those on its path, [T, B, W]."""
         present = self._draw_present(tokens)
         if not self.path_sum:
-            index = self._tree_softmax.tree.row_of_word[tokens] if self.tied else tokens
+            index = self.tree_softmax.tree.row_of_word[tokens] if self.tied else tokens
             return self._lookup(self._vectors, index, present)
-        rows = self._paths.rows_on_path(tokens)
+        rows = self.path_tree.rows_on_path(tokens)
         used = rows >= 0
         if present is not None:
             used[..., 0] &= present
         rows = rows.clamp(min=0)
         if self._ties_words_alone:
-            own = self._tree_softmax.tree.row_of_word[tokens]
-            vectors = self._lookup(self._tree_softmax.weight, own, used[..., 0])
-            node = ~self._paths.item_of_row[rows[..., 1:]].clamp(max=-1)
+            own = self.tree_softmax.tree.row_of_word[tokens]
+            vectors = self._lookup(self.tree_softmax.weight, own, used[..., 0])
+            node = ~self.path_tree.item_of_row[rows[..., 1:]].clamp(max=-1)
             classes = self._lookup(self._vectors, node, used[..., 1:]).sum(-2)
             return vectors[..., : self.embedding_size] + classes
         row_wise = self.training and self.row_wise
@@ -279,7 +279,7 @@ class LanguageModel(nn.Module):
     @property
     def _vectors(self) -> Tensor:
         """The table of input vectors, [N or R, W], W ≥ E; [I, E] of classes if words are tied."""
-        return self._tree_softmax.weight if self.embedding is None else self.embedding.weight
+        return self.tree_softmax.weight if self.embedding is None else self.embedding.weight
 
     @property
     def _ties_words_alone(self) -> bool:
@@ -287,13 +287,13 @@ class LanguageModel(nn.Module):
         return self.tied and self.input_tree is not None
 
     @property
-    def _paths(self) -> ClassTree:
-        """The tree whose paths give input vectors."""
-        return self._tree_softmax.tree if self.input_tree is None else self.input_tree
+    def path_tree(self) -> ClassTree:
+        """The tree with the classes of words: that of the input vectors, if they have their own."""
+        return self.tree_softmax.tree if self.input_tree is None else self.input_tree
 
     @property
-    def _tree_softmax(self) -> HierarchicalSoftmax:
-        """The output layer where its rows are shared or its tree gives the paths."""
+    def tree_softmax(self) -> HierarchicalSoftmax:
+        """The output layer, which must be a tree of softmaxes."""
         assert isinstance(self.output, HierarchicalSoftmax)
         return self.output
 

@@ -91,7 +91,8 @@ class Batches:
     def _lay_out(self, prepared: Prepared) -> int:
         """Open the text, and return the number of batches of an epoch."""
         tokens, batch_size, seq_len = prepared.tokens("train"), self.batch_size, self.seq_len
-        num_tokens, shortest = len(tokens), batch_size * (1 if self.is_stream else seq_len + 1)
+        num_tokens = len(tokens)
+        shortest = batch_size if self.is_stream else batch_size * seq_len + 1
         if num_tokens < shortest:
             raise UserError(
                 f"the training split has {num_tokens} tokens; train.batch_size = {batch_size} and"

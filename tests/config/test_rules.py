@@ -115,6 +115,12 @@ data: {text_field: body}
 data.text_field requires data.format: parquet or json or csv, or data.hub: NAME, got text
 data: {sequences: independent, format: csv, user_field: user, keep_empty_lines: false}
 data.keep_empty_lines requires data.user_field: null, got user
+{train: {max_steps: 5, precision: 16-mixed, skip_nonfinite_steps: 2}}
+train.skip_nonfinite_steps requires train.precision: not 16-mixed, got 16-mixed
+classes: {method: embedding, vectors: v.txt, dimensions: 30}
+classes.dimensions requires classes.vectors: null, got v.txt
+classes: {method: random, dimensions: 30}
+classes.dimensions requires classes.method: exchange or embedding, got random
 optim: {optimizer: sgd, betas: [0.9, 0.9]}
 optim.betas requires optim.optimizer: adamw, or word_table.optimizer: adam, got sgd
 """.splitlines()

@@ -1,11 +1,9 @@
 """What is logged: `metrics.csv`, the curves and wandb."""
 
-import math
 import re
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +15,6 @@ from matplotlib.axes import Axes
 
 from data_prep.errors import NotFiniteError, UserError
 from lm.config import Config, TrainConfig, validate
-from lm.model.language_model import LanguageModel
 from lm.training.clock import Clock
 from lm.training.loggers import MetricsFile, ProgressBar, check_wandb, open_loggers, wandb_mode
 from lm.training.metrics import Metrics, draw_curves, read_metrics
@@ -34,29 +31,6 @@ def test_wandb_offline_records_the_configuration_and_figures(train: Train, tmp_p
     assert (run / "wandb-id").read_text().encode() in content
     for figure in (b"checkpoint_every_steps", b"prepared_dir", b"train_perplexity"):
         assert figure in content
-
-
-def test_the_training_perplexity_is_that_of_the_tokens_since_the_previous_line(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Batches of unequal lengths: the last of an epoch is shorter."""
-    losses: list[tuple[float, int]] = []
-    model_loss = LanguageModel.loss
-
-    def noted(self: LanguageModel, tokens: Any, targets: Any, state: Any = None) -> Any:
-        loss, state = model_loss(self, tokens, targets, state)
-        losses.append((float(loss.detach()), targets.numel()))
-        return loss, state
-
-    monkeypatch.setattr(LanguageModel, "loss", noted)
-    options = ["--train.max_epochs=2", "--train.max_steps=null", "--train.batch_size=16"]
-    lines = read_metrics(train(tmp_path / "run", *options, "--log.every_steps=4") / "metrics.csv")
-    assert len({num_tokens for _, num_tokens in losses}) == 2
-    for before, after in pairwise([0, *(line.step for line in lines)]):
-        nll = sum(loss * num_tokens for loss, num_tokens in losses[before:after])
-        mean = nll / sum(num_tokens for _, num_tokens in losses[before:after])
-        (line,) = [line for line in lines if line.step == after]
-        assert line.train_perplexity == pytest.approx(math.exp(mean), rel=1e-9)
 
 
 def a_clock(num_steps: int) -> Clock:

@@ -1,7 +1,8 @@
 """One step after another: what is accumulated, clipped, scheduled, carried and validated."""
 
 import math
-from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,32 @@ from torch import Tensor
 
 from data_prep.prepared import open_prepared
 from lm.cli import main
+from lm.config import OptimConfig
 from lm.model.language_model import LanguageModel
 from lm.output.rowwise import RowGradient
 from lm.training import loop
-from lm.training.batches import Batch
+from lm.training.checkpoint import load_checkpoint
 from lm.training.metrics import read_metrics
 from lm.training.state import TrainingState
 from lm.training.validation import Validation
-from tests.conftest import Train, corpus_of
+from tests.conftest import Train, corpus_of, recipes
 from tests.training.conftest import BeforeCall
+from tests.training.tiny_runs import LAST
 
-INDEPENDENT = ["--data.sequences=independent", "--data.prepared_dir=null"]
-TRANSFORMER = ["--model.backbone=transformer"]
+SGD = "optim.optimizer=sgd optim.lr=0.5 optim.momentum=0.9 optim.weight_decay=0.01"
+ADAM = "train.precision=64-true optim.weight_decay=0.3 optim.betas=[0.5,0.25]"
+STEPS = ["--model.dropout=0", "--train.batch_size=9", "--train.accumulate=5", "--optim.clip=0.5"]
+STEPS += ["--train.max_epochs=2", "--train.max_steps=null", "--log.every_steps=2"]
+STEPS += ["--optim.schedule=step", "--optim.decay=0.5"]
+SEQUENCES = "data.sequences=independent data.prepared_dir=null"
+RECIPES = recipes(f"""\
+sgd | {SGD} train.precision=64-true
+sgd, transformer | {SGD} train.precision=64-true model.backbone=transformer
+sgd, sequences, fp32 | {SGD} {SEQUENCES}
+adam, sequences | {ADAM} {SEQUENCES}
+adam, transformer, sequences | {ADAM} model.backbone=transformer {SEQUENCES}
+adam, the table without decay | {ADAM} word_table.optimizer=adam word_table.lr=0.005
+""")
 NUM_TOKENS, PER_EPOCH = 2297, 72  # of the corpus, and batches of `tiny`
 
 
@@ -42,39 +57,60 @@ def test_every_epoch_is_validated_with_accumulated_batches(
     assert NUM_TOKENS - 4 < tokens.pop() <= NUM_TOKENS
 
 
-@pytest.mark.parametrize("precision", ["64-true", "32-true"])
-@pytest.mark.parametrize("options", [[], TRANSFORMER, INDEPENDENT, [*INDEPENDENT, *TRANSFORMER]])
-def test_the_gradient_of_accumulated_batches_is_that_of_all_their_tokens(
-    options: list[str], precision: str, train: Train, tmp_path: Path, before_call: BeforeCall
-) -> None:
-    found: list[tuple[int, float]] = []
-    truth: list[Tensor] = []
+def stepped(
+    weight: Tensor, moments: list[Tensor], gradient: Tensor, optim: OptimConfig, number: int
+) -> Tensor:
+    """A parameter after step `number`, by SGD with momentum or Adam (Kingma & Ba 2015)."""
+    decay = optim.weight_decay if weight.dim() > 1 else 0.0
+    if optim.optimizer == "sgd":
+        moments[0] = optim.momentum * moments[0] + gradient + decay * weight
+        return weight - optim.lr * moments[0]
+    for k, beta in enumerate(optim.betas):
+        moments[k] = beta * moments[k] + (1 - beta) * gradient ** (k + 1)
+    mean, square = (m / (1 - beta**number) for m, beta in zip(moments, optim.betas, strict=True))
+    return weight * (1 - optim.lr * decay) - optim.lr * mean / (square.sqrt() + 1e-8)
 
-    def expect(state: TrainingState, batches: Sequence[Batch]) -> None:
-        model, carried, nll = state.model, state.carried_loss.carried, []
-        for batch in batches:
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps_are_those_of_their_definition(
+    recipe: str, train: Train, tmp_path: Path, before_call: BeforeCall
+) -> None:
+    """Weights, and perplexities since the line before or, of sequences, the validation."""
+    began: list[tuple[TrainingState, LanguageModel]] = []
+    before_call(loop, "_fit", lambda state, *_: began.append((state, deepcopy(state.model))))
+    run = train(tmp_path / "run", *STEPS, *RECIPES[recipe])
+    ((state, model),) = began
+    batches, config, parameters = state.batches, state.config, [*model.parameters()]
+    assert batches.per_epoch % batches.per_step
+    lines = {line.step: line for line in read_metrics(run / "metrics.csv")}
+    in_table = {id(each) for each in model.table if config.word_table.optimizer}
+    moments = [[torch.zeros_like(each)] * 2 for each in parameters]
+    near = {"64-true": 1e-11, "32-true": 1e-5}[config.train.precision]
+    carried, done, seen = None, 0, list[Tensor]()
+    for number in range(1, 1 + max(lines)):
+        nll, rate = list[Tensor](), config.optim.lr * 0.5 ** (done // batches.per_epoch)
+        for batch in map(batches.__getitem__, batches.of_step(done)):
             hidden, carried = model(batch.inputs, carried if batch.continues else None)
-            carried = None if carried is None else tuple(part.detach() for part in carried)
+            carried = carried and tuple(part.detach() for part in carried)
             is_target = batch.targets >= 0
             log_prob = model.output.log_prob(hidden[is_target])
             nll.append(-log_prob.gather(1, batch.targets[is_target][:, None]))
-        truth[:] = torch.autograd.grad(torch.cat(nll).mean(), state.parameters)
-        found.append((len(batches), math.inf))
-
-    def compare(model: LanguageModel, parameters: list[Tensor], clip: float) -> None:
-        pairs = zip(parameters, truth, strict=True)
-        error = max(float((p.grad - each).abs().max()) for p, each in pairs if p.grad is not None)
-        found[-1] = found[-1][0], error / max(float(each.abs().max()) for each in truth)
-
-    before_call(loop, "update", expect)
-    before_call(loop, "clip_gradients", compare)
-    options = [*options, "--model.dropout=0", f"--train.precision={precision}"]
-    options += ["--train.max_epochs=1", "--train.max_steps=null", "--train.batch_size=9"]
-    train(tmp_path / "run", *options, "--train.accumulate=5")
-    sizes = [size for size, _ in found]
-    assert set(sizes[:-1]) == {5}
-    assert 1 <= sizes[-1] < 5
-    assert max(error for _, error in found) < {"64-true": 1e-14, "32-true": 1e-5}[precision]
+        gradients = torch.autograd.grad(torch.cat(nll).mean(), parameters)
+        scale = (0.5 / (torch.cat([g.flatten() for g in gradients]).norm() + 1e-6)).clamp(max=1)
+        for parameter, gradient, each in zip(parameters, gradients, moments, strict=True):
+            optim = replace(config.optim, lr=rate)
+            if id(parameter) in in_table:
+                optim = replace(optim, lr=rate / 2, weight_decay=0.0)
+            parameter.data = stepped(parameter.data, each, scale * gradient, optim, number)
+        done, seen = done + len(nll), [*seen, *(each.detach().double() for each in nll)]
+        if line := lines.get(number):
+            perplexity = math.exp(torch.cat(seen).mean())
+            assert line.train_perplexity == pytest.approx(perplexity, rel=near)
+            if line.valid_perplexity or config.data.sequences == "stream":
+                seen = []
+    weights = load_checkpoint(run / LAST)["model"]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.data, rtol=near, atol=near)
 
 
 def test_a_table_in_bf16_learns(train: Train, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from lm.run import Run, TrainedRun
 from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
 from tests.conftest import Printed, recipes
-from tests.models import softmax_of
 from tests.training.conftest import BeforeCall
 from tests.training.tiny_runs import outcome
 
@@ -88,7 +87,7 @@ def test_both_commands_give_new_words_the_same_rows_and_old_ones_keep_ratios(
     assert [after.word(id) for id in range(after.vocab_size)] == [*known, *NAMES]
     was, now = (model.log_prob("cat sees the") for model in (before, after))
     assert now.exp().sum().item() == pytest.approx(1, abs=1e-5)
-    tree, larger = softmax_of(before.model).tree, softmax_of(after.model).tree
+    tree, larger = before.model.tree_softmax.tree, after.model.tree_softmax.tree
     node = tree.node_of_row[tree.row_of_word]
     for each in torch.unique(node).tolist():  # the words of a class, or of the shortlist
         ids = (node == each).nonzero().flatten()
@@ -127,7 +126,7 @@ def test_with_the_same_words_training_begins_with_the_perplexity_of_the_run(
     assert ", 0 new" in caplog.text
     content = json.loads(Path("runs/new/init.json").read_text())
     assert content["weights_sha256"] == TrainedRun.open(run).description.weights_sha256
-    tree, trained = Run.read("runs/new").tree, softmax_of(TrainedRun.open(run).model)
+    tree, trained = Run.read("runs/new").tree, TrainedRun.open(run).model.tree_softmax
     assert tree is not None
     assert tree.row_of_word.tolist() == trained.tree.row_of_word.tolist()
 

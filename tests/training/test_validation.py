@@ -90,19 +90,6 @@ def test_the_model_is_kept_by_the_criterion_until_the_patience_is_spent(
     assert read_metrics(run / "metrics.csv")[-1].step == 12
 
 
-def test_the_training_perplexity_of_sequences_is_that_since_the_validation(
-    train: Train, tmp_path: Path
-) -> None:
-    """Short and long sequences are in different batches, so that lines cannot be compared."""
-    options = [*ITEMS, "--train.val_every_steps=6", "--train.max_steps=12", "--optim.lr=1e-9"]
-    options += ["--model.dropout=0"]
-    lines = read_metrics(train(tmp_path / "each", *options, "--log.every_steps=1") / "metrics.csv")
-    once = read_metrics(train(tmp_path / "once", *options, "--log.every_steps=99") / "metrics.csv")
-    found = {line.step: line.train_perplexity for line in lines}
-    assert [line.step for line in once] == [6, 12]
-    assert [found[line.step] for line in once] == [line.train_perplexity for line in once]
-
-
 def test_the_progress_of_an_older_checkpoint_is_understood() -> None:
     saved = {"batches_done": 7, "tokens_done": 90, "best_perplexity": 3.5, "num_tokens": 20}
     progress = Progress(**saved)  # type: ignore[arg-type]
