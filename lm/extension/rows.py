@@ -1,4 +1,4 @@
-"""The rows and biases of new words: a convex problem for each class."""
+"""The rows and biases of new words, fitted in each class: a convex problem."""
 
 import logging
 import math
@@ -39,8 +39,8 @@ MAX_ITERATIONS = 20
 _log = logging.getLogger(__name__)
 
 
-def find_rows(model: LanguageModel, contexts: Contexts, counts: NDArray[np.int64]) -> None:
-    """Find the rows and biases of the new words of a model, which must have their means."""
+def fit_rows(model: LanguageModel, contexts: Contexts, counts: NDArray[np.int64]) -> None:
+    """Fit the rows and biases of the new words of a model, from the means that they have."""
     output, num_unsolved = model.tree_softmax, 0
     tree = output.tree
     new_row = tree.row_of_word[contexts.num_old :]

@@ -19,7 +19,7 @@ from data_prep.tokenizer.vocabulary import count_words
 from data_prep.tokenizer.word_index import WordIndex
 from lm.config import Config
 from lm.extension.contexts import Contexts
-from lm.extension.rows import PRIOR, find_rows, logits
+from lm.extension.rows import PRIOR, fit_rows, logits
 from lm.model.files import load_model
 from lm.model.input_pieces import PIECES
 from lm.model.language_model import LanguageModel
@@ -55,18 +55,18 @@ def extended(trained: TrainedRun, config: Config, *, progress: bool = True) -> E
     contexts = Contexts(tokenizer, config, num_old, context, progress)
     pieces = None if model.input_pieces is None else model.input_pieces.pieces
     if num_new := len(words) - num_old:
-        node = choose_nodes(model, contexts)
+        node = choose_classes(model, contexts)
         if pieces is not None:
             new = [words[id] for id in range(num_old, len(words))]
             pieces = extended_pieces(trained, pieces, new)
     levels = levels_of(tree, node)
     prior = 1.0 if contexts.are_items else PRIOR
-    state = extended_state(model, node, levels, torch.from_numpy(counts), prior)
+    state = initial_state(model, node, levels, torch.from_numpy(counts), prior)
     if pieces is not None:
         state[PIECES] = pieces
     if num_new:
         larger, _ = load_model(trained.folder, trained.description, state)
-        find_rows(larger.requires_grad_(False).to(model.device), contexts, counts)
+        fit_rows(larger.requires_grad_(False).to(model.device), contexts, counts)
         state = larger.state_dict()
     return Extended(Given(origin, tokenizer, counts, levels), state, num_new)
 
@@ -108,7 +108,7 @@ def grown_vocabulary(old: WordTokenizer, config: Config) -> tuple[WordTokenizer,
 
 
 @torch.no_grad()
-def choose_nodes(model: LanguageModel, contexts: Contexts) -> Tensor:
+def choose_classes(model: LanguageModel, contexts: Contexts) -> Tensor:
     """The node [M] of the class of each new word, in the tree of the model without them."""
     tree = model.path_tree
     has_words = torch.bincount(tree.node_of_row[tree.row_of_word], minlength=tree.num_nodes) > 0
@@ -165,7 +165,7 @@ def levels_of(tree: ClassTree, node: Tensor) -> NDArray[np.int32]:
 
 
 @torch.no_grad()
-def extended_state(
+def initial_state(
     model: LanguageModel, node: Tensor, levels: NDArray[np.int32], counts: Tensor, prior: float
 ) -> State:
     """The state of a model with M new words, whose vectors are means of their classes.
