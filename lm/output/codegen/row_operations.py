@@ -131,7 +131,7 @@ def log_softmax_row(builder, rows, place, num, bias, above, out):
     """Log-probabilities of a node's children in place of a visit's logits without biases.
 
     That of the node, `above`, is added. `place`, `bias` and `out` are addresses of the logits, the
-    biases, and the sum of the log-probabilities, which is finite if they are.
+    biases, and a number that is 0 if all log-probabilities are finite, else NaN.
     """
     emit = Vectors(builder, rows)
     logits = _Logits(emit, rows, [place], num)
@@ -142,7 +142,8 @@ def log_softmax_row(builder, rows, place, num, bias, above, out):
     def step(index: Any, sums: list[Any], mask: Any) -> None:
         (value,) = logits.load(index, mask)
         value = builder.fadd(builder.fsub(value, largest), shift)
-        sums[0] = builder.fadd(sums[0], logits.store(0, index, value, mask, emit.zero))
+        value = logits.store(0, index, value, mask, emit.zero)
+        sums[0] = builder.fadd(sums[0], builder.fsub(value, value))
 
     (total,) = emit.sums(emit.row(num, [emit.zero], step))
     builder.store(total, emit.pointer(out, rows))

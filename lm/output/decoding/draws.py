@@ -32,8 +32,6 @@ from lm.output.tree.class_tree import ClassTree
 
 _MIN_TEMPERATURE = 1e-200
 """Lower temperatures count as 0: log-probabilities divided by them would overflow fp64."""
-_MAX_TEMPERATURE = 1e25
-"""Higher temperatures count as this one, at which all words but those excluded are as probable."""
 # of SplitMix64, see `derive_seeds`
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -182,7 +180,7 @@ def sample_words(positions: Positions, seeds: Tensor, sampling: Sampling, finder
     top_p = 1.0 if sampling.top_p is None else sampling.top_p
     if sampling.temperature < _MIN_TEMPERATURE:
         return finder.topk(positions, 1).word.squeeze(1)
-    power = 1 / min(sampling.temperature, _MAX_TEMPERATURE)
+    power = 1 / sampling.temperature
     if top_k is not None and top_k < positions.tree.vocab_size:
         words = finder.topk(positions, top_k)
         sets = iter([(every(positions), words)])

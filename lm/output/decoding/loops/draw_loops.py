@@ -231,8 +231,9 @@ def _draw_word(layer, p, seed, power, is_exact, trials):
             point = _uniform(seed, count[USED])
             count[USED] += 1
             if not is_exact:
-                largest = log_weight[:n].max()
-                total = largest + math.log(np.exp(log_weight[:n] - largest).sum())
+                total = largest = log_weight[:n].max()
+                if largest > -math.inf:  # of words that are not all excluded
+                    total += math.log(np.exp(log_weight[:n] - largest).sum())
                 share = min(1.0, math.exp(total - weight))
                 begins = point >= share
                 point = 0.0 if begins else point / share
