@@ -183,28 +183,26 @@ def sample_words(positions: Positions, seeds: Tensor, sampling: Sampling, finder
     power = 1 / sampling.temperature
     if top_k is not None and top_k < positions.tree.vocab_size:
         words = finder.topk(positions, top_k)
+        words = nucleus(words, power, top_p) if top_p < 1 else words
         sets = iter([(every(positions), words)])
     elif not min_p:
         return finder.draw_words(positions, seeds, power, top_p)
     elif top_p < 1:
-        sets, top_p = finder.nuclei(positions, power, top_p), 1.0
+        sets = finder.nuclei(positions, power, top_p)
     else:
         sets = finder.within_ratio(positions, power, min_p)
-    return draw_from_sets(sets, seeds, power, top_p, min_p)
+    return draw_from_sets(sets, seeds, power, min_p)
 
 
 def draw_from_sets(
     sets: Iterable[tuple[Tensor, TopK]],
     seeds: Tensor,
     power: float,
-    top_p: float = 1.0,
     min_p: float | None = None,
 ) -> Tensor:
     """A word for each position [P] from its set of most probable words."""
     word, uniforms = torch.empty_like(seeds), Uniforms(seeds)
     for position, words in sets:
-        if top_p < 1:
-            words = nucleus(words, power, top_p)
         log_weight = power * words.log_prob.double()
         if min_p:
             cut = log_weight[:, :1] + math.log(min_p)

@@ -86,7 +86,7 @@ class Trials(NamedTuple):
     log_weight: np.ndarray  # [R] fp64
     cumulative: np.ndarray  # [R] fp64
     log_q: np.ndarray  # [widest], log-probabilities of a node's children
-    bias: np.ndarray  # [widest + 1], their biases
+    bias: np.ndarray  # [widest], their biases
     child_log_weight: np.ndarray  # [widest] fp64
     count: np.ndarray  # int64, KNOWN, USED and TRIED
 

@@ -37,7 +37,7 @@ class Frontier(NamedTuple):
     key: np.ndarray  # [I], a heap of their negative log-probabilities
     node: np.ndarray  # [I]
     log_q: np.ndarray  # [widest], log-probabilities of the children of the node opened last
-    bias: np.ndarray  # [widest + 1], their biases
+    bias: np.ndarray  # [widest], their biases
     count: np.ndarray  # int64, QUEUED and OPENED
 
 
@@ -53,7 +53,7 @@ def new_frontier(layer, widest):
         np.empty(num_nodes),
         np.empty(num_nodes, np.int64),
         np.empty(widest, dtype),
-        np.empty(widest + 1, dtype),
+        np.empty(widest, dtype),
         np.empty(2, np.int64),
     )
 
@@ -100,8 +100,7 @@ def expand(layer, position, node, above, log_q, bias_of_child):
         one = hidden.dtype.type(1)
         scaled_row(bias, bias_of_child, row_address(bias, row), address, n, one)
     parent = hidden.dtype.type(above)
-    log_softmax_row(log_q, to, n, address, parent, address + n * size)
-    is_finite = bias_of_child[n] == 0
+    is_finite = log_softmax_row(log_q, to, n, address, parent) == 0
     if layer.penalized.shape[1] > 0:
         rows = layer.penalized[position]
         for i in range(np.searchsorted(rows, row), len(rows)):
