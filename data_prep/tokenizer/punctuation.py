@@ -13,10 +13,15 @@ STOPS = (
 """Marks that end a word or a part of a sentence, besides the full stop."""
 
 
+def lowercased(text: str) -> str:
+    """The text in lower case; a Turkish I with a dot is one letter."""
+    return text.replace("\u0130", "i").lower()
+
+
 def separate_words(lines: Sequence[str], lowercase: bool, split_punctuation: bool) -> str:
     """Return the lines as a text whose words are separated by whitespace, a newline after each."""
     text = "\n".join(lines) + "\n"
-    text = text.replace("\u0130", "i").lower() if lowercase else text  # a Turkish I with a dot
+    text = lowercased(text) if lowercase else text
     if not split_punctuation:
         return text
     find, marks = _punctuation_pattern().findall, set(_AFTER)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from data_prep.errors import UserError
+from data_prep.tokenizer.punctuation import lowercased
 from data_prep.tokenizer.tokenizer import Tokenizer, WordTokenizer
 from lm.generation.text import checked_count, checked_text
 from lm.model.language_model import OutputLayer
@@ -42,7 +43,7 @@ class Completions:
     def interval(self, beginning: str) -> slice:
         """The places of the words that begin with a text, which may be such a word itself."""
         text = checked_text(beginning)
-        first = (text.lower() if self._lowercase else text).encode()
+        first = (lowercased(text) if self._lowercase else text).encode()
         return slice(bisect_left(self._words, first), bisect_left(self._words, first + b"\xff"))
 
     def ids(self, beginning: str) -> Tensor:

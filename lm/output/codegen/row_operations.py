@@ -126,12 +126,12 @@ class _Logits:
         return emit.sums(emit.row(self.num, [emit.zero] * len(self.visits), step))
 
 
-@emitted
-def log_softmax_row(builder, rows, place, num, bias, above, out):
+@partial(emitted, returns=True)
+def log_softmax_row(builder, rows, place, num, bias, above):
     """Log-probabilities of a node's children in place of a visit's logits without biases.
 
-    That of the node, `above`, is added. `place`, `bias` and `out` are addresses of the logits, the
-    biases, and the sum of the log-probabilities, which is finite if they are.
+    That of the node, `above`, is added. `place` and `bias` are addresses of the logits and the
+    biases. Returns 0 if all log-probabilities are finite, else NaN.
     """
     emit = Vectors(builder, rows)
     logits = _Logits(emit, rows, [place], num)
@@ -142,10 +142,10 @@ def log_softmax_row(builder, rows, place, num, bias, above, out):
     def step(index: Any, sums: list[Any], mask: Any) -> None:
         (value,) = logits.load(index, mask)
         value = builder.fadd(builder.fsub(value, largest), shift)
-        sums[0] = builder.fadd(sums[0], logits.store(0, index, value, mask, emit.zero))
+        value = logits.store(0, index, value, mask, emit.zero)
+        sums[0] = builder.fadd(sums[0], builder.fsub(value, value))
 
-    (total,) = emit.sums(emit.row(num, [emit.zero], step))
-    builder.store(total, emit.pointer(out, rows))
+    return emit.sums(emit.row(num, [emit.zero], step))[0]
 
 
 @emitted

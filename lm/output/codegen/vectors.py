@@ -5,6 +5,7 @@ int16. In registers, numbers have the dtype that sums are formed in.
 """
 
 import math
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,8 @@ HAS_AVX512 = "+avx512f" in FEATURES.split(",")
 """Whether numba compiles for a processor with AVX-512; NUMBA_CPU_FEATURES may limit it."""
 HAS_BF16 = HAS_AVX512 and "+avx512bf16" in FEATURES.split(",")
 """Whether there are instructions for bf16, which take numbers below 1.2e-38 for 0."""
+HAS_FP16 = platform.machine() not in ("x86_64", "AMD64") or "+f16c" in FEATURES.split(",")
+"""Whether numbers in fp16 are converted by instructions: without, LLVM ends the process."""
 VECTOR_BYTES = 64 if HAS_AVX512 else 32
 INT = ir.IntType(64)
 _FLOATS = {ir.FloatType(): (4, "f32"), ir.DoubleType(): (8, "f64"), ir.HalfType(): (2, "f16")}
@@ -347,6 +350,8 @@ def addresses(builder: Any, first: Any, stride: Any, num: int, last: Any) -> lis
 
 def _size(kind: Any) -> tuple[int, str]:
     """Bytes and name of an LLVM type of numbers in memory."""
+    if kind == ir.HalfType() and not HAS_FP16:
+        raise RuntimeError("the processor has no instructions for fp16")
     return (2, "i16") if isinstance(kind, ir.IntType) else _FLOATS[kind]
 
 

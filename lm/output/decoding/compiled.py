@@ -16,7 +16,7 @@ from lm.output.backends.compiled.backend import DTYPES, failures, has_numba
 from lm.output.backends.compiled.memory import Array, as_array, own
 from lm.output.backends.verify import Kind, is_right
 from lm.output.decoding import draws, search
-from lm.output.decoding.positions import LOWEST, Positions
+from lm.output.decoding.positions import LEAST, Positions
 from lm.output.decoding.search import TopK
 from lm.output.tree.class_tree import ClassTree
 
@@ -181,7 +181,7 @@ def _layer(positions: Positions, start: int, num: int) -> "LayerArrays":
         excluded=excluded,
         penalized=penalized,
         factor=1.0 if penalty is None else float(penalty.factor),
-        lowest=LOWEST,
+        least=LEAST,
     )
 
 

@@ -32,8 +32,6 @@ from lm.output.tree.class_tree import ClassTree
 
 _MIN_TEMPERATURE = 1e-200
 """Lower temperatures count as 0: log-probabilities divided by them would overflow fp64."""
-_MAX_TEMPERATURE = 1e25
-"""Higher temperatures count as this one, at which all words but those excluded are as probable."""
 # of SplitMix64, see `derive_seeds`
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -182,31 +180,29 @@ def sample_words(positions: Positions, seeds: Tensor, sampling: Sampling, finder
     top_p = 1.0 if sampling.top_p is None else sampling.top_p
     if sampling.temperature < _MIN_TEMPERATURE:
         return finder.topk(positions, 1).word.squeeze(1)
-    power = 1 / min(sampling.temperature, _MAX_TEMPERATURE)
+    power = 1 / sampling.temperature
     if top_k is not None and top_k < positions.tree.vocab_size:
         words = finder.topk(positions, top_k)
+        words = nucleus(words, power, top_p) if top_p < 1 else words
         sets = iter([(every(positions), words)])
     elif not min_p:
         return finder.draw_words(positions, seeds, power, top_p)
     elif top_p < 1:
-        sets, top_p = finder.nuclei(positions, power, top_p), 1.0
+        sets = finder.nuclei(positions, power, top_p)
     else:
         sets = finder.within_ratio(positions, power, min_p)
-    return draw_from_sets(sets, seeds, power, top_p, min_p)
+    return draw_from_sets(sets, seeds, power, min_p)
 
 
 def draw_from_sets(
     sets: Iterable[tuple[Tensor, TopK]],
     seeds: Tensor,
     power: float,
-    top_p: float = 1.0,
     min_p: float | None = None,
 ) -> Tensor:
     """A word for each position [P] from its set of most probable words."""
     word, uniforms = torch.empty_like(seeds), Uniforms(seeds)
     for position, words in sets:
-        if top_p < 1:
-            words = nucleus(words, power, top_p)
         log_weight = power * words.log_prob.double()
         if min_p:
             cut = log_weight[:, :1] + math.log(min_p)

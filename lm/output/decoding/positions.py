@@ -12,8 +12,8 @@ from lm.output.backends.verify import Kind
 from lm.output.inputs import check_parameters, compute_dtype, followed_by_zeros
 from lm.output.tree.class_tree import ClassTree
 
-LOWEST = -1e30
-"""Log-probability of excluded words; the least with a penalty is half of it, and still found."""
+LEAST = -1e30
+"""Least log-probability with a penalty, whose product with a power is finite."""
 
 
 def checked_hidden(hidden: Tensor, weight: Tensor, tree: ClassTree, bias: Tensor | None) -> Tensor:
@@ -62,8 +62,8 @@ class Penalty(NamedTuple):
     row: Tensor  # [P, L] int64, rows of each position's words, which may repeat; -1 is skipped
 
     def applied(self, log_prob: Tensor) -> Tensor:
-        """Log-probabilities of penalized words, above `LOWEST`."""
-        return (self.factor * log_prob).clamp(min=LOWEST / 2)
+        """Log-probabilities of penalized words, at least `LEAST`; the product is one of fp64."""
+        return (self.factor * log_prob.double()).clamp(min=LEAST).to(log_prob.dtype)
 
 
 @dataclass
@@ -118,9 +118,9 @@ class Positions:
             log_prob[index] = self.penalty.applied(log_prob[index])
         excluded = self.excluded
         if excluded is not None and excluded.dim() > 1:
-            log_prob[self._words_of(excluded[position])] = LOWEST
+            log_prob[self._words_of(excluded[position])] = -torch.inf
         elif excluded is not None:
-            log_prob[:, self.tree.item_of_row[excluded]] = LOWEST
+            log_prob[:, self.tree.item_of_row[excluded]] = -torch.inf
         return log_prob
 
     def _words_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ def tree_arrays(num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) 
     Raises:
         ValueError: if they define no tree numbered breadth first.
     """
-    _check(num_children, row_of_node, row_of_word)
+    check_arrays(num_children, row_of_node, row_of_word)
     node_of_row = torch.repeat_interleave(torch.arange(len(num_children)), num_children)
     parent = torch.cat([torch.tensor([0]), node_of_row[row_of_node[1:]]])
     not_root = (row_of_node >= 0).to(torch.int64)
@@ -59,17 +59,8 @@ def tree_arrays(num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) 
     )
 
 
-def is_tree(num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> bool:
-    """Whether the arrays define a tree."""
-    try:
-        _check(num_children, row_of_node, row_of_word)
-    except ValueError:
-        return False
-    return True
-
-
-def _check(num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> None:
-    """Raises a ValueError unless the arrays define a tree numbered breadth first."""
+def check_arrays(num_children: Tensor, row_of_node: Tensor, row_of_word: Tensor) -> None:
+    """Raise a ValueError unless the arrays define a tree numbered breadth first."""
     num_nodes, num_words = num_children.numel(), row_of_word.numel()
     num_rows = num_words + num_nodes - 1
     if num_words < 1 or num_nodes < 1 or row_of_node.numel() != num_nodes:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from lm.output.tracing import constant_when_compiled
 from lm.output.tree import shapes
-from lm.output.tree.arrays import TreeArrays, is_tree, tree_arrays
+from lm.output.tree.arrays import TreeArrays, check_arrays, tree_arrays
 
 Stamp = tuple[object, list[int]]
 DEFINING = ("num_children", "row_of_node", "row_of_word")
@@ -332,9 +332,12 @@ class ClassTree(nn.Module):
         saved = list(self.buffers())
         self._move(saved[0].device)
         if differing := self._differing(saved):
-            if is_tree(*saved):
+            try:
+                check_arrays(*saved)
+            except ValueError:
+                self._set_buffers()
+            else:
                 raise ValueError(f"the weights belong to another tree: {differing} differs")
-            self._set_buffers()
         self._stamp = self._current_stamp()
 
     def _current_stamp(self) -> Stamp:

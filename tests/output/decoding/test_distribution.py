@@ -188,25 +188,20 @@ def test_excluded_words_are_any_collection_of_integers(excluded: Any) -> None:
         layer.sample(hidden[None], excluded=torch.arange(4)[None])
 
 
-def test_candidates_that_do_not_fit_are_found_node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, bias, _ = problem(TWO_LEVEL, 2)
-    layer, words = layer_of(weight, TWO_LEVEL, bias), torch.arange(N).expand(2, N)
-    monkeypatch.setattr(distribution, "_LOSS_DEVICES", {"cpu"})
-    monkeypatch.setattr(distribution, "_LOSS_ELEMENTS", words.numel() * weight.shape[1] - 1)
-    monkeypatch.setattr(distribution, "hierarchical_cross_entropy", None)
-    torch.testing.assert_close(layer.candidate_log_prob(hidden, words), layer.log_prob(hidden))
-
-
-@pytest.mark.parametrize("by_loss", [True, False])
+@pytest.mark.parametrize("way", ["by loss", "by node", "too many for the loss"])
 @pytest.mark.parametrize("shape", [(40,), (3, 1), (2, 3, 0), (2, 3, 40), (0, 40)])
 def test_candidates_equal_the_full_distribution(
-    tree: ClassTree, shape: tuple[int, ...], by_loss: bool, monkeypatch: pytest.MonkeyPatch
+    tree: ClassTree, shape: tuple[int, ...], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, with a bias, and node by node, without one."""
-    monkeypatch.setattr(distribution, "_LOSS_DEVICES", {"cpu"} if by_loss else set())
+    monkeypatch.setattr(distribution, "_LOSS_DEVICES", set() if way == "by node" else {"cpu"})
     hidden, weight, bias, _ = problem(tree, *shape[:-1])
-    layer = layer_of(weight, tree, bias if by_loss else None)
+    layer = layer_of(weight, tree, None if way == "by node" else bias)
     word = torch.randint(N, shape)  # 40 of 23 words: some repeat
+    if way == "too many for the loss":
+        monkeypatch.setattr(distribution, "_LOSS_ELEMENTS", word.numel() * weight.shape[1] - 1)
+    if way != "by loss":
+        monkeypatch.setattr(distribution, "hierarchical_cross_entropy", None)
     actual, expected = layer.candidate_log_prob(hidden, word), layer.log_prob(hidden)
     assert (actual.shape, actual.requires_grad) == (word.shape, True)
     torch.testing.assert_close(actual, expected.gather(-1, word))

@@ -10,7 +10,7 @@ import torch
 from lm.output import ClassTree, Sampling
 from lm.output.backends.triton.tile_shapes import Tile
 from lm.output.decoding import compiled, draws, fused
-from lm.output.decoding.distribution import finder
+from lm.output.decoding.distribution import finder, topk
 from lm.output.decoding.draws import derive_seeds
 from lm.output.decoding.positions import Penalty, Positions
 
@@ -76,6 +76,18 @@ def test_excluded_words_are_not_drawn_at_any_temperature() -> None:
     for options in restrictions:
         (drawn,) = truth.draw_many(layer, 2000, temperature=1e300, excluded=(0, 1), **options)
         assert drawn.unique().tolist() == list(range(2, num_words))
+
+
+@ways
+def test_only_excluded_words_are_less_probable_than_masked_ones() -> None:
+    """Two words of a class have the least bias in fp32; a penalty overflows in it."""
+    least, tree = float(torch.finfo(torch.float32).min), ClassTree.two_level([0, 0, 0, 1])
+    bias = dict.fromkeys(tree.row_of_word[:2].tolist(), least)
+    layer = truth.converted(flat_layer(tree, P, bias), torch.float32)
+    assert topk(*layer, k=2, excluded=(2, 3)).word.tolist() == [[0, 1]] * P
+    assert set(sample(*layer, excluded=(2, 3)).tolist()) <= {0, 1}
+    penalty: Options = {"repetition_penalty": 1e39, "previous": [2]}
+    assert sample(*layer, excluded=(3,), **penalty).tolist() == [2] * P
 
 
 @ways

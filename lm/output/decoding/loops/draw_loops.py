@@ -86,7 +86,7 @@ class Trials(NamedTuple):
     log_weight: np.ndarray  # [R] fp64
     cumulative: np.ndarray  # [R] fp64
     log_q: np.ndarray  # [widest], log-probabilities of a node's children
-    bias: np.ndarray  # [widest + 1], their biases
+    bias: np.ndarray  # [widest], their biases
     child_log_weight: np.ndarray  # [widest] fp64
     count: np.ndarray  # int64, KNOWN, USED and TRIED
 
@@ -231,8 +231,9 @@ def _draw_word(layer, p, seed, power, is_exact, trials):
             point = _uniform(seed, count[USED])
             count[USED] += 1
             if not is_exact:
-                largest = log_weight[:n].max()
-                total = largest + math.log(np.exp(log_weight[:n] - largest).sum())
+                total = largest = log_weight[:n].max()
+                if largest > -math.inf:  # of words that are not all excluded
+                    total += math.log(np.exp(log_weight[:n] - largest).sum())
                 share = min(1.0, math.exp(total - weight))
                 begins = point >= share
                 point = 0.0 if begins else point / share

@@ -28,7 +28,7 @@ class LayerArrays(NamedTuple):
     excluded: np.ndarray  # [P, K] or, for all positions, [1, K] rows, sorted; -1 is skipped
     penalized: np.ndarray  # [P, L] rows, sorted; L = 0 for none
     factor: float
-    lowest: float  # log-probability of excluded words; half of it is the least with a penalty
+    least: float  # log-probability with a penalty
 
 
 class Frontier(NamedTuple):
@@ -37,7 +37,7 @@ class Frontier(NamedTuple):
     key: np.ndarray  # [I], a heap of their negative log-probabilities
     node: np.ndarray  # [I]
     log_q: np.ndarray  # [widest], log-probabilities of the children of the node opened last
-    bias: np.ndarray  # [widest + 1], their biases
+    bias: np.ndarray  # [widest], their biases
     count: np.ndarray  # int64, QUEUED and OPENED
 
 
@@ -53,7 +53,7 @@ def new_frontier(layer, widest):
         np.empty(num_nodes),
         np.empty(num_nodes, np.int64),
         np.empty(widest, dtype),
-        np.empty(widest + 1, dtype),
+        np.empty(widest, dtype),
         np.empty(2, np.int64),
     )
 
@@ -100,8 +100,7 @@ def expand(layer, position, node, above, log_q, bias_of_child):
         one = hidden.dtype.type(1)
         scaled_row(bias, bias_of_child, row_address(bias, row), address, n, one)
     parent = hidden.dtype.type(above)
-    log_softmax_row(log_q, to, n, address, parent, address + n * size)
-    is_finite = math.isfinite(bias_of_child[n])
+    is_finite = log_softmax_row(log_q, to, n, address, parent) == 0
     if layer.penalized.shape[1] > 0:
         rows = layer.penalized[position]
         for i in range(np.searchsorted(rows, row), len(rows)):
@@ -109,12 +108,12 @@ def expand(layer, position, node, above, log_q, bias_of_child):
                 break
             if i == 0 or rows[i - 1] != rows[i]:
                 j = rows[i] - row
-                log_q[j] = max(layer.factor * log_q[j], layer.lowest / 2)
+                log_q[j] = max(layer.factor * log_q[j], layer.least)
     excluded = excluded_rows(layer, position)
     for i in range(np.searchsorted(excluded, row), len(excluded)):
         if excluded[i] >= row + n:
             break
-        log_q[excluded[i] - row] = layer.lowest
+        log_q[excluded[i] - row] = -np.inf
     return is_finite
 
 
