@@ -26,7 +26,6 @@ from data_prep.settings import (
     Positive,
     Strict,
     TokenizerConfig,
-    without_deleted,
 )
 from data_prep.storage import (
     ArrayInfo,
@@ -255,7 +254,6 @@ def setting_changes(before: Settings, after: Settings) -> dict[str, list[str]]:
     changed = {}
     for section, new in after.items():
         old = before.get(section, new if section == "classes" else {})
-        old = without_deleted(old, column_cost=0.0)
         keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
         if keys:
             changed[section] = [f"{section}.{key}: {old.get(key)} → {new.get(key)}" for key in keys]

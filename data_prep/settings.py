@@ -5,9 +5,9 @@ coercion. Imports nothing heavy, so that a command line can read a configuration
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -24,11 +24,6 @@ class Strict:
     """Base of dataclasses that pydantic validates without coercion; unknown keys are errors."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-def without_deleted(section: dict[str, Any], **deleted: Any) -> dict[str, Any]:
-    """A section without the deleted keys that have the values which earlier versions gave them."""
-    return {key: value for key, value in section.items() if (key, value) not in deleted.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +188,3 @@ class ClassesConfig(Strict):
     [probability] word) or `taxonomy` (word TAB class/subclass/…). multi_level requires brown, whose
     bits it takes as child numbers, or taxonomy.
     """
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_deleted(cls, section: Any) -> Any:
-        return without_deleted(section, column_cost=0.0) if isinstance(section, dict) else section

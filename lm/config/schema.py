@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from data_prep.settings import (
     ALL_LEVELS,
@@ -15,7 +15,6 @@ from data_prep.settings import (
     Positive,
     Strict,
     TokenizerConfig,
-    without_deleted,
 )
 
 MAX_THREADS = 1024
@@ -113,11 +112,6 @@ class OutputConfig(Strict):
     Auli 2019)."""
     backend: Literal["auto", "compiled", "reference", "triton"] = "auto"
     """Implementation of the layer; auto chooses by device."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_deleted(cls, section: Any) -> Any:
-        return without_deleted(section, bias=True) if isinstance(section, dict) else section
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,8 +141,3 @@ def test_differences_name_the_keys_and_both_values() -> None:
 def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r": cannot read the configuration: .*directory"):
         load_config(tmp_path)
-
-
-def test_deleted_keys_with_their_former_defaults_are_passed_over(load: Load) -> None:
-    """The folders of runs contain all keys, those of earlier versions too."""
-    assert load(MINIMAL + "classes: {column_cost: 0.0}\noutput: {bias: true}\n") == load(MINIMAL)
