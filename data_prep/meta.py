@@ -271,7 +271,7 @@ def _on_hub(
         before = {"data": found.settings.get("data", {})}
         if not setting_changes(before, {"data": settings["data"]}):
             recorded = {split: found.inputs[split] for split in SPLITS if split in found.splits}
-            if keep or not recorded["train"]:  # made by an earlier version
+            if keep:
                 return recorded
     try:
         revision = hub_revision(data)

@@ -299,8 +299,9 @@ def column_rows(
         text = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
         yield [line.removeprefix(BYTE_ORDER_MARK) for line in text.split("\n")]
     if num_named:
-        found = f"{num_named:,} of {num_rows:,} rows have a {field!r} such as NA, which is a word"
-        log_once(f"{name}: {found}: leave their cells empty if they have none")
+        log_once(
+            f"{name}: {num_named:,} rows have a {field!r} such as NA, a word: or leave it empty"
+        )
     if num_nulls:
         log_once(f"{name}: {num_nulls:,} of {num_rows:,} rows have no {field!r} and are left out")
 

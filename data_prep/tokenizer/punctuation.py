@@ -42,12 +42,9 @@ def marks_and_pattern() -> tuple[str, str]:
 
 @cache
 def _punctuation_pattern() -> re.Pattern[str]:
-    """Match a word, a mark before one, or at once all marks after one, in time ∝ the text.
-
-    Without possessive quantifiers, which match wrongly before Python 3.11.5 (gh-106052).
-    """
+    """Match a word, a mark before one, or at once all marks after one, in time ∝ the text."""
     before = rf"[{_BOTH}(\[{{\u00bf\u00a1$\u00a3\u20ac)\]}}]|\.(?=\.)|(?<=\.)\."
-    special, marks = f"{UNK}|{EOS}", re.escape(_AFTER)
+    special, marks = f"{UNK}|{EOS}", re.escape(_AFTER)  # not possessive: wrong before 3.11.5
     others = rf"(?:[^\s{marks}<]+|(?!{special})<)"
     return re.compile(rf"{special}|(?!{before})(?:(?:[{marks}]*{others})+|[{marks}]+)|\S")
 

@@ -35,8 +35,7 @@ SWITCH = {"action": "store_true"}
 TEXT_FIELD: Options = {
     "--text-field": {
         "metavar": "NAME",
-        "help": "column of the text in JSON, CSV or parquet (default: text, or the only one of"
-        " sentences)",
+        "help": "column of JSON, CSV or parquet (default: text, or the only one of sentences)",
     }
 }
 

@@ -3,7 +3,6 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from data_prep.corpus.hints import find_text
 from data_prep.errors import UserError
@@ -36,10 +35,9 @@ def with_text(config: Config, text: Path, field: str | None, min_count: int) -> 
     file = str(text.absolute())
     if file != file.encode(errors="replace").decode():
         raise UserError(f"--text={file!r}: not UTF-8")
-    found = find_text(text, field)
-    column: dict[str, Any] = {"format": found.format, "text_field": found.field}
-    data = DataConfig(dir=config.data.dir, files=SplitFiles(train=file), **column)
-    data = replace(data, keep_empty_lines=config.data.keep_empty_lines)
+    (_, form, column), keeps = find_text(text, field), config.data.keep_empty_lines
+    data = DataConfig(dir=config.data.dir, files=SplitFiles(train=file), keep_empty_lines=keeps)
+    data = replace(data, format=form, text_field=column)  # type: ignore[arg-type]
     tokenizer = replace(config.tokenizer, min_count=min_count, vocab_size=None)
     return replace(config, data=data, tokenizer=tokenizer)
 

@@ -18,22 +18,16 @@ class Progress:
     num_bad_validations: int = 0  # that did not improve on the best by `train.keep`
     num_since_best: int = 0  # of them since the best
     awaits_validation: bool = False  # that of the last step, which a signal ended
-    judged_batches: int = -1  # `batches_done` at the last validation, or without one at the end
+    judged_batches: int = 0  # `batches_done` at the last validation, or without one at the end
     learning_rate: float = 0.0  # of the last step
     skipped_steps: int = 0  # whose gradient was not finite
     nll: float = 0.0  # nats summed over the tokens of the next `Metrics.train_perplexity`
     num_tokens: int = 0  # number of these tokens
-    logged_tokens: int = -1  # `tokens_done` before the last line of `metrics.csv`
+    logged_tokens: int = 0  # `tokens_done` before the last line of `metrics.csv`
     seconds: float = 0.0  # training time, without validation and checkpoints
     logged_seconds: float = 0.0  # the same before the last line of `metrics.csv`
     elapsed_seconds: float = 0.0  # of the training loop, with validations and checkpoints
     validation_seconds: float = 0.0  # of the last validation and checkpoint; 0 before the first
-
-    def __post_init__(self) -> None:
-        if self.judged_batches < 0:  # of an earlier version
-            self.judged_batches = self.batches_done
-        if self.logged_tokens < 0:  # of a version in which both began with a line
-            self.logged_tokens = self.tokens_done - self.num_tokens
 
     def is_patience_spent(self, patience: int | None) -> bool:
         """Whether the last `patience` validations brought no improvement."""

@@ -94,12 +94,6 @@ def test_the_record_contains_no_local_path(corpus: Corpus) -> None:
     assert json.loads(text)["inputs"]["valid"][0]["num_bytes"] == 10
 
 
-def test_a_deleted_setting_differs_unless_it_has_its_former_default() -> None:
-    for cost, changes in ((0.0, {}), (0.1, {"classes": ["classes.column_cost: 0.1 → None"]})):
-        before = {"classes": {"method": "exchange", "column_cost": cost}}
-        assert meta.setting_changes(before, {"classes": {"method": "exchange"}}) == changes
-
-
 def test_every_changed_figure_of_the_record_is_detected(corpus: Corpus) -> None:
     folder = corpus.prepare().folder
     path, content = folder / "meta.json", (folder / "meta.json").read_text()

@@ -91,7 +91,7 @@ def test_generated_words_are_those_of_the_probabilities_of_all_words(tied: bool,
 
 @pytest.mark.parametrize(
     ("options", "num_words"),
-    [({}, 50), ({"top_k": None}, 60), ({"top_k": 0}, 60), ({"top_k": 5}, 5)],
+    [({}, 50), ({"top_k": None}, 60), ({"top_k": 0, "min_p": 0}, 60), ({"top_k": 5}, 5)],
 )
 def test_words_are_drawn_from_as_many_as_transformers_draws_from(
     options: dict[str, int | None], num_words: int
@@ -115,13 +115,10 @@ def test_generation_ends_at_the_end_of_a_text() -> None:
 
 @pytest.mark.parametrize("name", ["temperature", "top_p"])
 def test_a_temperature_or_top_p_of_0_is_greedy(name: str) -> None:
-    """And a `top_k` or `min_p` of 0 restricts nothing."""
     model, words = model_of(), torch.randint(4, 60, (20, 3))
     options = {"max_new_tokens": 5, "top_k": 0, "min_p": 0.0}
     drawn = model.generate(words, do_sample=True, **{name: 0.0}, **options)
     assert torch.equal(drawn, model.generate(words, max_new_tokens=5))
-    drawn = model.generate(words.repeat(50, 1), do_sample=True, **options | {"max_new_tokens": 1})
-    assert len(drawn[:, -1].unique()) > 50
 
 
 @pytest.mark.parametrize(
