@@ -32,11 +32,9 @@ def at_least_one(text: str, limit: int | None = None) -> int:
 
 COUNT, NUMBER, FILE = {"type": at_least_one}, {"type": float}, {"metavar": "FILE"}
 SWITCH = {"action": "store_true"}
-TEXT_FIELD: Options = {
-    "--text-field": {
-        "metavar": "NAME",
-        "help": "column of JSON, CSV or parquet (default: text, or the only one of sentences)",
-    }
+TEXT_FIELD = {
+    "metavar": "NAME",
+    "help": "column of JSON, CSV or parquet (default: text, or the only one of sentences)",
 }
 
 SOURCE: Options = {"source": {"metavar": "CONFIG|RUN", "help": "YAML file, or folder of a run"}}

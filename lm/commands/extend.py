@@ -18,7 +18,7 @@ _RUN: Options = {
     "--min-count": COUNT
     | {"default": 1, "help": "--text: least number of times that a new word occurs (default 1)"},
 }
-OPTIONS = _RUN | TEXT_FIELD | COMPUTING | NO_PROGRESS
+OPTIONS = _RUN | {"--text-field": TEXT_FIELD} | COMPUTING | NO_PROGRESS
 
 
 def run(options: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ OPTIONS: Options = {
     "--test": _PATH | {"help": "test text (default: taken from the text)"},
     "--model.backbone": {"choices": ("lstm", "transformer"), "default": "lstm", "dest": "backbone"}
     | {"help": "network of the model, with the optimizer that it needs (default: lstm)"},
-    **TEXT_FIELD,
+    "--text-field": TEXT_FIELD,
     "--items": {
         "nargs": "+",
         "metavar": "NAME",
