@@ -180,7 +180,7 @@ def test_figures_that_cannot_be_written_are_printed(
     expected = evaluated(lstm_run)
     assert main(["evaluate", str(run)]) == 0
     path = run / "evaluate-test.json"
-    assert caplog.messages[-1].endswith(f"{path} cannot be written: Is a directory")
+    assert f"{path} cannot be written: it is not a file that can be" in caplog.messages[-1]
     shutil.rmtree(path)
     assert evaluated(run) == expected
 
