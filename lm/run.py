@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data_prep.errors import CheckpointError, DataError, UserError
-from data_prep.storage import sha256_file, write_hashed
+from data_prep.storage import sha256_file
 from data_prep.tokenizer.serialization import TOKENIZER, load_tokenizer
 from data_prep.tokenizer.speller import SPELLER, Speller
 from data_prep.tokenizer.tokenizer import Tokenizer
@@ -102,16 +102,12 @@ class Run:
         from lm.model.build import build_tree
 
         config = self.config
-        if self._keeps_tree():
+        if self.keeps_tree:
             config = replace(config, output=replace(config.output, tree=str(self.folder / TREE)))
         return build_tree(config, self.prepared)
 
-    def keep_tree(self) -> None:
-        """Copy the file that `output.tree` names, if it is one, to the folder of the run."""
-        if self.config.tree_is_file and not self._keeps_tree():
-            write_hashed(self.folder / TREE, [Path(self.config.output.tree).read_bytes()])
-
-    def _keeps_tree(self) -> bool:
+    @property
+    def keeps_tree(self) -> bool:
         """Whether the folder has the tree of a run that has begun, from a file."""
         folder, started = self.folder, self.folder / "config.yaml"
         if not (self.config.tree_is_file and (folder / TREE).exists() and started.exists()):

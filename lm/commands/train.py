@@ -34,6 +34,7 @@ def run(options: argparse.Namespace) -> None:
     from lm.training.devices import check_devices
     from lm.training.loggers import check_wandb
     from lm.training.loop import train
+    from lm.training.metrics import draw_curves
     from lm.training.run_folder import prepare_run
 
     # Before the preparation, which can take hours.
@@ -50,6 +51,7 @@ def run(options: argparse.Namespace) -> None:
         resume = resume or "auto"  # the checkpoint that it begins with
     num_steps = train(run, resume=resume, progress=progress)
     if num_steps is not None:
+        draw_curves(run.folder, run.config.name)
         _report(run, num_steps)
         print(run.folder)
 

@@ -100,14 +100,6 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def row_size(hidden_size: int) -> int:
-    """The numbers in a row of a `HierarchicalSoftmax`: H up to a multiple of 8.
-
-    Rows of 2-byte or wider numbers then begin at multiples of 16 bytes, as fast copies require.
-    """
-    return -(-hidden_size // 8) * 8
-
-
 def followed_by_zeros(vectors: Tensor, size: int) -> Tensor:
     """Vectors [..., H] as [..., size], with zeros from H on; themselves if that is their size."""
     missing = size - vectors.shape[-1]

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lm.output.backends import BACKENDS, check_backend, choose_backend
-from lm.output.backends.base import Needs, Problem
+from lm.output.backends.base import Needs, Problem, row_size
 from lm.output.backends.nodes import lse_by_level
 from lm.output.decoding import distribution
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.search import TopK
 from lm.output.functional import BackendName, Reduction, hierarchical_cross_entropy, reduced
-from lm.output.inputs import check_tensors, check_whole, row_size
+from lm.output.inputs import check_tensors, check_whole
 from lm.output.rowwise import lookup
 from lm.output.tracing import not_compiled, refuse_recording
 from lm.output.tree.class_tree import ClassTree

@@ -26,7 +26,6 @@ from lm.training.checkpoint import load_checkpoint, load_newest
 from lm.training.devices import build_fabric, launched
 from lm.training.loggers import Logger, open_loggers
 from lm.training.memory_estimate import check_memory
-from lm.training.metrics import draw_curves
 from lm.training.optimizers import clip_gradients, set_learning_rate
 from lm.training.progress import Progress
 from lm.training.run_folder import LOCK, checkpoint_to_resume, report_new_length, write_run_metadata
@@ -111,10 +110,7 @@ def train(
             _log.info("%s: %s", folder, ended)
         else:
             raise UserError(f"{checkpoint}: {ended}")
-    if not is_main:
-        return None
-    draw_curves(folder, config.name)
-    return batches.steps(done.batches_done)
+    return batches.steps(done.batches_done) if is_main else None
 
 
 def _ended(config: Config, batches: Batches, progress: Progress) -> str:

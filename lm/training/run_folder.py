@@ -18,7 +18,7 @@ from lm.config.load import Differences
 from lm.device import processor_name
 from lm.model.build import check_tree
 from lm.model.files import DESCRIPTION
-from lm.run import Run
+from lm.run import TREE, Run
 from lm.training.checkpoint import BEST, LAST
 from lm.training.metrics import read_metrics
 from lm.training.state import TrainingState
@@ -61,27 +61,27 @@ def checkpoint_to_resume(config: Config, resume: str | None) -> Path | None:
             " --name or --run_dir"
         )
     checkpoint = last if resume in (None, "auto") else Path(resume)
-    if not checkpoint.exists():
-        if resume not in (None, "auto"):
-            raise CheckpointError(f"--resume {resume}: no such checkpoint")
-        # The first model is written before a checkpoint, a later one after it.
-        lines = read_metrics(folder / "metrics.csv")
-        num_validations = sum(line.valid_perplexity is not None for line in lines)
-        is_first = (folder / LOCK).exists() and num_validations < 2
-        if (folder / DESCRIPTION).exists() and not is_first:
-            problem = "has a model, but no checkpoint that training could continue from"
-            raise CheckpointError(f"{folder} {problem}: train in another folder, --run_dir=FOLDER")
-        return None
-    for each in (written, checkpoint.absolute().parent.parent / "config.yaml"):
-        if refused := _differences(each, config, _FREE_ON_RESUME):
-            is_other_text = any(key.startswith("data.") for key in refused)
-            begin = f", with --init-from {each.parent} from its weights" * is_other_text
-            raise UserError(
-                f"{each.parent} was started with another configuration"
-                f" ({describe_differences(refused)}): set these back to continue it, or start a new"
-                f" run in another folder{begin}"
-            )
-    return checkpoint
+    if checkpoint.exists():
+        for each in (written, checkpoint.absolute().parent.parent / "config.yaml"):
+            if refused := _differences(each, config, _FREE_ON_RESUME):
+                is_other_text = any(key.startswith("data.") for key in refused)
+                begin = f", with --init-from {each.parent} from its weights" * is_other_text
+                raise UserError(
+                    f"{each.parent} was started with another configuration"
+                    f" ({describe_differences(refused)}): set these back to continue it, or start a"
+                    f" new run in another folder{begin}"
+                )
+        return checkpoint
+    if resume not in (None, "auto"):
+        raise CheckpointError(f"--resume {resume}: no such checkpoint")
+    # The first model is written before a checkpoint, a later one after it.
+    lines = read_metrics(folder / "metrics.csv")
+    num_validations = sum(line.valid_perplexity is not None for line in lines)
+    is_first = (folder / LOCK).exists() and num_validations < 2
+    if (folder / DESCRIPTION).exists() and not is_first:
+        problem = "has a model, but no checkpoint that training could continue from"
+        raise CheckpointError(f"{folder} {problem}: train in another folder, --run_dir=FOLDER")
+    return None
 
 
 def prepare_run(run: Run, resume: str | None, *, progress: bool = True) -> Run:
@@ -114,9 +114,11 @@ def _differences(written: Path, config: Config, free: tuple[str, ...] = ()) -> D
 
 def write_run_metadata(run: Run) -> None:
     """Write the configuration, tokenizer, classes or the file of the tree, and the environment."""
-    run.keep_tree()
+    text = to_yaml(run.config)
+    if run.config.tree_is_file and not run.keeps_tree:
+        write_hashed(run.folder / TREE, [Path(run.config.output.tree).read_bytes()])
     run.prepared.copy_to(run.folder, classes=run.config.needed_classes is not None)
-    write_hashed(run.folder / "config.yaml", [to_yaml(run.config).encode()])
+    write_hashed(run.folder / "config.yaml", [text.encode()])
     write_json_atomically(run.folder / "env.json", describe_environment())
 
 

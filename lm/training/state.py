@@ -2,12 +2,12 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import Tensor
 
 from data_prep.errors import CheckpointError, DataError, NotFiniteError
 from data_prep.storage import sync
@@ -16,14 +16,12 @@ from lm.figures import MAX_NATS, perplexity
 from lm.model.build import build_model, without_weights
 from lm.model.files import Description, save_model
 from lm.model.input_pieces import PIECES
-from lm.model.language_model import LanguageModel, State
-from lm.model.lstm import LSTM
-from lm.output.sharded import DealtRows
+from lm.model.language_model import LanguageModel
 from lm.run import Run
 from lm.training.batches import Batch, Batches
+from lm.training.carried_loss import CarriedLoss
 from lm.training.checkpoint import (
     BEST,
-    FORMAT_VERSION,
     LAST,
     keep_newest,
     numbered_name,
@@ -31,50 +29,14 @@ from lm.training.checkpoint import (
     what_remains,
 )
 from lm.training.clock import Clock
+from lm.training.contents import gather_contents, load_weights, restore
 from lm.training.cuda_graph import InputBuffers, StepGraph
 from lm.training.metrics import Metrics
 from lm.training.optimizers import build_optimizer, learning_rate
 from lm.training.progress import Progress
-from lm.training.shards import columns_of, convert_optimizer_state, convert_weights
 from lm.training.validation import Validation, rank_items
 
 _log = logging.getLogger(__name__)
-
-
-class CarriedLoss(nn.Module):
-    """The loss of one batch after another, with the state of the backbone carried between them.
-
-    This is the module that Fabric sets up, because DDP synchronizes the gradients of a module's
-    `forward`. Carried state and losses stay inside it: Fabric casts the floating-point arguments
-    and results of a module, which would round them.
-
-    Attributes:
-        carried: the state after the last batch; None before the first one, and if there is none.
-        nll: sum over the tokens since it was last set to zero; fp64, on the device.
-    """
-
-    def __init__(self, model: LanguageModel, device: torch.device) -> None:
-        super().__init__()
-        self.model = model
-        self.carried: State | None = None
-        self._kept: State | None = None
-        self.nll = torch.zeros((), dtype=torch.float64, device=device)
-
-    def forward(self, batch: Batch) -> Tensor:
-        """A batch's share of the loss of a step, which is averaged over the devices."""
-        carried = self.carried if batch.continues else None
-        loss, state = self.model.loss(batch.inputs, batch.targets, carried)
-        if self.model.backbone.carries_state and state is not None:
-            self.carried = tuple(part.detach() for part in state)
-        self.nll += loss.detach().double() * (batch.targets >= 0).sum()
-        return loss if batch.weight == 1 else loss * batch.weight
-
-    def keep(self) -> None:
-        """Move the carried state into the memory it had before, where a CUDA graph reads it."""
-        if self.carried is not None and self._kept is not None:
-            torch._foreach_copy_(self._kept, self.carried)
-            self.carried = self._kept
-        self._kept = self.carried
 
 
 class TrainingState:
@@ -115,7 +77,8 @@ class TrainingState:
         self.optimizer: Any = fabric.setup_optimizers(optimizer)
         self.parameters = list(self.model.parameters())
         if saved is not None and continues:
-            self.restore(saved)
+            self.progress = Progress(**saved["progress"])
+            restore(saved, fabric, self.carried_loss, self.optimizer, run.config.seed)
         self.num_tokens = 0  # of all devices, in their sums `CarriedLoss.nll`
         self.num_nonfinite = torch.zeros_like(self.carried_loss.nll)  # steps since it was read
         self.graph = StepGraph(fabric, train, optimizer)
@@ -143,7 +106,7 @@ class TrainingState:
         if fabric.global_rank:  # the same weights on every device, but different dropout
             torch.manual_seed(config.seed + fabric.global_rank)
         if saved is not None:
-            _load_weights(model, saved["model"], config.train.precision)
+            load_weights(model, saved["model"], config.train.precision)
         return model
 
     @property
@@ -299,7 +262,8 @@ class TrainingState:
         `last.ckpt` is written last: a run that continues from the previous one repeats the rest.
         """
         prepared, folder = self.run.prepared, self.run.folder
-        checkpoint = self._checkpoint_contents()
+        parts = self.fabric, self.carried_loss, self.optimizer.optimizer, self.progress
+        checkpoint = gather_contents(*parts) | {"text_sha256": prepared.splits["train"].sha256}
         if self.fabric.is_global_zero:
             if is_best:
                 description = Description(
@@ -321,70 +285,3 @@ class TrainingState:
             save_checkpoint(checkpoint, *(folder / name for name in names))
             keep_newest(folder, num_kept, self.step)
         self.fabric.barrier()  # no process may exit while the first one writes
-
-    def _checkpoint_contents(self) -> dict[str, Any]:
-        """Everything to save, as plain data, the same for all processes."""
-        device, carried = self.fabric.device, self.carried_loss.carried
-        noise = self.model.backbone.noise if isinstance(self.model.backbone, LSTM) else None
-        device_state = {
-            "carried": None if carried is None else tuple(tensor.cpu() for tensor in carried),
-            "cpu": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-            "noise": noise if noise is None else noise.cpu(),
-        }
-        devices: list[Any] = [device_state]
-        if self.fabric.world_size > 1:
-            devices = [None] * self.fabric.world_size
-            torch.distributed.all_gather_object(devices, device_state)
-        model, optimizer = self.model, self.optimizer.optimizer
-        state, whole = optimizer.state_dict(), DealtRows.whole
-        return {
-            "format_version": FORMAT_VERSION,
-            "model": convert_weights(model, model.state_dict(), whole),
-            "optimizer": convert_optimizer_state(optimizer, state, model, whole),
-            "precision": self.fabric.strategy.precision.state_dict(),  # the scale of fp16 losses
-            "progress": asdict(self.progress),
-            "devices": devices,
-            "text_sha256": self.run.prepared.splits["train"].sha256,
-        }
-
-    def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Continue from a checkpoint whose weights the model already has.
-
-        Random numbers are restored too: nothing may draw any before the first step.
-        """
-        self.progress = Progress(**checkpoint["progress"])
-        optimizer, saved = self.optimizer.optimizer, checkpoint["optimizer"]
-        state = convert_optimizer_state(optimizer, saved, self.model, DealtRows.held)
-        self.optimizer.load_state_dict(state)
-        self.fabric.strategy.precision.load_state_dict(checkpoint["precision"])
-        devices, device = checkpoint["devices"], self.fabric.device
-        rank, world_size = self.fabric.global_rank, self.fabric.world_size
-        if devices[0]["carried"] is not None:
-            carried = columns_of([each["carried"] for each in devices], rank, world_size)
-            self.carried_loss.carried = tuple(part.to(device) for part in carried)
-        if len(devices) != world_size:  # other random numbers than those of any process before
-            torch.manual_seed(self.config.seed + 1_000_003 * self.progress.batches_done + rank)
-            return
-        torch.set_rng_state(devices[rank]["cpu"])
-        if devices[rank]["cuda"] is not None:
-            torch.cuda.set_rng_state(devices[rank]["cuda"], device)
-        noise, backbone = devices[rank].get("noise"), self.model.backbone
-        if noise is not None and isinstance(backbone, LSTM):
-            backbone.noise = noise.to(device)
-
-
-def _load_weights(model: LanguageModel, weights: dict[str, Tensor], precision: str) -> None:
-    """Make the tensors of a checkpoint the parameters, without a copy."""
-    for name, parameter in model.named_parameters():
-        dtype = weights.get(name, parameter).dtype
-        if dtype != parameter.dtype:
-            raise CheckpointError(
-                f"{name} is {dtype} in the checkpoint, and {parameter.dtype} under"
-                f" train.precision: {precision}"
-            )
-    try:
-        model.load_state_dict(convert_weights(model, weights, DealtRows.held), assign=True)
-    except (RuntimeError, ValueError) as error:
-        problem = f"the checkpoint does not fit the configuration: {' '.join(str(error).split())}"
-        raise CheckpointError(problem) from error

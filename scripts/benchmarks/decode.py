@@ -29,11 +29,11 @@ from torch.nn import functional as F
 from data_prep.errors import UserError
 from lm.commands.arguments import at_least_one
 from lm.output import ClassTree, HierarchicalSoftmax
+from lm.output.backends.base import row_size
 from lm.output.decoding import distribution
 from lm.output.decoding.distribution import log_prob, sample
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.positions import Positions, checked_hidden
-from lm.output.inputs import row_size
 from lm.run import TrainedRun
 from scripts import run
 from scripts.benchmarks.reporting import Table, benchmark_parser, problem_size

@@ -51,7 +51,6 @@ from lm.output import ClassTree, hierarchical_cross_entropy
 from lm.output.backends import base, choose_backend
 from lm.output.backends.triton.backend import failures
 from lm.output.functional import BackendName
-from lm.output.inputs import row_size
 from scripts.benchmarks import measure, reporting
 from scripts.benchmarks.measure import Work
 from scripts.benchmarks.methods import Layer, Method, Problem, split_rows, zipf
@@ -136,7 +135,7 @@ def make_problem(vocab_size: int, hidden_size: int, options: argparse.Namespace)
         hidden=hidden,
         target=target.to(options.device),
         trees=trees,
-        rows=torch.randn(num_rows, row_size(hidden_size), **like).mul_(0.05),
+        rows=torch.randn(num_rows, base.row_size(hidden_size), **like).mul_(0.05),
         bias=torch.randn(num_rows, **like).mul_(0.05),
         cutoffs=CUTOFFS.get(vocab_size) or [max(1, vocab_size // 10), vocab_size // 3],
     )

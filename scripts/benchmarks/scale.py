@@ -36,8 +36,8 @@ from torch import Tensor
 
 from lm.device import process_bytes
 from lm.output import ClassTree, hierarchical_cross_entropy
+from lm.output.backends.base import row_size
 from lm.output.backends.visits import route
-from lm.output.inputs import row_size
 from lm.output.rowwise import RowAdagrad
 from scripts.benchmarks import reporting
 from scripts.benchmarks.measure import DTYPES, in_new_process, kernels, memory_limit

@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree
-from lm.output.backends.base import Needs, Problem
+from lm.output.backends.base import Needs, Problem, row_size
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
 from lm.output.backends.triton.tile_shapes import Tiles
 from lm.output.decoding.fused import launch_draws
 from lm.output.decoding.positions import Positions
-from lm.output.inputs import row_size
 from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowSGD
 from scripts.benchmarks.measure import DTYPES
 from scripts.benchmarks.methods import zipf

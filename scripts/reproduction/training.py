@@ -10,7 +10,7 @@ from lm.evaluation import evaluate_split
 from lm.run import Run as TrainingRun
 from lm.run import TrainedRun
 from lm.training.loop import train
-from lm.training.metrics import Metrics, read_metrics
+from lm.training.metrics import Metrics, draw_curves, read_metrics
 from lm.training.run_folder import prepare_run
 from scripts import TOP
 from scripts.benchmarks.reporting import append_log, commit
@@ -24,6 +24,7 @@ def train_run(run: Run, data_dir: str, runs: Path, *, progress: bool) -> None:
     """Train or resume a run in a folder of `runs`, evaluate it and write its log."""
     folder = runs / run.table / run.name
     _train(run, data_dir, folder, progress=progress)
+    draw_curves(folder, run.name)
     metrics = read_metrics(folder / "metrics.csv")
     settings = {"progress": progress, "open_vocabulary": run.open_vocabulary}
     log = {

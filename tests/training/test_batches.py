@@ -15,7 +15,7 @@ from data_prep.sequences import Sequences, find_sequences
 from lm.config import validate
 from lm.output import ClassTree
 from lm.training.batches import IGNORED, Batch, Batches, make_batches
-from lm.training.state import CarriedLoss
+from lm.training.carried_loss import CarriedLoss
 from tests.models import small_model
 
 EOS, UNK = 65_000, 1

@@ -29,9 +29,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 import data_prep.storage
 from lm.model.files import read_description
 from lm.training.batches import Batches
+from lm.training.contents import gather_contents
 from lm.training.metrics import read_metrics
 from lm.training.signals import StopSignals
-from lm.training.state import TrainingState
 from tests.training.disk import Disk, Moments, Policy
 from tests.training.tiny_runs import LAST, command, damage, dataset, lm, noting, outcome, steps_done
 
@@ -300,7 +300,7 @@ def test_a_checkpoint_without_its_random_state_and_a_missing_fsync_are_caught(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     if what == "random state":
-        monkeypatch.setattr(TrainingState, "_checkpoint_contents", without_random_state)
+        monkeypatch.setattr("lm.training.state.gather_contents", without_random_state)
     elif what == "content":
         monkeypatch.setattr("data_prep.storage._sync", sync_folders_only)
     elif what == "names":
@@ -312,11 +312,11 @@ def test_a_checkpoint_without_its_random_state_and_a_missing_fsync_are_caught(
         history.train(length=LENGTHS[1], fault=Fault())
 
 
-to_checkpoint, sync = TrainingState._checkpoint_contents, data_prep.storage._sync
+sync = data_prep.storage._sync
 
 
-def without_random_state(state: TrainingState) -> dict[str, Any]:
-    checkpoint = to_checkpoint(state)
+def without_random_state(*parts: Any) -> dict[str, Any]:
+    checkpoint = gather_contents(*parts)
     checkpoint["devices"][0]["cpu"] = torch.Generator().get_state()
     return checkpoint
 

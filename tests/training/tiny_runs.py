@@ -73,7 +73,7 @@ def noting(note: Callable[[int], None]) -> Iterator[None]:
         note(checkpoint["progress"]["batches_done"])
 
     saves = mock.patch("lm.training.state.save_checkpoint", noted)
-    with saves, mock.patch("lm.training.loop.draw_curves"):
+    with saves, mock.patch("lm.training.metrics.draw_curves"):
         yield
 
 

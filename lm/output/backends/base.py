@@ -18,11 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lm.output.inputs import autocast, check_parameters, check_positions, check_tensors, row_size
+from lm.output.inputs import autocast, check_parameters, check_positions, check_tensors
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tracing import is_recorded
 from lm.output.tree.arrays import Shard, TreeArrays
 from lm.output.tree.class_tree import ClassTree
+
+
+def row_size(hidden_size: int) -> int:
+    """The numbers W in a row of a `HierarchicalSoftmax`: H up to a multiple of 8.
+
+    Rows of 2-byte or wider numbers then begin at multiples of 16 bytes, as fast copies require.
+    """
+    return -(-hidden_size // 8) * 8
 
 
 class Problem(NamedTuple):

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from lm.output import ClassTree
-from lm.output.backends.base import Needs
+from lm.output.backends.base import Needs, row_size
 from lm.output.backends.visits import route
 from lm.output.functional import BackendName
-from lm.output.inputs import row_size
 from lm.output.rowwise import RowGradient
 from lm.output.sharded import ShardedSoftmax
 from lm.output.sharded.placement import GATHERED, PlacementName, Plan, place, recipients_of
