@@ -6,7 +6,7 @@ A folder with the weights and their trees, the tokenizer, `score.py`, a card and
 
 from dataclasses import asdict
 from pathlib import Path
-from shutil import copyfile
+from shutil import copyfile, rmtree
 from typing import Any
 
 import yaml
@@ -59,7 +59,7 @@ def export(
     """
     if onnx:
         check_packages()
-    description, tokenizer = run.description, run.tokenizer
+    description = run.description
     if hf:
         check_hf(run)
     elif description.output.tree == "adaptive" or description.model.input_tree == "two_level":
@@ -68,8 +68,18 @@ def export(
         raise UserError(f"{run.folder} has {key}, which {SCORE} does not compute")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists: an export is a new folder")
-    card = _card(run, HF_USAGE if hf else USAGE, bf16=bf16)
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _write(run, folder, bf16=bf16, onnx=onnx, int8=int8, hf=hf)
+    except BaseException:  # an interrupt too
+        rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _write(run: TrainedRun, folder: Path, *, bf16: bool, onnx: bool, int8: bool, hf: bool) -> None:
+    """Write all files of an export."""
+    description, tokenizer = run.description, run.tokenizer
+    card = _card(run, HF_USAGE if hf else USAGE, bf16=bf16)
     write_hashed(folder / CARD, [card.encode()])
     for name in (TOKENIZER, MODEL_FILE[tokenizer.kind], SPELLER):
         if (run.folder / name).exists():

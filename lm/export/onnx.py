@@ -4,7 +4,8 @@
 - `step.onnx`, of an LSTM: words x [B, L], h0 and c0 [layers, B, H] → log_softmax [B, L, N] of the
   next words, next_h0 and next_c0.
 
-All numbers are int64 and fp32; B and L are any. Both form the logits of all words.
+All numbers are int64 and fp32; B and L are any. Both form the logits of all words, as `Model` of
+`score.py` computes them. Of a file of more than `MAX_BYTES`, the weights are in `….onnx.data`.
 """
 
 import importlib.util
@@ -12,6 +13,8 @@ import logging
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from shutil import copymode
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,6 +24,8 @@ from data_prep.errors import UserError
 
 OPSET = 18
 """The first one with the largest of scattered values."""
+MAX_BYTES = 2_000_000_000
+"""Most bytes of one file: protobuf has no messages of more than 2 GiB."""
 
 
 class _Nll(nn.Module):
@@ -70,6 +75,8 @@ def write_onnx(folder: Path, *, int8: bool = False) -> None:
     axes = {"x": {0: "B", 1: "L"}, "x_lens": {0: "B"}, "nll": {0: "B"}}
     names = ["x", "x_lens"], ["nll"]
     paths = [_export(folder / "nll.onnx", _Nll(model), (text, lengths), names, axes, known)]
+    if int8 and _data_of(paths[0]).exists():
+        raise UserError("--int8: onnxruntime converts models of less than 2 GB: leave it out")
     if config["backbone"] == "lstm":
         known |= {"num_layers": config["layers"], "hidden_size": config["hidden"]}
         start = torch.zeros(config["layers"], 1, config["hidden"])
@@ -99,16 +106,27 @@ def _export(
         options |= {"dynamic_axes": axes, "opset_version": OPSET, "dynamo": False}
         exporter: Any = torch.onnx
         exporter.register_custom_op_symbolic("aten::scatter_reduce", _largest, OPSET)
-        try:
-            exporter.export(module, inputs, str(path), **options)
-        finally:
-            exporter.unregister_custom_op_symbolic("aten::scatter_reduce", OPSET)
-    model = onnx.load(path)
+        with TemporaryDirectory(dir=path.parent) as folder:  # a large one is many files
+            written = Path(folder, path.name)
+            try:
+                exporter.export(module, inputs, str(written), **options)
+            finally:
+                exporter.unregister_custom_op_symbolic("aten::scatter_reduce", OPSET)
+            is_large = sum(each.stat().st_size for each in Path(folder).iterdir()) > MAX_BYTES
+            model = onnx.load(written)
     for key, value in known.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = key, str(value)
-    onnx.save(model, path)
+    data = _data_of(path).name if is_large else None
+    onnx.save(model, path, save_as_external_data=is_large, location=data)
+    if is_large:
+        copymode(path, _data_of(path))  # which others could not read
     return path
+
+
+def _data_of(path: Path) -> Path:
+    """The file with the weights of a large one."""
+    return path.with_name(f"{path.name}.data")
 
 
 def _largest(g: Any, top: Any, dim: Any, index: Any, rows: Any, *_: Any) -> Any:
