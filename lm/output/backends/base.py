@@ -3,13 +3,18 @@
 A backend computes the softmaxes on the targets' paths and, backwards, the gradients: equations (1)
 to (6) of `reference.py`, for the tree in the arrays of `tree/arrays.py`. Node n has the logits of
 the rows `first_row[n] + range(num_children[n])`. The path of word w goes up from `row_of_word[w]`:
-row r is a child of `node_of_row[r]`, whose own row is `row_of_node` of it, -1 for the root. A visit
-is a position at a node of its target's path; positions may be sorted by the nodes that they visit.
+row r is a child of `node_of_row[r]`, whose own row is `row_of_node` of it; -1 for node 0, the root.
+A visit is a position at a node of its target's path: `visits.route` sorts visits by their nodes.
 
-`Problem.of` checks shapes, dtypes and devices, not strides. A backend checks the values of targets
-(see `inputs.check_words`), disables autocast for what it computes, does not reduce over positions,
-and records nothing for autograd. Sums are formed in `compute_dtype(hidden.dtype)`, at least fp32,
-of numbers that are not rounded before.
+`Problem.of` checks shapes, dtypes and devices, not strides. Weight and bias may have a lower
+precision than hidden or, under autocast, a higher one; under torch.compile, sizes may be symbols. A
+backend checks the values of targets (see `inputs.check_words`), disables autocast for what it
+computes, does not reduce over positions, and records nothing for autograd. Sums are formed in
+`compute_dtype(hidden.dtype)`, at least fp32, of numbers that are not rounded before.
+
+What else it must obey is in `tests/output/laws.py`: biases of -inf exclude children; a row that is
+no number is seen where its node is visited, and nowhere else; positions do not change each other by
+a bit; the error at a target of probability 1 - ε is accurate; gradients of 1e-8 survive fp16.
 """
 
 from abc import ABC, abstractmethod
@@ -228,8 +233,9 @@ class Solver(ABC):
         is that of the forward, whose `needs` asked for at least these gradients. With
         `needs.row_wise`, which is not optional, d_weight and d_bias are `RowGradient`s, such as
         `RowGradient(weight, RowFactors(rows=((row, value),)))` with rows [K], which may repeat, and
-        values [K, W] (of a bias [K, 1]) in the dtype of sums; see `rowwise/factors.py` for factors
-        of visits and subclasses that update a table by themselves. For a shard, `lse` has the
+        values [K, W] (of a bias [K, 1]) in the dtype of sums: of the children of visited nodes, and
+        of no others, which an optimizer would move; see `rowwise/factors.py` for factors of visits
+        and subclasses that update a table by themselves. For a shard, `lse` has the
         log-sum-exps [D, P] over all shards, in the dtype of sums, to be used in place of those in
         `saved`; and d_hidden is what the rows of the shard add.
         """
