@@ -250,6 +250,19 @@ def test_words_are_those_of_the_trials(
 
 
 @by_kernel
+def test_a_number_above_all_rounded_sums_draws_the_last_word_that_is_not_excluded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = pytest.importorskip("lm.output.backends.triton.draw_kernel")
+    monkeypatch.setattr(
+        kernels, "_uniform", lambda seed, used: kernels.tl.full((), 1.0, kernels.tl.float64)
+    )
+    layer = random_layer("full")
+    positions = Positions(*layer, excluded=layer[2].row_of_word[[truth.N - 1, truth.N - 2]])
+    assert fused.launch_draws(positions, torch.arange(P), 1.0).tolist() == [truth.N - 3] * P
+
+
+@by_kernel
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
 def test_words_of_positions_that_are_left_follow_the_distribution(
     temperature: float, monkeypatch: pytest.MonkeyPatch
