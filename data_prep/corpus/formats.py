@@ -54,6 +54,10 @@ _NO_TEXT = {
     rb"\x7fELF|SQLite format 3\0|\x93NUMPY|\x89HDF\r|\x80[\x02-\x05][\x8c\x95}](?!\n)": "no text",
 }
 """First bytes of files that are read as text by mistake, and what is said of them and of TABLEs."""
+_ENCODINGS = {"cp932": "CP932", "euc_jp": "EUC-JP", "gb18030": "GB18030", "big5hkscs": "BIG5-HKSCS"}
+_ENCODINGS |= {"cp949": "CP949", "cp1251": "WINDOWS-1251", "koi8_r": "KOI8-R", "cp874": "CP874"}
+_ENCODINGS |= {f"cp{number}": f"WINDOWS-{number}" for number in (1253, 1254, 1255, 1256)}
+"""Encodings of Python that are looked for, and their names for iconv."""
 
 
 @contextmanager
@@ -198,24 +202,47 @@ def wide_encoding(head: bytes) -> str | None:
     }
     if len(head) >= 8 and (likely := found.get((zeros[0], zeros[1], zeros[2], zeros[3]))):
         return likely
-    for newline, encoding in ((b"\n\0", "UTF-16LE"), (b"\0\n", "UTF-16BE")):  # Chinese
-        if 0 < head[:-1].count(b"\n") <= head.count(newline):
-            return encoding
-    return None
+    if b"\0" in head and not _is_utf8(head):  # as Chinese, where a letter may have the byte of \n
+        units = [head[place : place + 2] for place in range(0, len(head) - 1, 2)]
+        little, big = units.count(b"\n\0"), units.count(b"\0\n")
+        if little != big:
+            return "UTF-16LE" if little > big else "UTF-16BE"
+    return "ISO-2022-JP-3" if re.search(rb"\x1b\$[@B]", head) and head.isascii() else None
 
 
-def likely_encoding(line: bytes) -> str:
-    """What to do with a line that is not UTF-8, for a message."""
+def _is_utf8(head: bytes) -> bool:
+    """Whether the first bytes of a text are UTF-8, but for a character that is cut."""
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        return error.start > len(head) - 4
+    return True
+
+
+def likely_encoding(line: bytes, further: bytes = b"") -> str:
+    """What to do with a line that is not UTF-8, for a message; whole lines after it help."""
     characters = line.decode(errors="replace")
     others = [each for each in characters if not each.isascii()]
     if len(others) >= 2 * others.count("\N{REPLACEMENT CHARACTER}"):
         return "the other characters of the line are UTF-8, so it is damaged"
-    if re.search(rb"[\x80-\xff]{3}", line):
-        return "if the text is in GB18030, SHIFT_JIS, WINDOWS-1251 or another encoding, " + (
-            convert_from("THAT")
-        )
-    other = "of Central Europe -f WINDOWS-1250 or ISO-8859-2"
-    return f"if it is Western European text, {convert_from('WINDOWS-1252')} ({other})"
+    if not re.search(rb"[\x80-\xff]{3}", line):
+        other = "of Central Europe -f WINDOWS-1250 or ISO-8859-2"
+        return f"if it is Western European text, {convert_from('WINDOWS-1252')} ({other})"
+    names = _likely_names(line + further)
+    if not names:
+        some = ", ".join([*_ENCODINGS.values()][:6])
+        return f"if the text is in {some} or another encoding, {convert_from('THAT')}"
+    return f"it seems to be in {' or '.join(names)}: {convert_from(names[0])}, and look at NEW"
+
+
+def _likely_names(text: bytes) -> list[str]:
+    """Up to three likely encodings of a text, the best one first; none without the package."""
+    try:
+        from charset_normalizer import from_bytes
+    except ImportError:
+        return []
+    found = (each.encoding for each in from_bytes(text, cp_isolation=[*_ENCODINGS]))
+    return [_ENCODINGS[name] for name in found if name in _ENCODINGS][:3]
 
 
 def convert_from(encoding: str, name: str = "FILE") -> str:

@@ -241,11 +241,22 @@ NOT_READ = {
         each: (TEXT.decode().encode(each), f"is in {each}: .*iconv -f {each} ")
         for each in ENCODINGS
     },
-    "chinese.txt": ("天地\n人\n".encode("UTF-16LE"), "is in UTF-16LE: .*iconv -f UTF-16LE "),
-    "chinese-be.txt": ("天地\n人\n".encode("UTF-16BE"), "is in UTF-16BE: .*iconv -f UTF-16BE "),
-    "shift.txt": ("ある日の暮方\n".encode("shift_jis"), "line 1: invalid .* GB18030, SHIFT_JIS, W"),
+    "chinese.txt": ("上天\n人上\n".encode("UTF-16LE"), "is in UTF-16LE: .*iconv -f UTF-16LE "),
+    "chinese-be.txt": ("人上\n上\n".encode("UTF-16BE"), "is in UTF-16BE: .*iconv -f UTF-16BE "),
+    "iso.txt": ("ある日の\n".encode("iso2022_jp"), "is in ISO-2022-JP-3: .*-f ISO-2022-JP-3 "),
+    "shift.txt": ("ある日の暮方\n".encode("cp932"), "1: invalid .* be in CP932 .* -f CP932 -t"),
+    "euc.txt": (
+        ("雨やみを待っていた。\n" * 9).encode("euc_jp"),
+        "be in EUC-JP.*: convert it",
+    ),
+    "big5.txt": ("宇宙洪荒。日月盈昃，\n".encode("big5"), "be in BIG5-HKSCS.* -f BIG5-HKSCS "),
+    "koi.txt": (("Все семьи похожи\n" * 9).encode("koi8_r"), "be in KOI8-R.* -f KOI8-R "),
     "latin.txt": ("é\n".encode("latin-1"), "line 1: invalid .* iconv -f WINDOWS-1252 -t UTF-8 "),
-    "gbk.txt": ("天地人\n".encode("gbk"), "line 1: invalid .* GB18030, SHIFT_JIS, WINDOWS-1251 or"),
+    "gbk.txt": (
+        "天地玄黄，宇宙洪荒。日月盈昃，\n".encode("gbk"),
+        "be in GB18030.* -f GB18030 ",
+    ),
+    "bytes.txt": (b"\xff\xff\x80\xff\x81\n", "if the text is in CP932, EUC-JP, .* -f THAT -t"),
     "damaged.txt": (b"\xc3\xa9t\xc3\n", "line 1: invalid .* UTF-8, so it is damaged$"),
     "two.zip": (zipped("a.txt", "b.txt"), r"a zip archive with 2 files \(a.txt, b.txt\): unpack"),
     "empty.zip": (zipped(), "a zip archive with no file: unpack it"),
