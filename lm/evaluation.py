@@ -38,6 +38,7 @@ from lm.figures import (
     TextCounts,
     perplexity,
     token_unit,
+    word_perplexity,
 )
 from lm.model.language_model import LanguageModel
 from lm.model.reader import evaluation_mode, read_text
@@ -118,7 +119,7 @@ def evaluate(
         nll_nats=nll,
         perplexity=perplexity(nll, num_tokens),
         perplexity_excluding_oov=perplexity(nll - oov_nll, num_tokens - oov * (sequences is None)),
-        word_perplexity=perplexity(nll, counts.words + counts.lines if is_whole else 0),
+        word_perplexity=word_perplexity(nll, counts) if is_whole else math.nan,
         bits_per_byte=nll / math.log(2) / counts.utf8_bytes if is_whole and not oov else None,
         class_perplexity=perplexity(class_nll, num_tokens),
         within_class_perplexity=perplexity(nll - class_nll, num_tokens),
@@ -257,7 +258,7 @@ def _spelled(result: Evaluation, run: TrainedRun, lines: list[str]) -> Evaluatio
         result,
         nll_nats=nll,
         perplexity=perplexity(nll, result.tokens),
-        word_perplexity=perplexity(nll, result.words + result.lines),
+        word_perplexity=word_perplexity(nll, result),
         bits_per_byte=bits if determines_bytes(run, lines) else None,
         spelling_nats=spelling,
     )

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from data_prep.settings import TokenizerConfig
+from data_prep.tokenizer.token_file import SplitInfo
 from data_prep.tokenizer.tokenizer import Tokenizer
 
 EOS_RULE = "one <eos> after every line, empty lines too; the first token is predicted from <eos>"
@@ -61,7 +62,8 @@ class Evaluation:
         perplexity: exp(nll / tokens).
         perplexity_excluding_oov: over the tokens that are not `<unk>`, which remain context.
         word_perplexity: exp(nll / (words + lines)): comparable between tokenizers. NaN if some of
-            these are not predicted, as the ends of sequences and the items that are known.
+            these are not predicted, as the ends of sequences and the items that are known, and of
+            a text without spaces, see `MAX_WORD_BYTES`.
         bits_per_byte: nll / ln 2 / utf8_bytes; None if tokens do not spell the text, which has as
             many bytes as its words with single spaces between them.
         class_perplexity: of the choice at the root of the tree.
@@ -115,7 +117,7 @@ class Evaluation:
         elif self.unit == token_unit(TokenizerConfig(split_punctuation=True)):
             bits = "not known: marks are separated (tokenizer.split_punctuation: true)"
         elif spelled:
-            bits = "not known: a line has other spaces than single ones between words"
+            bits = "not known: a line has other spaces (U+3000, tabs) than single ones"
             bits += ", or case is lost (tokenizer.lowercase)"
         elif not self.oov:
             bits = "not known: case or spaces are lost, a SentencePiece model keeps them"
@@ -159,6 +161,12 @@ def perplexity_rule(unit: str, spelled: bool = False) -> str:
     if unit == ITEM:
         return "per item"
     return f"per {unit} and line end, unknown words {'spelled' if spelled else 'counted as <unk>'}"
+
+
+def word_perplexity(nll: float, text: "TextCounts | SplitInfo | Evaluation") -> float:
+    """The perplexity per word and line end; NaN of a text whose spaces separate no words."""
+    separated = not text.words or text.utf8_bytes <= MAX_WORD_BYTES * text.words
+    return perplexity(nll, (text.words + text.lines) * separated)
 
 
 def perplexity(nll: float, count: int) -> float:

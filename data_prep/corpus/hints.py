@@ -6,6 +6,7 @@ Decides what `lm new` reads of a file, and warns of what is read as words by mis
 import json
 import logging
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
@@ -147,7 +148,7 @@ def warn_of(
     name: str,
     remedy: str = "a configuration reads a column by data.format: {format} and data.text_field",
 ) -> None:
-    """Warn if lines of the text `name` are columns, XML or HTML, or have markers of sentences.
+    """Warn if lines of a text are columns, XML or HTML, a tagger's, not in NFC, or have markers.
 
     `remedy` is what to do with columns.
     """
@@ -163,6 +164,11 @@ def warn_of(
         )
     elif sum(bool(_CLOSING_TAG.search(line)) for line in filled) > len(filled) / 2:
         logger.warning("%s: the text is XML or HTML, whose tags count as words: remove them", name)
+    elif "EOS" in filled and all("\t" in line for line in filled if line != "EOS"):
+        logger.warning("%s: the lines are a tagger's, one word in each: join sentences", name)
+    if sum(not unicodedata.is_normalized("NFC", line) for line in filled) > len(filled) / 10:
+        problem = "has letters and marks apart (not in NFC), other words than with both in one"
+        logger.warning("%s: the text %s: uconv -x nfc %s > NEW", name, problem, name)
     for place, where in ((0, "begin"), (-1, "end")):
         words = Counter(line.split()[place] for line in filled)
         marker, count = next(iter(words.most_common(1)), ("", 0))

@@ -1,9 +1,10 @@
 """Word errors of hypotheses by their references: counts, rates and their intervals."""
 
 import logging
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -101,8 +102,10 @@ class WordErrors:
         """Compare each hypothesis with the words of its utterance, of which [U] are given.
 
         By default, characters are compared if the references have no spaces, or, with a warning,
-        others than the hypotheses have.
+        others than the hypotheses have. Both are compared in NFC, a form of Unicode.
         """
+        composed = partial(unicodedata.normalize, "NFC")
+        references = [composed(" ".join(words)).split() for words in references]
         if characters is None and not (characters := have_no_spaces(references)):
             texts = references, list(map(str.split, nbest.texts))
             shorter, longer = sorted(map(letters_per_word, texts))
@@ -112,7 +115,7 @@ class WordErrors:
         utterance = np.repeat(np.arange(len(references)), nbest.num_hypotheses).tolist()
         counts = []
         for place, text in zip(utterance, nbest.texts, strict=True):
-            pair = references[place], text.split()
+            pair = references[place], composed(text).split()
             counts.append(word_errors(*(map("".join, pair) if characters else pair)))
         return cls(
             counts=np.array(counts),

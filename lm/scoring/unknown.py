@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.corpus.formats import COLUMN_ALONE
-from data_prep.corpus.hints import noted, warn_of
+from data_prep.corpus.hints import UNSPACED, noted, warn_of
 from data_prep.errors import UserError
 from data_prep.tokenizer.punctuation import UNK
 from data_prep.tokenizer.speller import Speller
@@ -132,6 +132,9 @@ class UnknownWords:
             return None
         share = 100 * self.num_unknown / self.num_words
         words = ", ".join(f"{word[:40]!r}" for word, _ in self._counts.most_common(NUM_SHOWN))
+        if 2 * len(UNSPACED.findall(words)) > len(words):
+            cause = "separate the words of the text as those of the training text were separated"
+            return f"{share:.0f} % of the words of the {what} are unknown, as {words}: {cause}"
         keys = [
             key for key in ("lowercase", "split_punctuation") if not getattr(self._tokenizer, key)
         ]

@@ -83,13 +83,15 @@ def draw_curves(folder: Path, title: str) -> None:
     num_steps = [after - before for before, after in pairwise([0, *(line.step for line in lines)])]
     drawn = [line for line, num in zip(lines, num_steps, strict=True) if 2 * num >= max(num_steps)]
     perplexities = [line.train_perplexity for line in drawn]
-    axes.plot([line.tokens for line in drawn], perplexities, label="training", linewidth=1)
+    style: dict[str, Any] = {"linewidth": 1, "marker": "." * (len(drawn) == 1)}
+    axes.plot([line.tokens for line in drawn], perplexities, label="training", **style)
     validated = {line.tokens: line.valid_perplexity for line in lines if line.valid_perplexity}
     if validated:
         best = f"validation, best {min(validated.values()):.1f}"
         axes.plot(list(validated), list(validated.values()), "o-", label=best)
     axes.set(xlabel="" if ndcg else "tokens trained on", ylabel="perplexity", yscale="log")
-    axes.set_title(title, parse_math=False)
+    if font := _font_of(title):
+        axes.set_title(title, parse_math=False, font=font)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.yaxis.set_minor_formatter("{x:.0f}")
@@ -97,3 +99,14 @@ def draw_curves(folder: Path, title: str) -> None:
     axes.legend()
     save = partial(figure.savefig, format="png", dpi=120)
     write_atomically(folder / "curves.png", save)
+
+
+def _font_of(title: str) -> Path | None:
+    """A font that has all letters of a title, the usual one if it has; None if none has."""
+    from matplotlib import font_manager
+
+    usual = font_manager.findfont("DejaVu Sans")
+    for path in (usual, *sorted(font.fname for font in font_manager.fontManager.ttflist)):
+        if {*map(ord, title)} <= font_manager.get_font(path).get_charmap().keys():
+            return Path(path)
+    return None

@@ -17,7 +17,7 @@ from data_prep.errors import UserError
 from lm.rescoring.lattice import Lattice, read_lattices
 from lm.rescoring.lattice_search import WordModel, Words, search, to_nbest
 from lm.rescoring.models import ArpaScores
-from lm.rescoring.nbest import Floats, NBest
+from lm.rescoring.nbest import Floats, NBest, read_nbest
 from lm.rescoring.weights import ScoredList, Weights, tune
 from lm.rescoring.word_errors import WordErrors, _distance, word_errors
 from lm.scoring.arpa import ArpaModel
@@ -312,6 +312,11 @@ def test_word_errors_are_the_edit_distance_with_the_most_equal_words(
         assert list(found) == kinds
         assert sum(found) == total
     assert word_errors(["a", "b"], ["b", "c"]) == (0, 1, 1)
+
+
+def test_letters_with_their_marks_apart_are_equal() -> None:
+    nbest = read_nbest("a", lines=["u\tte\u0301l e\u0301"])
+    assert WordErrors.of([["t\xe9l", "\xe9"]], nbest).counts.sum() == 0
 
 
 def test_intervals_of_error_rates_are_those_of_samples_of_utterances() -> None:

@@ -126,8 +126,8 @@ def test_the_curve_leaves_out_perplexities_of_few_steps(
     assert validation == ([2_020_000, 3_020_000], [60.0] * 2)
 
 
-def test_titles_are_no_math(tmp_path: Path) -> None:
-    for title in ("a$_$b", "$", "a_b^c", "\\frac", "$x"):
+def test_titles_are_no_math_and_in_any_language(tmp_path: Path) -> None:
+    for title in ("a$_$b", "$", "a_b^c", "\\frac", "$x", "日本語"):
         draw_curves(tmp_path, title)
         assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 

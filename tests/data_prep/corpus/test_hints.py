@@ -97,6 +97,7 @@ def test_the_column_of_parquet_is_found_in_a_file_of_any_name(tmp_path: Path) ->
         ),
         ("[INST] the cat [/INST]", ["a: the lines begin", r"a: the lines end with \[/INST\], "]),
         ("the cat <|endoftext|>", [r"a: the lines end with <\|endoftext\|>, "]),
+        ("は\u3099れ", ["a: the text has letters and marks apart .* uconv -x nfc a > NEW$"]),
         ("- the <unk> </s> cat .", []),
         ("[1] the cat", []),
         ("", []),
@@ -112,6 +113,11 @@ def test_what_is_no_word_is_warned_of_without_delay(
     assert [*seen] == []
     for message, warning in zip(caplog.messages, warnings, strict=True):
         assert re.match(warning, message)
+
+
+def test_the_lines_of_a_tagger_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert len([*noted(["この\t連体詞,*", "上\t名詞,一般", "EOS"], "a")]) == 3
+    assert "a: the lines are a tagger's, one word in each" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["a.csv", "b/A.TSV.gz"])
