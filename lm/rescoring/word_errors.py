@@ -107,8 +107,8 @@ class WordErrors:
         composed = partial(unicodedata.normalize, "NFC")
         references = [composed(" ".join(words)).split() for words in references]
         if characters is None and not (characters := have_no_spaces(references)):
-            texts = references, list(map(str.split, nbest.texts))
-            shorter, longer = sorted(map(letters_per_word, texts))
+            hypotheses = [text.split() for text in nbest.texts]
+            shorter, longer = sorted(map(letters_per_word, [references, hypotheses]))
             if characters := 0 < 1.25 * shorter < longer:
                 cut = "has other spaces than its references: characters are compared"
                 _log.warning("%s %s", nbest.name, cut)
