@@ -108,7 +108,7 @@ class WordErrors:
         references = [composed(" ".join(words)).split() for words in references]
         if characters is None and not (characters := have_no_spaces(references)):
             hypotheses = [text.split() for text in nbest.texts]
-            shorter, longer = sorted(map(letters_per_word, [references, hypotheses]))
+            shorter, longer = sorted(letters_per_word(x) for x in (references, hypotheses))
             if characters := 0 < 1.25 * shorter < longer:
                 cut = "has other spaces than its references: characters are compared"
                 _log.warning("%s %s", nbest.name, cut)
