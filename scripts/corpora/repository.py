@@ -1,4 +1,4 @@
-"""Corpora from source code: its text as words, or the files that its authors change.
+"""Corpora of source code, as text of words.
 
 `scripts/make_corpus code SOURCE… --out DIR` writes train.txt, valid.txt and test.txt.
 
@@ -16,17 +16,11 @@ A line of a file is a line of text, without empty ones. Its words are, the longe
   - other characters of ASCII but white space, each alone.
 
 Comments and strings are text like any other. White space separates words and is not kept.
-
-`scripts/make_corpus git CLONE --out DIR` writes events.parquet: the columns user (hash of an
-author's address after .mailmap), item (path of a file) and time (seconds since 1970), one row for
-each file that a commit adds or changes, the oldest commit first. Merges are left out, and commits
-of more than --max-files files. A hash is a pseudonym: who knows an address can find its rows.
 """
 
 import argparse
 import os
 import re
-import subprocess
 import tarfile
 from codecs import BOM_UTF8
 from collections.abc import Iterator
@@ -35,13 +29,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NoReturn
 
-import pyarrow
-from pyarrow import parquet
 from tqdm import tqdm
 
 from data_prep.corpus.lines import SPLITS
 from data_prep.errors import DataError, UserError
-from data_prep.storage import make_folder, new_folder, write_atomically
+from data_prep.storage import new_folder
 from scripts import run
 
 SUFFIXES = (
@@ -167,72 +159,23 @@ def write_code(options: argparse.Namespace) -> str:
     return "; ".join(f"{s}: {num_files[s]:,} files, {num_words[s]:,} words" for s in SPLITS)
 
 
-def git_events(clone: Path, max_files: int) -> Iterator[tuple[str, str, int]]:
-    """Yield user, item and time of each change of a file, the oldest commit first.
-
-    UserError if git is missing, or does not find a repository or a commit.
-    """
-    # A commit is "//\0address\0time\0", then, after "\n", a path and "\0" for each file.
-    command = ["git", "-c", "log.showRoot=true", "-c", "diff.relative=false", "-C", str(clone)]
-    command += ["log", "--reverse", "--no-merges", "--name-only", "-O/dev/null"]
-    command += ["--diff-filter=d", "-z", "--format=//%x00%aE%x00%at"]
-    try:
-        done = subprocess.run(command, capture_output=True, check=False)
-    except OSError as error:
-        raise UserError(f"git cannot be started: {error.strerror}") from error
-    if done.returncode:
-        problem = done.stderr.decode(errors="replace").strip().splitlines()[-1]
-        raise DataError(f"{clone}: {problem}")
-    for commit in (b"\0" + done.stdout).split(b"\0//\0")[1:]:
-        address, time, names = commit.split(b"\0", 2)
-        paths = names.removeprefix(b"\n").rstrip(b"\0").split(b"\0")
-        if paths[0] and len(paths) <= max_files:
-            user = blake2b(address.lower(), digest_size=8).hexdigest()
-            for path in paths:
-                yield user, path.decode(errors="backslashreplace"), int(time)
-
-
-def write_events(options: argparse.Namespace) -> str:
-    """Write the table of events of a clone; returns what it has."""
-    events = list(git_events(options.clone, options.max_files))
-    if not events:
-        raise DataError(f"{options.clone}: no commit changes files, or see --max-files")
-    users, items, times = zip(*events, strict=True)
-    columns = (pyarrow.array(each).dictionary_encode() for each in (users, items))
-    table = pyarrow.table([*columns, pyarrow.array(times)], names=["user", "item", "time"])
-    make_folder(options.out)
-    path = options.out / "events.parquet"
-    write_atomically(path, lambda file: parquet.write_table(table, file))
-    counts = f"{len(events):,} events, {len({*users}):,} users, {len({*items}):,} items"
-    return f"{path}: {counts}"
-
-
 def main() -> None:
     """Run the command; raises UserError if an option or a source is wrong."""
     parser = argparse.ArgumentParser(
-        prog="scripts/make_corpus",
+        prog="scripts/make_corpus code",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verbs = parser.add_subparsers(required=True, metavar="code|git")
-    code = verbs.add_parser("code", help="text of source code")
-    code.set_defaults(write=write_code)
-    code.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help="folder or archive")
+    parser.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help="folder or archive")
     share = "share of the files in valid.txt and in test.txt, default 0.01"
-    code.add_argument("--held-out", type=float, default=0.01, metavar="SHARE", help=share)
+    parser.add_argument("--held-out", type=float, default=0.01, metavar="SHARE", help=share)
     listed = "of source code, without the dot; default: " + SUFFIXES
     names = SUFFIXES.split()
-    code.add_argument("--suffixes", nargs="+", default=names, metavar="SUFFIX", help=listed)
-    code.add_argument("--no-progress", action="store_true", help="no progress bar")
-    git = verbs.add_parser("git", help="files that authors change")
-    git.set_defaults(write=write_events)
-    git.add_argument("clone", type=Path, metavar="CLONE", help="folder of a git repository")
-    most = "commits of more files are left out, default 30"
-    git.add_argument("--max-files", type=int, default=30, metavar="N", help=most)
-    for verb, what in ((code, "new folder"), (git, "folder, created if missing")):
-        verb.add_argument("--out", type=Path, required=True, metavar="DIR", help=what)
+    parser.add_argument("--suffixes", nargs="+", default=names, metavar="SUFFIX", help=listed)
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
     options = parser.parse_args()
-    print(options.write(options))
+    print(write_code(options))
 
 
 if __name__ == "__main__":

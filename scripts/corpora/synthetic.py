@@ -9,7 +9,7 @@ draws. Equal arguments give equal text.
 A word is spelled from its rank, shorter if it is more frequent: 6.4 bytes of text per word with 14
 million types, including the space. Memory does not grow with the corpus.
 
-`scripts/make_corpus code` and `scripts/make_corpus git` write corpora of source code instead.
+`scripts/make_corpus code` writes one of source code instead.
 """
 
 import argparse

