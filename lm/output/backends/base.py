@@ -9,8 +9,10 @@ A visit is a position at a node of its target's path: `visits.route` sorts visit
 `Problem.of` checks shapes, dtypes and devices, not strides. Weight and bias may have a lower
 precision than hidden or, under autocast, a higher one; under torch.compile, sizes may be symbols. A
 backend checks the values of targets (see `inputs.check_words`), disables autocast for what it
-computes, does not reduce over positions, and records nothing for autograd. Sums are formed in
-`compute_dtype(hidden.dtype)`, at least fp32, of numbers that are not rounded before.
+computes, does not reduce over positions, and records nothing for autograd (`autograd.py` makes the
+ops; decoding is none of its tasks). Where it is to be recorded as a CUDA graph, the host waits for
+nothing. Sums are formed in `inputs.compute_dtype(hidden.dtype)`: fp32, or fp64 for fp64, of numbers
+that are not rounded before.
 
 What else it must obey is in `tests/output/laws.py`: biases of -inf exclude children; a row that is
 no number is seen where its node is visited, and nowhere else; positions do not change each other by
