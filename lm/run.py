@@ -207,10 +207,8 @@ class Run:
 
     def changed(self, config: Config) -> "Run":
         """A run of the same data and trees by another configuration."""
-        parts: dict[str, Any] = {"tree": self.tree, "input_tree": self.input_tree}
-        if "prepared" in vars(self):
-            parts["prepared"] = self.prepared
-        return Run.of(config, **parts)
+        known = vars(self).keys() & {"prepared", "tree", "input_tree"}
+        return Run.of(config, **{name: vars(self)[name] for name in known})
 
 
 @dataclass(frozen=True, eq=False)

@@ -189,18 +189,11 @@ def wide_encoding(head: bytes) -> str | None:
         if re.match(mark, head):
             return encoding
     # Most letters, and spaces, have zeros in all bytes but one.
-    counts = [head[place::4].count(0) for place in range(4)]
     most = 0.6 * (len(head) // 4)
-    zeros = [count > most for count in counts]
-    found = {
-        (False, True, True, True): "UTF-32LE",
-        (False, False, True, True): "UTF-32LE",
-        (True, True, True, False): "UTF-32BE",
-        (True, True, False, False): "UTF-32BE",
-        (False, True, False, True): "UTF-16LE",
-        (True, False, True, False): "UTF-16BE",
-    }
-    if len(head) >= 8 and (likely := found.get((zeros[0], zeros[1], zeros[2], zeros[3]))):
+    zeros = "".join("x0"[head[place::4].count(0) > most] for place in range(4))
+    found = {"x000": "UTF-32LE", "xx00": "UTF-32LE", "000x": "UTF-32BE", "00xx": "UTF-32BE"}
+    found |= {"x0x0": "UTF-16LE", "0x0x": "UTF-16BE"}
+    if len(head) >= 8 and (likely := found.get(zeros)):
         return likely
     if b"\0" in head and not _is_utf8(head):  # as Chinese, where a letter may have the byte of \n
         units = [head[place : place + 2] for place in range(0, len(head) - 1, 2)]

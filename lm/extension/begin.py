@@ -1,6 +1,7 @@
 """`lm train --init-from`: a run that begins from the weights of another, on another text."""
 
 import logging
+import os
 
 from data_prep.errors import DataError, UserError
 from data_prep.meta import META
@@ -44,7 +45,8 @@ def begin_from(
         UserError: the run cannot begin, by `checkpoint_to_resume` or `prepare`, or another model.
     """
     config = run.config
-    resume = "auto" if launch() else resume
+    is_further = os.environ.get("LOCAL_RANK", "0") != "0"  # started by the first one, in `train`
+    resume = "auto" if launch() or is_further else resume
     if checkpoint_to_resume(config, resume) is None:
         _check(trained, config)
     make_folder(run.folder)

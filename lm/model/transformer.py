@@ -68,7 +68,8 @@ class Transformer(nn.Module):
                 "Transformer: hidden_size / heads must be an even integer, "
                 f"got {hidden_size} / {heads} = {hidden_size / heads:g}"
             )
-        self.hidden_size, self.heads, self.context = hidden_size, heads, context
+        self.hidden_size, self.inner_size = hidden_size, inner
+        self.heads, self.context = heads, context
         self.project: nn.Module = nn.Identity()
         if input_size != hidden_size:
             self.project = nn.Linear(input_size, hidden_size, bias=False)

@@ -1,11 +1,15 @@
 """The memory that a training run needs and what is available, before any is allocated."""
 
 from dataclasses import astuple, dataclass
+from itertools import pairwise
+from operator import mul
 
 import torch
 
 from data_prep.errors import OutOfMemoryError, UserError
 from lm.config import changed
+from lm.model.adaptive import AdaptiveSoftmax
+from lm.model.transformer import Transformer
 from lm.output.backends import choose_backend, saved_bytes
 from lm.output.backends.base import Problem
 from lm.run import Run
@@ -109,21 +113,26 @@ def check_memory(run: Run) -> None:
 
 
 def _batch_bytes(run: Run) -> int:
-    """Hidden vectors of all layers and the output layer's saved state, with their gradients."""
-    model, train, output = run.config.model, run.config.train, run.config.output
+    """Hidden vectors of all layers and the output layer's saved state, with their gradients.
+
+    The factors are those of measured peaks.
+    """
+    train, output = run.config.train, run.config.output
     num_positions = train.batch_size // run.world_size * train.seq_len
-    per_position = 12 if model.backbone == "lstm" else 24
     element = 8 if train.precision == "64-true" else 4
-    num_others = 4 if model.input_pieces is None else 6
-    vectors = element * num_positions * model.hidden * (per_position * model.layers + num_others)
-    if run.tree is None:  # the adaptive softmax, without its clusters, which few positions visit
-        shortlist = (output.cutoffs or [run.prepared.vocab_size // 10])[0]
-        return vectors + 2 * element * num_positions * shortlist
+    vectors = element * num_positions * _num_features(run)
+    if isinstance(layer := run.model_without_weights.output, AdaptiveSoftmax):
+        sizes = [end - begin for begin, end in pairwise([0, *layer.softmax.cutoffs])]
+        counts = torch.tensor(run.prepared.counts()).double().sort(descending=True).values
+        shares = [float(part.sum() / counts.sum()) for part in torch.split(counts, sizes)]
+        columns = sizes[0] + sum(map(mul, sizes[1:], shares[1:]))
+        return vectors + int(3 * element * num_positions * columns)
     if output.num_samples is not None:
-        return vectors + 2 * element * num_positions * output.num_samples
+        return vectors + 9 * element * num_positions * output.num_samples
+    assert run.tree is not None  # unless the softmax is adaptive
     dtypes = {"64-true": torch.float64, "32-true": torch.float32}
     dtype = dtypes.get(train.precision, torch.bfloat16)
-    problem = Problem.without_values(num_positions, model.hidden, run.tree, dtype)
+    problem = Problem.without_values(num_positions, run.config.model.hidden, run.tree, dtype)
     backend: str = output.backend
     if backend == "auto":
         device = torch.device("cuda" if run.on_gpu else "cpu")
@@ -131,6 +140,22 @@ def _batch_bytes(run: Run) -> int:
     if backend == "reference" and run.word_table.row_wise:  # gradients hold errors or rows
         vectors += element * min(problem.num_columns, problem.weight.numel())
     return vectors + 2 * saved_bytes(backend, problem, row_wise=run.word_table.row_wise)
+
+
+def _num_features(run: Run) -> int:
+    """Numbers of a position in the vectors of the model, with their gradients."""
+    model, backbone = run.config.model, run.model_without_weights.backbone
+    hidden, layers, embedding = model.hidden, model.layers, model.embedding or model.hidden
+    if isinstance(backbone, Transformer):
+        inner, of_input = backbone.inner_size, 2
+        is_lower = run.on_gpu or run.config.train.precision.startswith("bf16")
+        of_hidden, of_inner = (13, 4) if is_lower else (15, 6)
+        num = layers * (of_hidden * hidden + of_inner * inner) + 3 * inner
+    else:
+        of_input, has_masks = 8, model.dropout and not (model.dropout_variational or run.on_gpu)
+        num = hidden * (12 * layers + (4 * (layers + 1) if has_masks else 0))
+    num_others = 4 if model.input_pieces is None else 6
+    return num + num_others * hidden + of_input * (embedding - hidden)
 
 
 def _what_fits(run: Run, need: int, limit: float) -> str:

@@ -16,6 +16,7 @@ from lm.model.build import build_model, without_weights
 from lm.model.files import Description, save_model
 from lm.model.input_pieces import PIECES
 from lm.model.language_model import LanguageModel
+from lm.model.reader import evaluation_mode
 from lm.run import Run
 from lm.training.batches import Batch, Batches
 from lm.training.carried_loss import CarriedLoss
@@ -33,7 +34,7 @@ from lm.training.cuda_graph import InputBuffers, StepGraph
 from lm.training.metrics import Metrics
 from lm.training.optimizers import build_optimizer, learning_rate
 from lm.training.progress import Progress
-from lm.training.validation import Validation, rank_items
+from lm.training.validation import Validation, rank
 
 _log = logging.getLogger(__name__)
 
@@ -190,7 +191,11 @@ class TrainingState:
         self._check_loss(result.nll_nats / result.tokens)
         found = Validation(result.perplexity)
         if self.config.ranks_items:
-            found = Validation(result.perplexity, *rank_items(self.model, prepared, check))
+            sequences = prepared.sequences("valid", items_alone=True)
+            special, exclude = (prepared.eos_id, prepared.unk_id), prepared.proposed_exclusion
+            with evaluation_mode(self.model):
+                figures = rank(self.model, sequences, special, exclude, check)
+            found = Validation(result.perplexity, *figures)
         return self.fabric.broadcast(found) if self.fabric.world_size > 1 else found
 
     def _check_loss(self, loss: float) -> None:

@@ -14,7 +14,7 @@ from data_prep.prepared import Prepared
 from data_prep.sequences import Exclude, Sequences
 from lm.config import Config, Criterion
 from lm.model.language_model import LanguageModel
-from lm.model.reader import evaluation_mode, read_lines
+from lm.model.reader import read_lines
 from lm.scoring.ranking import best_items
 
 RANKED_USERS = 4_000
@@ -47,19 +47,6 @@ def check_validation(config: Config, prepared: Prepared) -> None:
             raise UserError(f"valid: {num} items to predict, of which the training split has none")
 
 
-def rank_items(
-    model: LanguageModel, prepared: Prepared, check: Callable[[], None]
-) -> tuple[float, float]:
-    """HR and NDCG of a model on the validation split; the mode of the model is restored.
-
-    `check` is called after each block of users, to raise an error that ends the ranking.
-    """
-    sequences = prepared.sequences("valid", items_alone=True)
-    special = prepared.eos_id, prepared.unk_id
-    with evaluation_mode(model):
-        return rank(model, sequences, special, prepared.proposed_exclusion, check)
-
-
 @torch.no_grad()
 def rank(
     model: LanguageModel,
@@ -70,7 +57,8 @@ def rank(
 ) -> tuple[float, float]:
     """HR and NDCG at `K` of the items to predict of a sample of users, see `lm.scoring.ranking`.
 
-    Items outside the catalogue are missed; `special` are `<eos>` and `<unk>`.
+    Items outside the catalogue are missed; `special` are `<eos>` and `<unk>`. The model is in
+    evaluation mode. `check` is called after each block of users, to raise an error that ends it.
     """
     per_user = sequences.num_targets
     users = np.flatnonzero(per_user)

@@ -1,11 +1,13 @@
 """Fixtures of the tests of training: commands that train `tiny`, and calls before others."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lm.training.batches import Batches, SequenceBatches
 from tests.conftest import Printed
 
 BeforeCall = Callable[..., None]
@@ -22,6 +24,20 @@ def command(tiny: Path, prepared_dir: Path) -> Callable[[Path], list[str]]:
 def failed(command: Callable[[Path], list[str]], complaint: Printed) -> Printed:
     """`failed(folder, *options)`: the error of training `tiny` in `folder`, which must fail."""
     return lambda folder, *options: complaint(*command(folder), *options)
+
+
+@pytest.fixture
+def signals_at(before_call: BeforeCall) -> dict[int, list[int]]:
+    """The signals that this process sends itself before batches, by their number; each once."""
+    numbers: dict[int, list[int]] = {}
+
+    def send(_: Batches, batch: int) -> None:
+        for number in numbers.pop(batch, ()):
+            os.kill(os.getpid(), number)
+
+    for kind in (Batches, SequenceBatches):
+        before_call(kind, "__getitem__", send)
+    return numbers
 
 
 @pytest.fixture

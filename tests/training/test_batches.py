@@ -13,10 +13,7 @@ import torch
 from data_prep.errors import UserError
 from data_prep.sequences import Sequences, find_sequences
 from lm.config import validate
-from lm.output import ClassTree
 from lm.training.batches import IGNORED, Batch, Batches, make_batches
-from lm.training.carried_loss import CarriedLoss
-from tests.models import small_model
 
 EOS, UNK = 65_000, 1
 SEQ_LEN = 4
@@ -115,19 +112,6 @@ def test_the_columns_of_all_ranks_are_the_batch_of_one_device(kind: str, num: in
             num_tokens = part[number].num_tokens
             assert num_tokens == one[number].num_tokens
             assert part[number].weight == num * int((targets != IGNORED).sum()) / num_tokens
-
-
-@pytest.mark.parametrize("num", [2, 6])
-def test_the_mean_of_the_losses_of_all_devices_is_the_loss_of_one(num: int) -> None:
-    loss = CarriedLoss(small_model(ClassTree.two_level(num_words=EOS + 1)), torch.device("cpu"))
-    devices = [make("sequences", 37, rank=rank, world_size=num) for rank in range(num)]
-    one, weights = make("sequences", 37), set()
-    for number in range(one.per_epoch):
-        batches = [device[number] for device in devices]
-        parts = torch.stack([loss(batch) for batch in batches])
-        torch.testing.assert_close(parts.mean(), loss(one[number]), rtol=1e-12, atol=0)
-        weights |= {batch.weight for batch in batches}
-    assert len(weights) > 2
 
 
 @pytest.mark.parametrize(("kind", "shortest"), [("streams", 3), ("windows", 13)])

@@ -98,10 +98,8 @@ def test_all_devices_follow_the_clock_of_the_first() -> None:
 
 
 def test_a_continuation_estimates_the_first_validation_by_all_steps_of_the_run(
-    monkeypatch: pytest.MonkeyPatch,
+    seconds: list[float],
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr("lm.training.clock.time.perf_counter", lambda: now[0])
     fabric = Fabric(accelerator="cpu", devices=1)
     train = TrainConfig(batch_size=4, seq_len=5, accumulate=2, max_minutes=10)
     batches: Any = SimpleNamespace(
@@ -110,25 +108,24 @@ def test_a_continuation_estimates_the_first_validation_by_all_steps_of_the_run(
     progress = Progress(batches_done=480, seconds=240.0, elapsed_seconds=240.0)
     clock = Clock(fabric, progress, train, batches, 30 * 4 * 5 * 2)  # the work of ten steps
     assert clock.share == pytest.approx(240 / (600 - 10))
-    now[0], progress.batches_done = 1.0, 482
+    seconds.append(1.0)
+    progress.batches_done = 482
     clock.step()
     assert clock.share == pytest.approx(241 / (600 - 10))
 
 
-def test_the_time_left_counts_steps_and_validations(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("lm.training.clock.time.perf_counter", lambda: now[0])
+def test_the_time_left_counts_steps_and_validations(seconds: list[float]) -> None:
     fabric, train = Fabric(accelerator="cpu", devices=1), TrainConfig(batch_size=4, seq_len=5)
     batches: Any = SimpleNamespace(num_steps=1000, between_validations=100, steps=int)
     clock = Clock(fabric, Progress(), train, batches, 30 * 4 * 5)
     for step in range(1, 36):
         assert clock.seconds_left(step - 1) is None
-        now[0] += 50 if step <= 5 else 0.1  # the first steps compile
+        seconds.append(50 if step <= 5 else 0.1)  # the first steps compile
         clock.step()
     # 965 steps and ten validations, each of the work of ten steps
     assert clock.seconds_left(35) == pytest.approx(96.5 + 10)
     clock.pause()
-    now[0] += 7
+    seconds.append(7)
     clock.resume(validated=True)
     assert clock.seconds_left(100) == pytest.approx(90 + 9 * 7)
     clock.num_steps, clock.limit = None, clock.progress.elapsed_seconds + 60

@@ -117,11 +117,14 @@ def test_two_processes_train_as_one_and_continue_where_they_stopped(
         torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("launcher", "devices"), [("torchrun", "null"), ("SLURM", "auto")])
-def test_the_processes_that_a_launcher_has_started_train_one_run(
-    command: Command, tmp_path: Path, launcher: str, devices: str
+@pytest.mark.parametrize(
+    ("launcher", "devices"), [("torchrun", "null"), ("SLURM", "auto"), ("", "2")]
+)
+def test_the_processes_that_are_started_train_one_run(
+    command: Command, lstm_run: Path, tmp_path: Path, launcher: str, devices: str
 ) -> None:
     options = ["--train.max_steps=2", f"--train.devices={devices}"]
+    options += [f"--init-from={lstm_run}", "--data.prepared_dir=null"]
     processes = launched(launcher, "-m", "lm", *command(tmp_path / "run"), *options)
     assert "".join(finish(each)[0] for each in processes) == f"{tmp_path / 'run'}\n"  # once
     assert len(load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["devices"]) == 2

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from lm.training.memory_estimate import TOLERANCE, MemoryEstimate, check_memory,
 CPU = torch.device("cpu")
 NUM_WORDS, NUM_CLASSES = 10_000, 100
 TREE = ClassTree.two_level(torch.arange(NUM_WORDS) % NUM_CLASSES)
+PREPARED = SimpleNamespace(vocab_size=NUM_WORDS, counts=lambda: [1] * NUM_WORDS)
 NUM_ROWS = NUM_WORDS + NUM_CLASSES
 TABLE = NUM_ROWS * (304 + 1)  # rows of 300 numbers are followed by zeros
 VECTORS = NUM_WORDS * 300
@@ -88,8 +90,7 @@ def test_a_recorded_step_keeps_its_memory_next_to_that_of_a_shorter_batch(
     options = [*options, "train.accelerator=gpu", "output.backend=reference"]
     need = estimate_memory(run(*options))
     assert need.graph == steps * (need.gradients + need.batch)
-    rest = need.weights + need.gradients + need.optimizer + need.batch + need.other
-    assert need.total == rest + need.graph
+    assert need.total == replace(need, graph=0).total + need.graph
 
 
 def test_a_run_that_does_not_fit_is_refused_with_changes_that_add_up_until_they_suffice(
@@ -122,8 +123,7 @@ def test_settings_that_would_be_refused_or_need_more_are_not_proposed(
     run: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Run, "available_bytes", 1000)
-    prepared = SimpleNamespace(vocab_size=NUM_WORDS, counts=lambda: [1] * NUM_WORDS)
-    adaptive = Run.of(run("output.tree=adaptive").config, prepared=prepared)
+    adaptive = Run.of(run("output.tree=adaptive").config, prepared=PREPARED)
     with pytest.raises(UserError, match=r": even --word_table\.optimizer=adagrad would need"):
         check_memory(adaptive)
     for options in (["model.embedding=8", "train.devices=2"], ["model.hidden=1000000"]):
@@ -172,6 +172,28 @@ def test_a_batch_counts_what_the_backend_saves_with_its_gradient(
         rows = TREE.num_rows * problem.weight.shape[1]
         saved += 2 * min(num_positions * TREE.max_path_columns, rows)
     assert need.batch == 4 * num_positions * 300 * (12 + 4) + 2 * saved
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "after", "numbers"),
+    [
+        ("model.layers=3 model.dropout", "0", "0.1", 4 * 4 * 300),
+        ("model.embedding", "300", "1000", 8 * 700),
+        ("model.backbone=transformer model.feedforward", "300", "4000", 9 * 3700),
+        ("output.tree=full output.num_samples", "1000", "5000", 9 * 4000),
+        # Each word is as frequent, so that half of the positions visit the second cluster.
+        ("output.tree=adaptive output.cutoffs", "[2000]", "[5000]", 3 * (7500 - 8400)),
+    ],
+)
+def test_a_batch_counts_numbers_of_each_position(
+    run: Configured, options: str, before: str, after: str, numbers: int
+) -> None:
+    sizes = "train.batch_size=100", "train.seq_len=100"
+    runs = [run(*f"{options}={each}".split(), *sizes) for each in (before, after)]
+    if "tree" in options:
+        runs = [Run.of(each.config, prepared=PREPARED) for each in runs]
+    first, second = (estimate_memory(each).batch for each in runs)
+    assert second - first == 4 * 10_000 * numbers
 
 
 def test_unknown_memory_refuses_nothing(

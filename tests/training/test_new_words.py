@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 import re
 import signal
@@ -20,10 +19,8 @@ from lm.extension import begin, begin_from
 from lm.extension.words import extended
 from lm.model.files import load_model
 from lm.run import Run, TrainedRun
-from lm.training.batches import Batches
 from lm.training.checkpoint import load_checkpoint
 from tests.conftest import Printed, recipes
-from tests.training.conftest import BeforeCall
 from tests.training.tiny_runs import outcome
 
 RECIPE = """\
@@ -133,7 +130,7 @@ def test_with_the_same_words_training_begins_with_the_perplexity_of_the_run(
 
 @pytest.mark.parametrize("shape", ["lstm, shortlist, a vector for each word", "transformer, tied"])
 def test_a_run_that_has_begun_from_another_continues_without_it(
-    shape: str, before_call: BeforeCall, complaint: Printed
+    shape: str, signals_at: dict[int, list[int]], complaint: Printed
 ) -> None:
     keys = [*SHAPES[shape], "--train.max_steps=6", "--model.dropout=0.3"]
     run = train("old", *keys)
@@ -142,14 +139,7 @@ def test_a_run_that_has_begun_from_another_continues_without_it(
     arguments = ["train", "new.yaml", "--no-progress", *keys, f"--init-from={run}"]
     assert "already contains a run: continue it with --resume auto" in complaint(*arguments)
     rmtree(whole)
-    fatal = [3, 0]
-
-    def kill(_: Batches, number: int) -> None:
-        if fatal and number == fatal[-1]:
-            fatal.pop()
-            os.kill(os.getpid(), signal.SIGINT)
-
-    before_call(Batches, "__getitem__", kill)
+    signals_at |= {0: [signal.SIGINT], 3: [signal.SIGINT]}
     with pytest.raises(SystemExit):
         main(arguments)
     rmtree(run)

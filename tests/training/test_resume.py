@@ -8,15 +8,12 @@ from pathlib import Path
 from shutil import rmtree
 
 import pytest
-import torch
 
 from lm.config import load_config
 from lm.run import Run
-from lm.training.batches import Batches, SequenceBatches
 from lm.training.checkpoint import load_checkpoint, save_checkpoint
 from lm.training.signals import SIGNALS, StopSignals
 from tests.conftest import Printed, Train, recipes
-from tests.training.conftest import BeforeCall
 from tests.training.tiny_runs import LAST, outcome, steps_done
 
 RECIPES = recipes("""\
@@ -48,20 +45,11 @@ def _signals_are_not_ignored() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def test_signals_stop_training_unless_that_of_a_closed_terminal_is_ignored(tmp_path: Path) -> None:
+def test_signals_stop_training_unless_that_of_a_closed_terminal_is_ignored() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM):
         with StopSignals() as signals:
             os.kill(os.getpid(), number)
             assert signals.agreed() == number
-    file = f"file://{tmp_path}/store"
-    torch.distributed.init_process_group("gloo", init_method=file, rank=0, world_size=1)
-    try:
-        with StopSignals() as signals:
-            assert signals.agreed() is None
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert signals.agreed() == signal.SIGTERM
-    finally:
-        torch.distributed.destroy_process_group()
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under `nohup`
     try:
         with StopSignals() as signals:
@@ -73,13 +61,9 @@ def test_signals_stop_training_unless_that_of_a_closed_terminal_is_ignored(tmp_p
 
 @pytest.mark.parametrize("fatal", [0, 3])
 def test_a_second_signal_stops_at_once(
-    fatal: int, train: Train, tmp_path: Path, before_call: BeforeCall
+    fatal: int, train: Train, tmp_path: Path, signals_at: dict[int, list[int]]
 ) -> None:
-    def kill_twice(batches: Batches, number: int) -> None:
-        for _ in range(2 if number == fatal else 0):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    before_call(Batches, "__getitem__", kill_twice)
+    signals_at[fatal] = [signal.SIGINT] * 2
     before = [signal.getsignal(number) for number in SIGNALS]
     with pytest.raises(SystemExit, match="130"):
         train(tmp_path)
@@ -89,19 +73,11 @@ def test_a_second_signal_stops_at_once(
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_interrupted_again_and_again_equals_uninterrupted(
-    recipe: str, train: Train, tmp_path: Path, before_call: BeforeCall
+    recipe: str, train: Train, tmp_path: Path, signals_at: dict[int, list[int]]
 ) -> None:
-    fatal, run = dict[int, int](), tmp_path / "run"
-
-    def kill(_: Batches, number: int) -> None:
-        if number in fatal:
-            os.kill(os.getpid(), fatal.pop(number))
-
-    for kind in (Batches, SequenceBatches):
-        before_call(kind, "__getitem__", kill)
-    options, done = RECIPES[recipe], [0]
+    options, done, run = RECIPES[recipe], [0], tmp_path / "run"
     for batch, number in ((0, signal.SIGTERM), (5, signal.SIGTERM), (17, signal.SIGINT)):
-        fatal[batch] = number
+        signals_at[batch] = [number]
         with pytest.raises(SystemExit, match=f"{128 + number}"):
             train(run, *options, "--resume", "auto")
         done.append(steps_done(run))
@@ -112,13 +88,9 @@ def test_interrupted_again_and_again_equals_uninterrupted(
 
 @pytest.mark.parametrize("limit", ["--train.max_steps=6", "--train.max_minutes=0.00001"])
 def test_a_run_that_a_smaller_limit_ends_where_a_signal_stopped_it_has_a_model(
-    limit: str, train: Train, tmp_path: Path, before_call: BeforeCall
+    limit: str, train: Train, tmp_path: Path, signals_at: dict[int, list[int]]
 ) -> None:
-    def kill(_: Batches, number: int) -> None:
-        if number == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    before_call(Batches, "__getitem__", kill)
+    signals_at[5] = [signal.SIGTERM]
     options = ["--train.max_steps=50", "--train.val_every_steps=100", "--resume=auto"]
     with pytest.raises(SystemExit, match="143"):
         train(tmp_path, *options)

@@ -126,13 +126,15 @@ def test_wandb_online_without_a_valid_key_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("options", "keys"),
     [
-        (["--model.hidden=16", "--optim.lr=1"], "model.hidden: 12 → 16, optim.lr: 0.01 → 1.0"),
+        (
+            ["--model.hidden=16", "--optim.lr=1", "--train.precision=64-true"],
+            "model.hidden: 12 → 16, optim.lr: 0.01 → 1.0, train.precision: 32-true → 64-true",
+        ),
         (["--output.tree=full", "--seed=2"], "output.tree: two_level → full, seed: 1 → 2"),
         (
             ["--train.batch_size=8", "--train.seq_len=9", "--train.accumulate=2"],
             "train.accumulate: 1 → 2, train.batch_size: 4 → 8, train.seq_len: 8 → 9",
         ),
-        (["--train.precision=64-true"], "train.precision: 32-true → 64-true"),
     ],
 )
 def test_a_changed_configuration_is_refused_naming_the_keys(

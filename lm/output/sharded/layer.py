@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from lm.output.backends.autograd import row_wise_nll
 from lm.output.backends.base import Needs, Problem
-from lm.output.functional import BackendName, Reduction, reduced
+from lm.output.functional import Reduction, reduced
 from lm.output.inputs import autocast, check_positions, check_words
 from lm.output.layer import HierarchicalSoftmax
 from lm.output.sharded.communication import Gathered, ShardedSolver
@@ -34,8 +34,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
     weight, which `dealt.whole` gathers.
 
     Args:
-        hidden_size, tree, bias, ignore_index, backend, row_wise, dtype: as in
-            `HierarchicalSoftmax`.
+        hidden_size, tree, options: as in `HierarchicalSoftmax`.
         group: the processes; None is all of them.
         placement: "word" or "class".
         counts: [N], how often each word is expected, for "class"; None: equally often.
@@ -57,14 +56,10 @@ class ShardedSoftmax(HierarchicalSoftmax):
         hidden_size: int,
         tree: ClassTree,
         *,
-        bias: bool = True,
-        ignore_index: int = -100,
-        backend: BackendName = "auto",
-        row_wise: bool = False,
-        dtype: torch.dtype | None = None,
         group: Any = None,
         placement: PlacementName = "word",
         counts: Tensor | None = None,
+        **options: Any,
     ) -> None:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if placement not in ("word", "class"):
@@ -75,15 +70,7 @@ class ShardedSoftmax(HierarchicalSoftmax):
             else:
                 plan = Plan.by_class(tree, world_size, counts)
             self.dealt = plan.dealt(tree, rank, group)
-        super().__init__(
-            hidden_size,
-            tree,
-            bias=bias,
-            ignore_index=ignore_index,
-            backend=backend,
-            row_wise=row_wise,
-            dtype=dtype,
-        )
+        super().__init__(hidden_size, tree, **options)
         self._placement = place(tree, plan, self.dealt)
 
     def _num_held_rows(self, tree: ClassTree) -> int:

@@ -28,11 +28,6 @@ class DealtRows(NamedTuple):
     group: Any = None  # of `torch.distributed`; None is all processes
     slot: Tensor | None = None  # [R] int64 on the CPU; None: row r in slot r
 
-    @classmethod
-    def of(cls, num_rows: int, group: Any = None) -> "DealtRows":
-        """The rows of this process."""
-        return cls(num_rows, dist.get_rank(group), dist.get_world_size(group), group)
-
     @property
     def num_held(self) -> int:
         """Number of rows of this process."""
