@@ -60,27 +60,30 @@ def read_arpa(path: Path, id_of: dict[str, int]) -> list[NGrams]:
     Raises:
         DataError: if the file cannot be read or is no complete ARPA file.
     """
-    import pyarrow
-    from pyarrow import compute
-
     parts: dict[int, list[NGrams]] = {}
-    words, ids = pyarrow.array([], "string"), np.zeros(0, dtype=np.int64)
+    is_unigram = np.zeros(len(id_of) + 1, bool)  # the last one: of id -1
     for order, first, lines in _blocks(path):
         log_prob, backoff, columns = _columns(lines, order, f"{path}, line", first)
         if order == 1:
-            words = pyarrow.concat_arrays([words, columns[0]])
             given = [id_of.setdefault(word, len(id_of)) for word in columns[0].to_pylist()]
-            ids = np.append(ids, given)
-        table = np.append(ids, -1)  # of words without a unigram
-        places = [compute.index_in(each, value_set=words).fill_null(len(ids)) for each in columns]
-        rows = table[np.column_stack(places)]
-        known = (rows >= 0).all(1)
+            is_unigram = np.pad(is_unigram[:-1], (0, len(id_of) + 2 - len(is_unigram)))
+            is_unigram[given] = True
+        rows: Any = np.column_stack([_ids(each, id_of) for each in columns])
+        known = is_unigram[rows].all(1)
         each = rows, log_prob, backoff, np.arange(first, first + len(rows))
         parts.setdefault(order, []).append(NGrams(*(values[known] for values in each)))
     by_order = (parts.pop(order) for order in sorted(parts))
     ngrams = [NGrams(*map(np.concatenate, zip(*each, strict=True))) for each in by_order]
     _check_sums(path, ngrams, id_of)
     return ngrams
+
+
+def _ids(words: Any, id_of: dict[str, int]) -> Ints:
+    """The ids of a pyarrow array of words, -1 of those without one."""
+    distinct = words.dictionary_encode()
+    ids = np.array([id_of.get(word, -1) for word in distinct.dictionary.to_pylist()], np.int64)
+    found: Ints = ids[distinct.indices]
+    return found
 
 
 def _check_sums(path: Path, ngrams: Sequence[NGrams], id_of: dict[str, int]) -> None:
