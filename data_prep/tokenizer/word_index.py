@@ -85,6 +85,11 @@ class WordIndex:
         order: NDArray[np.int64] = compute.sort_indices(words).to_numpy().view(np.int64)
         return order
 
+    def followed_by(self, others: "WordIndex") -> "WordIndex":
+        """These words, and then others that are not among them."""
+        starts = np.append(self.starts, self.starts[-1] + others.starts[1:])
+        return WordIndex(np.append(self.text, others.text), starts)
+
     def id(self, word: str) -> int:
         """Return the id of a word, -1 if it is not in the index."""
         return self._ids.get(word, -1)
