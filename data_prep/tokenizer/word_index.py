@@ -75,21 +75,6 @@ class WordIndex:
             ends = (starts - starts[0]).tolist()
             yield from (raw[a:b].decode() for a, b in pairwise(ends))
 
-    def order(self) -> NDArray[np.int64]:
-        """The ids [N] in the order of the words' bytes."""
-        import pyarrow
-        from pyarrow import compute
-
-        buffers = map(pyarrow.py_buffer, (self.starts, self.text))
-        words = pyarrow.Array.from_buffers(pyarrow.large_binary(), len(self), [None, *buffers])
-        order: NDArray[np.int64] = compute.sort_indices(words).to_numpy().view(np.int64)
-        return order
-
-    def followed_by(self, others: "WordIndex") -> "WordIndex":
-        """These words, and then others that are not among them."""
-        starts = np.append(self.starts, self.starts[-1] + others.starts[1:])
-        return WordIndex(np.append(self.text, others.text), starts)
-
     def id(self, word: str) -> int:
         """Return the id of a word, -1 if it is not in the index."""
         return self._ids.get(word, -1)

@@ -100,7 +100,7 @@ def grown_vocabulary(old: WordTokenizer, config: Config) -> tuple[WordTokenizer,
     words = words if limit is None else words[: limit - 2]
     new = [word for word in words if old.words.id(word) < 0 and count_of[word] >= least]
     options = {"lowercase": old.lowercase, "split_punctuation": old.split_punctuation}
-    tokenizer = WordTokenizer(old.words.followed_by(WordIndex.of(new)), **options)
+    tokenizer = WordTokenizer(WordIndex.of([*old.words, *new]), **options)
     counts = np.array([count_of.get(word, 0) for word in tokenizer.words])
     if config.data.sequences == "independent":
         counts[tokenizer.eos_id] = 0  # it is not predicted

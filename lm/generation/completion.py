@@ -3,7 +3,6 @@
 from bisect import bisect_left
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,9 +34,10 @@ class Completions:
         if not isinstance(tokenizer, WordTokenizer):
             raise UserError("completions require a model of words, not of pieces of words")
         self._words, self._lowercase = tokenizer.words, tokenizer.lowercase
-        order = self._words.order()
-        is_special = np.isin(order, (tokenizer.eos_id, tokenizer.unk_id))
-        self._id = torch.from_numpy(order[~is_special])
+        encoded = [word.encode() for word in self._words]
+        ids = sorted(range(len(encoded)), key=encoded.__getitem__)
+        special = tokenizer.eos_id, tokenizer.unk_id
+        self._id = torch.tensor([id for id in ids if id not in special], dtype=torch.int64)
         self._place = torch.full((tokenizer.vocab_size,), -1)
         self._place[self._id] = torch.arange(len(self._id))
 

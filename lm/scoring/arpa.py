@@ -61,15 +61,14 @@ def read_arpa(path: Path, id_of: dict[str, int]) -> list[NGrams]:
         DataError: if the file cannot be read or is no complete ARPA file.
     """
     parts: dict[int, list[NGrams]] = {}
-    is_unigram = np.zeros(len(id_of) + 1, bool)  # the last one: of id -1
+    unigrams = dict[str, int]()
     for order, first, lines in _blocks(path):
         log_prob, backoff, columns = _columns(lines, order, f"{path}, line", first)
         if order == 1:
-            given = [id_of.setdefault(word, len(id_of)) for word in columns[0].to_pylist()]
-            is_unigram = np.pad(is_unigram[:-1], (0, len(id_of) + 2 - len(is_unigram)))
-            is_unigram[given] = True
-        rows: Any = np.column_stack([_ids(each, id_of) for each in columns])
-        known = is_unigram[rows].all(1)
+            for word in columns[0].to_pylist():
+                unigrams[word] = id_of.setdefault(word, len(id_of))
+        rows: Any = np.column_stack([_ids(each, unigrams) for each in columns])
+        known = (rows >= 0).all(1)
         each = rows, log_prob, backoff, np.arange(first, first + len(rows))
         parts.setdefault(order, []).append(NGrams(*(values[known] for values in each)))
     by_order = (parts.pop(order) for order in sorted(parts))
@@ -267,11 +266,6 @@ class ArpaModel(NGramTree):
         """The words but `<s>`, `</s>` and `<unk>`."""
         special = self._begin, self.eos_id, self.unk_id
         return [word for word, id in self._words.items() if id not in special]
-
-    @property
-    def num_known(self) -> int:
-        """The number of `words` and `</s>`."""
-        return len(self.words) + 1
 
     def unknown_types(self, texts: Iterable[str]) -> list[str]:
         """The distinct words of texts that it lacks."""
