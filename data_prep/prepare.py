@@ -161,7 +161,8 @@ def prepare_with(
         if classes is not None:
             classes = replace(classes, shortlist=0)  # words that are in no class have class -1
         stages = _Stages(data, tokenizer, classes, folder, progress)
-        return Prepared(folder, stages.run(meta, None if classes is None else given.levels))
+        levels = None if classes is None else given.levels
+        return Prepared(folder, stages.run(meta, levels, given.tokenizer))
 
 
 def _check_owner(folder: Path) -> None:
@@ -268,9 +269,10 @@ class _Stages:
     folder: Path
     progress: bool
 
-    def run(self, meta: Meta, levels: NDArray[np.int32] | None) -> Meta:
+    def run(
+        self, meta: Meta, levels: NDArray[np.int32] | None, tokenizer: Tokenizer | None = None
+    ) -> Meta:
         """Do the stages that a record lacks, classes unless they are given; return the new one."""
-        tokenizer: Tokenizer | None = None
         settings, found = self.tokenizer, None
         if meta.tokenizer is None:
             logger.info("building the vocabulary from the training split")

@@ -29,7 +29,6 @@ BAD_INPUTS = """\
 2 |  | the following arguments are required: COMMAND
 2 | fly | unknown command fly: the commands are new, prepare, train, evaluate,
 2 | new {folder}/new.yaml | the following arguments are required: --text$
-3 | new {folder}/new.yaml --text={absent} | absent
 3 | new {folder}/new.yaml --text={binary} | binary.txt
 2 | config model.hiden | unknown key model.hiden; did you mean model.hidden?
 2 | train {tiny} --frob | --frob
@@ -56,7 +55,6 @@ BAD_INPUTS = """\
 2 | train {tiny} {data} --output.tree={latin1} | latin1.txt: invalid UTF-8: if it is Western
 2 | train {tiny} {data} --output.tree={gzip} | gzip.txt is compressed,
 2 | train {tiny} {data} --output.tree=adaptive --output.cutoffs=[5,5] | must increase within 1 …
-3 | prepare {tiny} --data.files.train=null | data.files.train
 3 | prepare {tiny} --data.files.train={binary} | binary.txt
 3 | prepare {tiny} --data.files.train={text} --data.format=json | text.txt
 3 | prepare {tiny} --classes.method=file --classes.file={absent} | absent.txt cannot be read: No
@@ -202,8 +200,6 @@ data.sequences: stream → independent, train.precision: 32-true → 64-true)
 2 | train {tiny} --seed=a\x01 | --seed: not valid YAML: … #x0001: special … allowed at position 1
 2 | train {tiny} --name=a\x01 | name must be a plain file name, got 'a\\x01'
 2 | train {tiny} --name=caf\udce9 | --name='caf\\udce9': not UTF-8
-2 | train {tiny} --output.bias=false | unknown key output.bias
-2 | train {tiny} --classes.column_cost=0.1 | unknown key classes.column_cost
 2 | train {tiny} {data} --train.accelerator=gpu | gpu, train.devices: 1: expected at most 0
 2 | train {tiny} {data} --output.backend=triton | output.backend: triton requires a GPU
 2 | train {tiny} {data} --output.backend=triton --train.accelerator=cpu | triton requires a GPU

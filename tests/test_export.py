@@ -4,6 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 
 import lm
 from data_prep.storage import sha256_file
-from tests.conftest import LETTERS, OTHER_LETTERS, PIECES_WITH_BYTES, Printed, Train, main, python
+from tests.conftest import LETTERS, OTHER_LETTERS, PIECES_WITH_BYTES, Printed, Train, python
 
 NEW = ["--word_table.tied=true"]  # as `lm new` writes it
 NEW += ["--model={hidden: 8, layers: 1, input_embedding: path_sum, input_pieces: 12}"]
@@ -34,8 +35,9 @@ TEXT = [*LETTERS[:6], *OTHER_LETTERS, "ab, «Ba». ab?! (b)", "▁ab <unk>,b", "
 def loaded(folder: Path) -> Any:
     """The model of an exported folder, by its own script."""
     spec: Any = importlib.util.spec_from_file_location("score", folder / "score.py")
-    module = importlib.util.module_from_spec(spec)
+    module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.LOGITS = 100  # few positions at once
     return module.Model(folder)
 
 
@@ -46,10 +48,13 @@ def test_an_export_has_the_probabilities_of_the_model(
     run = letters("export", *KINDS[kind])
     folder = Path(printed("export", run, tmp_path / "export").strip())
     model, own = lm.load(run), loaded(folder)
+    own.log_prob = Mock(wraps=own.log_prob)
     for line, score in zip(TEXT, model.score(TEXT), strict=True):
         found = own.score(line).double().numpy()
         assert own.encode(line) == score.tokens.id[:-1].tolist()
         np.testing.assert_allclose(found, score.tokens.log_prob, rtol=1e-5, atol=1e-6)
+    at_once = max(len(call.args[0]) for call in own.log_prob.call_args_list)
+    assert at_once == max(1, 100 // len(own.node_of_row))
     ids = own.encode("ab ab b ba ab b aab ab ba b")
     whole, _ = own.read(ids)
     parts, state = own.read(ids[:3])
@@ -107,7 +112,7 @@ def test_onnx_files_have_the_probabilities_of_the_model(
     tmp_path: Path,
     printed: Printed,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    complaint: Printed,
 ) -> None:
     """For texts of several lengths at once, and word by word with states; 8 bits are close."""
     pytest.importorskip("onnx")
@@ -116,8 +121,8 @@ def test_onnx_files_have_the_probabilities_of_the_model(
     int8, names = ["--int8"], {"nll.onnx": 1e-4, "nll.int8.onnx": 1.0}
     if kind == "large":  # refused in 8 bits, without a folder that would have to be deleted
         monkeypatch.setattr("lm.export.onnx.MAX_BYTES", 0)
-        assert main(["export", str(run), str(tmp_path / "export"), "--onnx", *int8]) == 2
-        assert "--int8: onnxruntime" in capsys.readouterr().err
+        message = complaint("export", run, tmp_path / "export", "--onnx", *int8)
+        assert message.startswith("--int8: onnxruntime")
         int8, names = [], {"nll.onnx": 1e-4}
     printed("export", run, tmp_path / "export", "--onnx", *int8)
     files = json.loads((tmp_path / "export/manifest.json").read_text())["files"]

@@ -42,6 +42,7 @@ def sequences(current_folder: None, monkeypatch: pytest.MonkeyPatch) -> Lines:
     """The items of users, with new ones; `new.csv` has all, `old.csv` lacks the new ones."""
     Path("shop.yaml").write_text(RECIPE)
     monkeypatch.setattr("lm.extension.contexts.LINES", 2)  # some parts have no new item
+    monkeypatch.setattr("lm.extension.words.WORDS_AT_ONCE", 4)
     rng = np.random.default_rng(0)
     items = np.array([*OLD, *NEW])
     users = [rng.choice(items, size=rng.integers(3, 9)).tolist() for _ in range(30)]

@@ -83,9 +83,11 @@ def lowest_classes(levels: NDArray[np.int32]) -> NDArray[np.int32]:
     >>> lowest_classes(np.array([[0, 1, 0], [1, -1, 0]], np.int32)).tolist()
     [1, 2, 0]
     """
-    if len(levels) == 1:
-        return levels.ravel()
-    return np.unique(levels, axis=1, return_inverse=True)[1].astype(np.int32)
+    lowest: NDArray[np.int32] = levels[0]
+    for level in levels[1:]:
+        keys = lowest.astype(np.int64) * (int(level.max()) + 2) + level + 1
+        lowest = np.unique(keys, return_inverse=True)[1].astype(np.int32)
+    return lowest
 
 
 def read_vectors(path: Path, words: Sequence[str]) -> NDArray[np.float32]:

@@ -8,8 +8,12 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.tokenizer.word_index import WORDS_PER_CHUNK
+
 MAX_PIECES = 8
 """Most pieces of a word; the others at its end are left out."""
+MAX_WORDS = 1_000_000
+"""Most words that pieces are found in, 1.1 kB of memory each; of more, every k-th."""
 MAX_COUNT = 50
 """A more frequent word counts as one of this frequency: else it would be a piece as a whole."""
 RARE = "\N{REPLACEMENT CHARACTER}"
@@ -49,17 +53,15 @@ def find_pieces(
     rare = {ord(character): RARE for character, _ in characters[num_pieces // 2 - 2 :]}
     spelled = [word.translate(rare) if rare else word for word in (*words, *others)]
     excluded = set(without)
-    known = [
-        f"{word}\t{min(max(1, counts[id]), MAX_COUNT)}"
-        for id, word in enumerate(spelled[: len(words)])
-        if id not in excluded
-    ]
+    known = [id for id in range(len(words)) if id not in excluded]
     if not known:
         return np.full((len(words) + len(others), 1), -1, np.int32)
+    known = known[:: -(-len(known) // MAX_WORDS)]
     logger.info("finding %d pieces of %d words", num_pieces, len(known))
+    counted = (f"{spelled[id]}\t{min(max(1, counts[id]), MAX_COUNT)}" for id in known)
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(known),
+        sentence_iterator=counted,
         model_writer=model,
         input_format="tsv",
         vocab_size=num_pieces,
@@ -75,8 +77,10 @@ def find_pieces(
         minloglevel=2,
     )
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    found = [[] if id in excluded else ids for id, ids in enumerate(processor.encode(spelled))]
-    pieces = np.full((len(found), min(MAX_PIECES, max(map(len, found)))), -1, np.int32)
-    for row, ids in zip(pieces, found, strict=True):
-        row[: len(ids)] = ids[: len(row)]
-    return pieces
+    pieces = np.full((len(spelled), MAX_PIECES), -1, np.int32)
+    for first in range(0, len(spelled), WORDS_PER_CHUNK):
+        found = processor.encode(spelled[first : first + WORDS_PER_CHUNK])
+        for row, ids in zip(pieces[first:], found, strict=False):
+            row[: len(ids)] = ids[:MAX_PIECES]
+    pieces[[*excluded]] = -1
+    return np.ascontiguousarray(pieces[:, : max(1, int((pieces >= 0).sum(1).max()))])

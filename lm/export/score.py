@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+LOGITS = 1 << 24  # at once, of which each takes 30 bytes of memory
+
 
 class Model(torch.nn.Module):
     """A language model, whose buffers have the names of the file's tensors, with _ for dots."""
@@ -171,7 +173,10 @@ class Model(torch.nn.Module):
     def score(self, line: str) -> Tensor:
         """Log-probabilities in nats [T + 1] of the tokens of a line and of <eos>."""
         ids = self.encode(line)
-        return self.log_prob(self.read(ids)[0], torch.tensor([*ids, self.eos_id]))
+        hidden, words = self.read(ids)[0], torch.tensor([*ids, self.eos_id])
+        size = max(1, LOGITS // len(self.node_of_row))
+        parts = zip(torch.split(hidden, size), torch.split(words, size), strict=True)
+        return torch.cat([self.log_prob(*part) for part in parts])
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from lm.output import ClassTree
 from lm.run import TrainedRun
 
 State = dict[str, Tensor]
+WORDS_AT_ONCE = 1 << 16
+"""Words whose vectors are converted to fp64 at once."""
 
 
 class Extended(NamedTuple):
@@ -185,24 +187,27 @@ def initial_state(
         trees["output.tree."] = output.tree, ClassTree.full(grown.vocab_size)
     node, count = node.to(model.device), counts.to(model.device).double() + 1  # none is log 0
     old, own = count[:num_old], classes.node_of_row[classes.row_of_word]
+    every = torch.arange(num_old, device=node.device)
     mass = old.new_zeros(classes.num_nodes).index_add(0, own, old)
 
-    def mean(values: Tensor) -> Tensor:
-        """The weighted mean [M, …] of the values [N, …] of old words of each new one's class."""
-        shape = -1, *[1] * (values.dim() - 1)
-        total = old.new_zeros(classes.num_nodes, *values.shape[1:])
-        total.index_add_(0, own, old.view(shape) * values.double())
+    def mean(table: Tensor, rows: Tensor) -> Tensor:
+        """The weighted mean [M, …] of a table's rows [N] of old words of each new one's class."""
+        shape = -1, *[1] * (table.dim() - 1)
+        total = old.new_zeros(classes.num_nodes, *table.shape[1:])
+        for words in torch.split(every, WORDS_AT_ONCE):
+            total.index_add_(0, own[words], old[words].view(shape) * table[rows[words]].double())
         found: Tensor = total[node] / mass[node].view(shape)
         return found
 
     def moved(table: Tensor, name: str, new: Tensor | None = None) -> Tensor:
         """A table [R, …] with the rows of a larger tree, and those of new words."""
         tree, larger = trees[name]
-        found = table.new_empty(larger.num_rows, *table.shape[1:])
         row = larger.row_of_word.to(table.device)
-        found[row[:num_old]] = table[tree.row_of_word]
-        found[larger.row_of_node[1:].to(table.device)] = table[tree.row_of_node[1:]]
-        found[row[num_old:]] = (mean(table[tree.row_of_word]) if new is None else new).to(found)
+        source = torch.zeros(larger.num_rows, dtype=torch.int64, device=table.device)
+        source[row[:num_old]] = tree.row_of_word
+        source[larger.row_of_node[1:].to(table.device)] = tree.row_of_node[1:]
+        found = table[source]
+        found[row[num_old:]] = (mean(table, tree.row_of_word) if new is None else new).to(found)
         return found
 
     state = model.state_dict()
@@ -210,8 +215,8 @@ def initial_state(
         arrays = {f"{prefix}{name}": array for name, array in larger.state_dict().items()}
         state |= {name: array for name, array in arrays.items() if name in state}
     tree, larger = trees["output.tree."]
-    bias = output.bias[tree.row_of_word].double() - old.log()
-    state["output.bias"] = moved(output.bias, "output.tree.", mean(bias) + count[num_old:].log())
+    bias = mean(output.bias[tree.row_of_word].double() - old.log(), every) + count[num_old:].log()
+    state["output.bias"] = moved(output.bias, "output.tree.", bias)
     events = count - 1 + prior
     after = larger.to(count.device).sum_below(events)
     growth = (after / tree.sum_below(events[:num_old])).log()[1:].to(output.bias.dtype)
@@ -220,7 +225,7 @@ def initial_state(
     if model.embedding is not None:
         vectors = model.embedding.weight
         if not model.path_sum:
-            state["embedding.weight"] = torch.cat([vectors, mean(vectors).to(vectors)])
+            state["embedding.weight"] = torch.cat([vectors, mean(vectors, every).to(vectors)])
         elif model.input_tree is None or not model.tied:
             state["embedding.weight"] = moved(vectors, "input_tree.")
     return state

@@ -33,18 +33,20 @@ class Completions:
     def __init__(self, tokenizer: Tokenizer) -> None:
         if not isinstance(tokenizer, WordTokenizer):
             raise UserError("completions require a model of words, not of pieces of words")
-        words = sorted((word.encode(), id) for id, word in enumerate(tokenizer.words))
-        words = [pair for pair in words if pair[1] not in (tokenizer.eos_id, tokenizer.unk_id)]
-        self._words, self._lowercase = [word for word, _ in words], tokenizer.lowercase
-        self._id = torch.tensor([id for _, id in words], dtype=torch.int64)
+        self._words, self._lowercase = tokenizer.words, tokenizer.lowercase
+        encoded = [word.encode() for word in self._words]
+        ids = sorted(range(len(encoded)), key=encoded.__getitem__)
+        special = tokenizer.eos_id, tokenizer.unk_id
+        self._id = torch.tensor([id for id in ids if id not in special], dtype=torch.int64)
         self._place = torch.full((tokenizer.vocab_size,), -1)
-        self._place[self._id] = torch.arange(len(words))
+        self._place[self._id] = torch.arange(len(self._id))
 
     def interval(self, beginning: str) -> slice:
         """The places of the words that begin with a text, which may be such a word itself."""
         text = checked_text(beginning)
         first = (lowercased(text) if self._lowercase else text).encode()
-        return slice(bisect_left(self._words, first), bisect_left(self._words, first + b"\xff"))
+        ids, key = self._id.numpy(), lambda id: self._words[id].encode()
+        return slice(*(bisect_left(ids, end, key=key) for end in (first, first + b"\xff")))
 
     def ids(self, beginning: str) -> Tensor:
         """The ids [K] of the words that begin with a text."""

@@ -51,7 +51,7 @@ def common_vocabulary_size(
     """
     sizes = [(run.vocab_size - 1, types) for run, types in unknown if types is not None]
     if ngram is not None:
-        sizes.append((ngram.num_known, len(ngram.unknown_types(texts))))
+        sizes.append((len(ngram.words) + 1, len(ngram.unknown_types(texts))))
     if not sizes:
         return None
     return max(known for known, _ in sizes) + max(NUM_UNSEEN, *(types + 1 for _, types in sizes))
@@ -91,9 +91,9 @@ class ArpaScores:
         self, ngram: ArpaModel, vocabulary_size: int | None = None, speller: Speller | None = None
     ) -> None:
         self._model, self.eos_id = ngram, ngram.eos_id
-        speller = speller and speller.outside([*ngram.words, UNK])
-        owner = str(ngram.path)
-        self.unknown = UnknownRule(ngram.num_known, vocabulary_size, speller, owner=owner)
+        words, owner = ngram.words, str(ngram.path)
+        speller = speller and speller.outside([*words, UNK])
+        self.unknown = UnknownRule(len(words) + 1, vocabulary_size, speller, owner=owner)
 
     def rule(self, texts: Sequence[str]) -> str:
         """The rule for unknown words and their number in some texts, as a sentence."""

@@ -60,20 +60,14 @@ def read_arpa(path: Path, id_of: dict[str, int]) -> list[NGrams]:
     Raises:
         DataError: if the file cannot be read or is no complete ARPA file.
     """
-    import pyarrow
-    from pyarrow import compute
-
     parts: dict[int, list[NGrams]] = {}
-    words, ids = pyarrow.array([], "string"), np.zeros(0, dtype=np.int64)
+    unigrams = dict[str, int]()
     for order, first, lines in _blocks(path):
         log_prob, backoff, columns = _columns(lines, order, f"{path}, line", first)
         if order == 1:
-            words = pyarrow.concat_arrays([words, columns[0]])
-            given = [id_of.setdefault(word, len(id_of)) for word in columns[0].to_pylist()]
-            ids = np.append(ids, given)
-        table = np.append(ids, -1)  # of words without a unigram
-        places = [compute.index_in(each, value_set=words).fill_null(len(ids)) for each in columns]
-        rows = table[np.column_stack(places)]
+            for word in columns[0].to_pylist():
+                unigrams[word] = id_of.setdefault(word, len(id_of))
+        rows: Any = np.column_stack([_ids(each, unigrams) for each in columns])
         known = (rows >= 0).all(1)
         each = rows, log_prob, backoff, np.arange(first, first + len(rows))
         parts.setdefault(order, []).append(NGrams(*(values[known] for values in each)))
@@ -81,6 +75,14 @@ def read_arpa(path: Path, id_of: dict[str, int]) -> list[NGrams]:
     ngrams = [NGrams(*map(np.concatenate, zip(*each, strict=True))) for each in by_order]
     _check_sums(path, ngrams, id_of)
     return ngrams
+
+
+def _ids(words: Any, id_of: dict[str, int]) -> Ints:
+    """The ids of a pyarrow array of words, -1 of those without one."""
+    distinct = words.dictionary_encode()
+    ids = np.array([id_of.get(word, -1) for word in distinct.dictionary.to_pylist()], np.int64)
+    found: Ints = ids[distinct.indices]
+    return found
 
 
 def _check_sums(path: Path, ngrams: Sequence[NGrams], id_of: dict[str, int]) -> None:
@@ -264,11 +266,6 @@ class ArpaModel(NGramTree):
         """The words but `<s>`, `</s>` and `<unk>`."""
         special = self._begin, self.eos_id, self.unk_id
         return [word for word, id in self._words.items() if id not in special]
-
-    @property
-    def num_known(self) -> int:
-        """The number of `words` and `</s>`."""
-        return len(self.words) + 1
 
     def unknown_types(self, texts: Iterable[str]) -> list[str]:
         """The distinct words of texts that it lacks."""

@@ -14,6 +14,7 @@ Source: Katz 1987; Heafield 2011, KenLM.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -205,7 +206,7 @@ class NGramTree:
             UserError: if two have the same name.
         """
         if len(set(words)) < len(words):
-            twice = next(word for i, word in enumerate(words) if word in words[:i])
+            twice = Counter(words).most_common(1)[0][0]
             raise UserError(f"{path}: the model has a word {twice}, which means a line's end there")
         write_atomically(path, lambda file: self._write_arpa(file, np.array(words, object)))
 

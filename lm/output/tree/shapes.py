@@ -3,7 +3,7 @@
 `ClassTree` documents the arguments of each shape.
 """
 
-import heapq
+import math
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, pairwise
 from numbers import Integral
@@ -108,18 +108,20 @@ def huffman(counts: Tensor | Collection[int], arity: int) -> Arrays:
     """The shape of `ClassTree.huffman`."""
     counts = _integers("counts", counts)
     arity = check_size("arity", arity, 2)
-    num_words = counts.numel()
-    heap = list(zip(counts.tolist(), range(num_words), strict=True))
-    heapq.heapify(heap)
-    merge_of_item = [0] * num_words  # of words, and then of merges but the last, the root
+    order, num_words = counts.argsort(stable=True), counts.numel()
+    sorted_words, count_of_word = order.tolist(), [*counts[order].tolist(), math.inf]
+    sums, merge_of_item = list[int](), [0] * num_words  # of words, and then of merges
+    word = merge = 0  # next ones: sums do not decrease either
     num_items = (num_words - 2) % (arity - 1) + 2  # so that every later merge has `arity` items
-    while len(heap) > 1:  # merge the smallest counts; ties: words before merges, then lower numbers
-        merge, total = len(merge_of_item) - num_words, 0
+    while num_words - word + len(sums) - merge > 1:  # merge the smallest; of equal ones, words
+        total = 0
         for _ in range(num_items):
-            count, item = heapq.heappop(heap)
-            total += count
-            merge_of_item[item] = merge
-        heapq.heappush(heap, (total, len(merge_of_item)))
+            if merge < len(sums) and sums[merge] < count_of_word[word]:
+                total, item, merge = total + sums[merge], num_words + merge, merge + 1
+            else:
+                total, item, word = total + count_of_word[word], sorted_words[word], word + 1
+            merge_of_item[item] = len(sums)
+        sums.append(total)
         merge_of_item.append(-1)
         num_items = arity
     num_nodes = max(1, len(merge_of_item) - num_words)

@@ -227,6 +227,14 @@ def test_every_vocabulary_has_pieces(words: list[str], num_pieces: int) -> None:
     assert all(rows(pieces))
 
 
+def test_pieces_are_found_in_some_words_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = find_pieces(WORDS[1:51:2], ONES, 80)
+    monkeypatch.setattr("data_prep.tokenizer.pieces.MAX_WORDS", 25)
+    monkeypatch.setattr("data_prep.tokenizer.pieces.WORDS_PER_CHUNK", 7)
+    every = find_pieces(WORDS, ONES, 80, (0, 51))
+    assert rows(every[1:51:2]) == rows(some)
+
+
 def test_rare_characters_share_a_piece() -> None:
     words = ["aa", "ab", "ba", "bb", "ñ", "ø"]
     found = rows(find_pieces(words, np.array([9, 9, 9, 9, 1, 1]), 8))
