@@ -195,21 +195,13 @@ def wide_encoding(head: bytes) -> str | None:
     found |= {"x0x0": "UTF-16LE", "0x0x": "UTF-16BE"}
     if len(head) >= 8 and (likely := found.get(zeros)):
         return likely
-    if b"\0" in head and not _is_utf8(head):  # as Chinese, where a letter may have the byte of \n
+    if b"\0" in head and "\ufffd" in head.decode(errors="replace").rstrip("\ufffd"):
+        # As Chinese, where a letter may have the byte of a line end.
         units = [head[place : place + 2] for place in range(0, len(head) - 1, 2)]
         little, big = units.count(b"\n\0"), units.count(b"\0\n")
         if little != big:
             return "UTF-16LE" if little > big else "UTF-16BE"
     return "ISO-2022-JP-3" if re.search(rb"\x1b\$[@B]", head) and head.isascii() else None
-
-
-def _is_utf8(head: bytes) -> bool:
-    """Whether the first bytes of a text are UTF-8, but for a character that is cut."""
-    try:
-        head.decode()
-    except UnicodeDecodeError as error:
-        return error.start > len(head) - 4
-    return True
 
 
 def likely_encoding(line: bytes, further: bytes = b"") -> str:

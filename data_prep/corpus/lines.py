@@ -19,13 +19,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
-from data_prep.corpus.formats import (
-    COLUMN_ALONE,
-    HEAD_BYTES,
-    decompressed,
-    likely_encoding,
-    reading,
-)
+from data_prep.corpus.formats import COLUMN_ALONE, decompressed, likely_encoding, reading
 from data_prep.errors import DataError
 from data_prep.settings import BYTE_ORDER_MARK, DataConfig
 from data_prep.storage import open_to_read
@@ -328,7 +322,7 @@ def _decoded(file: BinaryIO, name: str) -> Iterator[str]:
                 decoded = raw.decode()
             except UnicodeDecodeError as error:
                 place = f"at byte {error.start + 1} of the line (0x{raw[error.start]:02x})"
-                further = f"\n{text.read(HEAD_BYTES)}".rpartition("\n")[0].encode("latin-1")
+                further = f"\n{text.read(4096)}".rpartition("\n")[0].encode("latin-1")
                 mistake = f"invalid UTF-8 {place}: {likely_encoding(raw, further)}"
                 raise DataError(f"{name}, line {number}: {mistake}") from error
             if "\0" in decoded:

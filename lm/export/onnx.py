@@ -75,7 +75,7 @@ def write_onnx(folder: Path, *, int8: bool = False) -> None:
     axes = {"x": {0: "B", 1: "L"}, "x_lens": {0: "B"}, "nll": {0: "B"}}
     names = ["x", "x_lens"], ["nll"]
     paths = [_export(folder / "nll.onnx", _Nll(model), (text, lengths), names, axes, known)]
-    if int8 and _data_of(paths[0]).exists():
+    if int8 and Path(f"{paths[0]}.data").exists():
         raise UserError("--int8: onnxruntime converts models of less than 2 GB: leave it out")
     if config["backbone"] == "lstm":
         known |= {"num_layers": config["layers"], "hidden_size": config["hidden"]}
@@ -117,16 +117,11 @@ def _export(
     for key, value in known.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = key, str(value)
-    data = _data_of(path).name if is_large else None
-    onnx.save(model, path, save_as_external_data=is_large, location=data)
+    data = path.with_name(f"{path.name}.data")
+    onnx.save(model, path, save_as_external_data=is_large, location=data.name if is_large else None)
     if is_large:
-        copymode(path, _data_of(path))  # which others could not read
+        copymode(path, data)  # which others could not read
     return path
-
-
-def _data_of(path: Path) -> Path:
-    """The file with the weights of a large one."""
-    return path.with_name(f"{path.name}.data")
 
 
 def _largest(g: Any, top: Any, dim: Any, index: Any, rows: Any, *_: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,6 +60,9 @@ class TrainingState:
                     f"the checkpoint was written by {num_saved} devices,"
                     f" this continuation has {num_devices} (train.devices)"
                 )
+            if self.word_table.row_wise and "optimizers" not in saved["optimizer"]:
+                # `auto` meant dense gradients of a table of this size
+                self.word_table = replace(self.word_table, row_wise=False, optimizer=None)
         if saved is not None and saved["text_sha256"] != run.prepared.splits["train"].sha256:
             raise DataError("the training split was prepared again, from another text")
         self.model = self._build_model(saved)
