@@ -168,6 +168,7 @@ def test_items_without_an_end_have_no_score_of_it(items_run: Path) -> None:
         (lambda m: m.step(m.start(), ""), "'' has no token"),
         (lambda m: m.candidate_log_prob("", [-1]), "token id -1 is outside the vocabulary of .*"),
         (lambda m: m.word(m.vocab_size), "token id .* is outside the vocabulary of .*"),
+        (lambda m: m.start([m.vocab_size]), "token id .* is outside the vocabulary of .*"),
         (lambda m: m.step_many([m.start()], ["a", "b"]), "expected a word for each state, got 1.*"),
         (lambda m: m.step_many([m.start()] * 3, "the"), "expected a list of words, got 'the'"),
         (lambda m: m.candidate_log_prob("the", "fox"), "expected a list of words, got 'fox'"),
