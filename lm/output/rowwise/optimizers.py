@@ -1,12 +1,11 @@
 """Optimizers of tables of rows, whose step touches only the rows with a gradient.
 
-The compiled and Triton backends form and apply the gradient of a batch themselves, see
-`backends/compiled/row_updates.py` and `backends/triton/rows.py`. Any other gradient is applied
-here: of a `RowGradient` that is a sum of several batches or has the errors of a shard, or whose
-table is not contiguous, a block is formed, its rows are updated, and it is discarded. Rows without
-a gradient retain their values and their state: `RowSGD` steps as SGD, `RowAdagrad` has one sum for
-each row, and the moments of `RowAdam` decay only where there is a gradient, corrected by the
-number of steps of the table. There is no weight decay, which would touch every row.
+A backend applies the gradient of a batch that it has computed: `CompiledFactors.update` in
+`backends/compiled/row_updates.py`, `TritonFactors.update` in `backends/triton/rows.py`. Any other
+is applied here, in blocks that are formed and discarded: a sum of several batches, one with the
+errors of a shard, or of a table that is not contiguous. Rows without a gradient retain their values
+and state: `RowAdagrad` has one sum for each row, and the moments of `RowAdam` decay only where
+there is a gradient, corrected by the number of steps of the table. There is no weight decay.
 
 Where `lr` is a tensor on the device of a table, a step reads it there: a CUDA graph that contains
 the step follows what is written to it.
@@ -93,7 +92,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             dense = as_rows(grad).to(compute_dtype(table.dtype))
             blocks = [Block(slice(0, len(table)), dense)]
         elif table.is_contiguous():
-            blocks = grad.factors.update(table, rule)  # none if the backend did it all
+            blocks = grad.factors.update(table, rule)  # of the backend: none if it did it all
             torch.autograd.graph.increment_version(param)  # which PyTorch's operations do
         else:
             blocks = grad.blocks()

@@ -143,8 +143,9 @@ def update_rows(
     """Change the rows from `begin` to `end`, whose gradients are formed a few at a time.
 
     Args:
-        nodes, error, hidden, formed: see `Visited` in `rowwise/factors.py`, of one dtype. A node's
-            rows are in `formed` from its `place` on; -1: they are formed here.
+        nodes: of each, its first visit, their end, its first row, how many, where its errors begin,
+            and its place, where `formed` [F, W] has the gradients of its rows; -1: formed here.
+        error, hidden: flat, [visits, rows] of each node, and [P, ≥ W], of all visits.
         single: rows [K] int64, ascending, and gradients [K, W] that are added to theirs.
         states: of the optimizer, one number per row [R], and two arrays [R, W].
         numbers: factor of the gradients, as by clipping, and the numbers of the rule.
