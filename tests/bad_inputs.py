@@ -32,7 +32,7 @@ BAD_INPUTS = """\
 3 | new {folder}/new.yaml --text={binary} | binary.txt
 2 | config model.hiden | unknown key model.hiden; did you mean model.hidden?
 2 | train {tiny} --frob | --frob
-2 | train {tiny} --model.hiden=3 | tiny.yaml: unknown key model.hiden; did you mean model.hidden?
+2 | train {tiny} --model.hiden=3 | lm: --model.hiden=3: unknown key model.hiden; did you
 2 | train {tiny} more | expected an override --section.key=value, got 'more'
 2 | train {tiny} --model.layers=3 -- | expected an override --section.key=value, got '--'
 2 | train {tiny} --train.max_steps 300 | --train.max_steps: write --train.max_steps=300

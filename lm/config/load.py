@@ -53,7 +53,7 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str], source: str) -
     given = dict(override.removeprefix("--").partition("=")[::2] for override in overrides)
     for override in (*_implied(given), *overrides):
         _apply(values, override)
-    return validate(values, source)
+    return validate(values, source, overrides)
 
 
 def _check_effects(
@@ -125,13 +125,13 @@ def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     return replace(config, run_dir=str(folder))
 
 
-def validate(values: dict[str, Any], source: str) -> Config:
+def validate(values: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
     """Convert plain values, section → key → value, to a `Config`, without coercion.
 
     A key that is left out has the only value that the others can be combined with, if there is one:
     `classes.method` is file where `classes.file` is given.
 
-    Errors are those of `load_config`; `source` names the file in their messages.
+    Errors are those of `load_config`, and name the override of a wrong key, or else `source`.
     """
     try:
         values = json.loads(json.dumps(values))
@@ -143,7 +143,9 @@ def validate(values: dict[str, Any], source: str) -> Config:
     except ValidationError as error:
         blank = to_dict(Config(name="name"))
         known = sorted({*_flatten(blank), *blank})
-        raise UserError(f"{source}: {first_error(error, known)}") from error
+        key, message = _first_error(error, known)
+        source = next((o for o in overrides if o[2:].startswith((f"{key}=", f"{key}."))), source)
+        raise UserError(f"{source}: {message}") from error
     except TypeError as error:
         raise UserError(f"{source}: a value is neither a number nor text: {error}") from error
     if problem := first_problem(config):
@@ -339,16 +341,16 @@ def _apply(values: dict[str, Any], override: str) -> None:
     values[key] = text if is_plain and not can_be_null else _parse(text, f"--{name}", kind)
 
 
-def first_error(error: ValidationError, known: Sequence[str]) -> str:
-    """A single line about the first problem that pydantic found, given the known keys."""
+def _first_error(error: ValidationError, known: Sequence[str]) -> tuple[str, str]:
+    """The key and a line about the first problem that pydantic found, given the known keys."""
     problem = error.errors()[0]
     key = ".".join(str(step) for step in problem["loc"] if step not in _UNION_BRANCHES)
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"unknown key {key}" + nearest(key, known)
+        return key, f"unknown key {key}" + nearest(key, known)
     if problem["type"] in ("missing", "missing_argument"):
-        return f"{key} is missing"
+        return key, f"{key} is missing"
     message = " ".join(problem["msg"].split())
-    return f"{key}: {message}, got {reprlib.repr(problem['input'])}"
+    return key, f"{key}: {message}, got {reprlib.repr(problem['input'])}"
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
