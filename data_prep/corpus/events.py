@@ -215,7 +215,7 @@ def _read(data: DataConfig, split: str, *, warn: bool = False) -> _Events:
 
 
 def _sorted(data: DataConfig, split: str, paths: Sequence[Path]) -> _Events:
-    """Read and sort events."""
+    """Read and sort events, equal times in the order of `data.ties`."""
     tables = [read_table(path, data) for path in paths]
     with reading(f"data.files.{split}"):
         table = pyarrow.concat_tables(tables, promote_options="permissive")

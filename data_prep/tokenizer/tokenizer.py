@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, compress, islice
 from typing import ClassVar, Literal, NamedTuple
 
@@ -129,6 +130,9 @@ class WordTokenizer(Tokenizer):
         self.words = words if isinstance(words, WordIndex) else WordIndex.of(words)
         self.lowercase = lowercase
         self.split_punctuation = split_punctuation
+        self._separate = partial(
+            separate_words, split_punctuation=split_punctuation, lowercase=lowercase
+        )
         self.vocab_size = len(self.words)
         ids = (id for id, word in enumerate(self.words) if word in (UNK, EOS))  # without a lookup
         special = {self.words[id]: id for id in islice(ids, 2)}
@@ -142,9 +146,6 @@ class WordTokenizer(Tokenizer):
         words, ids = line.split(), self.words.ids(self._separate([line]), self.unk_id)
         num_ids = [len(self._separate([word]).split()) for word in words]
         return AlignedLine(words, ids, np.repeat(np.arange(len(words)), num_ids))
-
-    def _separate(self, lines: Sequence[str]) -> str:
-        return separate_words(lines, self.lowercase, self.split_punctuation)
 
     def encode_lines(self, lines: Sequence[str]) -> list[list[int]]:
         """Encode several lines, without `<eos>`."""

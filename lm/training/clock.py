@@ -121,12 +121,14 @@ class Clock:
         return min(left, max(0.0, self.limit - self.progress.elapsed_seconds))
 
     def _check_limit(self) -> None:
+        """Set `share`, by which `TrainingState.is_finished` ends the run."""
         if self.limit is None:
             return
         available = self.limit - min(self.limit / 2, self.validation_seconds)
-        share = min(1.0, self.progress.elapsed_seconds / available)
+        self.share = min(1.0, self.progress.elapsed_seconds / available)
         if self._fabric.world_size > 1:
-            share = self._fabric.broadcast(share)
-        self.share = share
-        if share == 1.0:  # the rest is for the last validation: a continuation has nothing to do
+            self.share = self._fabric.broadcast(self.share)
+        if (
+            self.share == 1.0
+        ):  # the rest is for the last validation: a continuation has nothing to do
             self.progress.elapsed_seconds = max(self.progress.elapsed_seconds, self.limit)

@@ -1,1 +1,1 @@
-"""What compiles and checks GPU kernels; README.md has a table of contents."""
+"""What compiles and checks GPU kernels."""

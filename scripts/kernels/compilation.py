@@ -110,7 +110,7 @@ def _use(table: Tensor, gradient: RowGradient) -> None:
     """A step of every optimizer, of Adagrad also after the norm, and the rows in memory."""
     for i, optimizer in enumerate((RowSGD, RowAdagrad, RowAdagrad, RowAdam)):
         if i == 2:
-            gradient.square_norm()
+            gradient.norm()
         parameter = table.detach().requires_grad_()
         parameter.grad = gradient
         optimizer([parameter], lr=0.1).step()

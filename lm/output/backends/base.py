@@ -175,8 +175,8 @@ class Softmaxes(NamedTuple):
     In the dtype of sums, and in the order of the problem's positions. A level has no visit where a
     path has ended, a node has one child in the whole tree, or the target is ignored.
 
-    Of a whole table, `largest + log_total - logit` alone is read, and is 0 or -inf without a visit:
-    one field may hold all of it (`logit` with the opposite sign) and the others be zeros that
+    Of a whole table, only the term `largest + log_total - logit` is read (0 or -inf without a
+    visit): one field may hold it, `logit` with the opposite sign, and the others be zeros that
     broadcast to [D, P]. Of a shard, `logit` and `largest + log_total` are read; the latter is -inf
     without a visit and for nodes without rows there.
     """
@@ -228,7 +228,7 @@ class Solver(ABC):
     def backward(
         self, d_nll: Tensor, problem: Problem, saved: Any, needs: Needs, lse: Tensor | None = None
     ) -> Gradients:
-        """The gradients that are needed, given the gradient d_nll [P] of the nll, in its dtype.
+        """The gradients that are needed, given the gradient d_nll [P] in the dtype of the nll.
 
         d_nll may have stride 0 (a broadcast scalar); what it has for ignored targets counts as 0,
         even if it is not finite. A second backward may follow: `saved` must not change. `problem`
@@ -238,8 +238,8 @@ class Solver(ABC):
         values [K, W] (of a bias [K, 1]) in the dtype of sums: of the children of visited nodes, and
         of no others, which an optimizer would move; see `rowwise/factors.py` for factors of visits
         and subclasses that update a table by themselves. For a shard, `lse` has the
-        log-sum-exps [D, P] over all shards, in the dtype of sums, to be used in place of those in
-        `saved`; and d_hidden is what the rows of the shard add.
+        log-sum-exps [D, P] over all shards, in the dtype of sums and the order of `Softmaxes`, in
+        place of those in `saved`; and d_hidden is what the rows of the shard add.
         """
 
 
@@ -248,11 +248,14 @@ class Backend(Solver):
 
     To add one: an instance, by its name, in the dict `BACKENDS` of `backends/__init__.py`, in the
     order of preference (ops are registered at import); its name in `BackendName` of `functional.py`
-    and in `lm/config/schema.py`; a way to choose it in the fixture `backend` of
-    `tests/output/conftest.py`, and settings in `VARIOUS` and `WAYS` of `test_laws.py`. One that
-    does not take shards says so in `obstacle`; one that compiles code and that "auto" may choose
-    overrides `verified`, as `CompiledBackend` does. The problems of these methods may consist of
-    meta tensors, but for `softmaxes` and `backward`.
+    and in `lm/config/schema.py`. It refuses the dtypes, devices and shards that it does not take in
+    `obstacle`, or leaves them to its base class `ReferenceBackend`, as `CompiledBackend` does. One
+    that compiles code and that "auto" may choose overrides `verified`. The problems of these
+    methods may consist of meta tensors, but for `softmaxes` and `backward`.
+
+    Tests: a way to choose it in the fixture `backend` of `tests/output/conftest.py`, and settings
+    in `VARIOUS` and `WAYS` of `test_laws.py`, if it runs on CPUs (in fp64 too); else the laws as in
+    `backends/test_gpu.py`. Its errors may be twice those of PyTorch in the same dtype.
     """
 
     name: str  # as in the argument `backend` of the public functions

@@ -207,7 +207,7 @@ def _after_step(table: Tensor, gradient: RowGradient) -> Tensor:
     """The rows after a first step of `RowAdagrad`, whose class would import `torch.compile`."""
     lr, eps = 0.1, 1e-8
     total = table.new_zeros(len(table), dtype=compute_dtype(table.dtype))
-    gradient.square_norm()  # which the update then takes row by row, as after clipping
+    gradient.norm()  # which the update then takes row by row, as after clipping
     for block in gradient.factors.update(table, Rule("adagrad", (lr, eps), {"total": total})):
         root = (block.square_norms() / table.shape[1]).sqrt()
         table[block.rows] -= lr * block.values() / (root + eps)[:, None]

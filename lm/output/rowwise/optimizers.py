@@ -1,11 +1,11 @@
 """Optimizers of tables of rows, whose step touches only the rows with a gradient.
 
 A backend applies the gradient of a batch that it has computed: `CompiledFactors.update` in
-`backends/compiled/row_updates.py`, `TritonFactors.update` in `backends/triton/rows.py`. Any other
-is applied here, in blocks that are formed and discarded: a sum of several batches, one with the
-errors of a shard, or of a table that is not contiguous. Rows without a gradient retain their values
-and state: `RowAdagrad` has one sum for each row, and the moments of `RowAdam` decay only where
-there is a gradient, corrected by the number of steps of the table. There is no weight decay.
+`backends/compiled/row_updates.py`, `TritonFactors.update` in `backends/triton/rows.py`, times the
+factor by which clipping has multiplied it. Any other is applied here, in blocks that are formed and
+discarded: a sum of several batches, one with the errors of a shard, or of a table that is not
+contiguous. Rows without a gradient retain their values and state: the moments of `RowAdam` decay
+only where there is one, corrected by the number of steps. There is no weight decay.
 
 Where `lr` is a tensor on the device of a table, a step reads it there: a CUDA graph that contains
 the step follows what is written to it.
@@ -134,10 +134,10 @@ class RowSGD(RowOptimizer):
 class RowAdagrad(RowOptimizer):
     """Adagrad with one sum per row, of the means of its squared gradients.
 
-        total_r += ‖g_r‖² / H
+        total_r += ‖g_r‖² / W
         row_r -= lr · g_r / (√total_r + eps)
 
-    The state is one number per row, 1 / H of that of Adagrad. H counts the zeros after a row of a
+    The state is one number per row, 1 / W of that of Adagrad. W counts the zeros after a row of a
     `HierarchicalSoftmax` too: 4 zeros after 300 numbers lower total_r by 1.3 %. For vectors, this
     is Adagrad.
 

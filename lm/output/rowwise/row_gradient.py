@@ -61,10 +61,6 @@ class RowGradient(Tensor):
         """See `RowFactors.blocks`."""
         return self.factors.blocks(self)
 
-    def square_norm(self) -> Tensor:
-        """The sum of the squares, a scalar."""
-        return self.factors.square_norm(self)
-
     def to_dense(self, *args: Any, **kwargs: Any) -> Tensor:
         """The gradient as an ordinary tensor, [R, H] or [R]."""
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -149,7 +145,7 @@ def _div(one: Any, number: Any) -> Any:
 def _norm(one: RowGradient, ord: float = 2, *options: Any, **dtype: Any) -> Any:
     if ord != 2 or options or dtype:
         return NotImplemented
-    return one.square_norm().sqrt()
+    return one.factors.square_norm(one).sqrt()
 
 
 def _new(one: RowGradient, size: Sequence[int], *_: Any, **options: Any) -> Tensor:
@@ -163,10 +159,6 @@ def _copy_(one: Tensor, other: Tensor, *_: Any) -> Any:
     if not isinstance(other, RowGradient):
         return NotImplemented
     return _assign(one, other) if isinstance(one, RowGradient) else one.copy_(other.to_dense())
-
-
-def _clone(one: RowGradient, **_: Any) -> RowGradient:
-    return RowGradient(one, one.factors)
 
 
 def _alias(one: RowGradient) -> RowGradient:
@@ -198,7 +190,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.copy_.default: _copy_,
     _aten.linalg_vector_norm.default: _norm,
     _aten.detach.default: _alias,
-    _aten.clone.default: _clone,
+    _aten.clone.default: lambda one, **_: RowGradient(one, one.factors),
     _aten.alias.default: _alias,
     _aten.zero_.default: _zero_,
 }

@@ -116,14 +116,14 @@ def test_norms_do_not_depend_on_the_order_in_which_lists_are_written() -> None:
     for param in params:
         assert isinstance(param.grad, RowGradient)
         of_table: Any = param.grad.factors
-        first, batch = param.grad.square_norm(), of_table.factors
+        first, batch = param.grad.norm(), of_table.factors
         batch.formed.clear()
         routing = Routing.of(batch.memory.routing, len(hidden), tree.depth)
         for place, name in ((1, "light_nodes"), (3, "row_tiles"), (5, "split_tiles")):
             entries = getattr(routing, name)[: int(routing.num_entries[place])]
             entries.copy_(entries.flip(0))
         with instrumented(tiles=SMALL_TILES):
-            assert torch.equal(param.grad.square_norm(), first)
+            assert torch.equal(param.grad.norm(), first)
 
 
 def test_gradients_of_a_recorded_backward_are_new_in_each_replay(

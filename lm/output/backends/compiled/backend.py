@@ -68,7 +68,7 @@ class CompiledBackend(reference.ReferenceBackend):
         return new_saved(problem, needs) if saves else super().new_saved(problem, needs)
 
     def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
-        """See `Solver.softmaxes`; logits are less the log-sum-exps, which are 0 then."""
+        """See `Solver.softmaxes`; `logit` holds the whole term, of which the others are 0."""
         if self.saved_type(problem, needs) is not Saved:
             return super().softmaxes(problem, needs)
         from lm.output.backends.compiled import passes

@@ -1,11 +1,11 @@
 """The row-wise gradient of a batch: its norm, and the update of rows, a few at a time.
 
 A row's gradient is formed, used and discarded, so that it stays in a cache: Σ e_v x_v over the
-visits of its node, e_v being the error of the row and x_v = d nll · h, plus what `single` has for
-the row, all of it times a factor, as of clipping. What follows for the row, in fp32 if it is stored
-in 16 bits, is SGD, Adagrad or Adam as in `lm.output.rowwise.optimizers`, whose `_rule` has their
-numbers. Rows in bf16 (uint16 in loops, see `codegen.vectors`) are then rounded up or down at
-random, rows in fp16 to the nearest number.
+visits of its node, e_v being the row's probability (less 1 if it is the target's), x_v = d nll · h,
+plus what `single` has for the row, times a factor, as of clipping. What follows for the row, in
+fp32 if it is stored in 16 bits, is SGD, Adagrad or Adam by the numbers of `_rule` in
+`lm.output.rowwise.optimizers`. Rows in bf16 (uint16 in loops, see `codegen.vectors`) are then
+rounded up or down at random, rows in fp16 to the nearest number.
 """
 
 from collections.abc import Callable, Iterable
