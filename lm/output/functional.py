@@ -1,4 +1,4 @@
-"""The loss of the output layer as a function: its contract, checks, and the choice of a backend."""
+"""The loss of the output layer as a function: its checks and the backend, which computes it."""
 
 import math
 from typing import Literal

@@ -1,6 +1,6 @@
 """Rescoring of n-best lists and lattices.
 
-`formats` tells files apart, `nbest`, `lattice` and `references` read them, `models` score their
-words, `unknown` counts those that a model does not know, `weights` chooses from lists,
-`lattice_search` searches lattices, and `word_errors` compares with references.
+`formats` tells files apart; `nbest`, `lattice` and `references` read them, `utterances` all of a
+file. `models` score their words, `weights` chooses from lists, `lattice_search` searches
+lattices, and `word_errors` compares with references.
 """
