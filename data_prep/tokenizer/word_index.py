@@ -80,7 +80,7 @@ class WordIndex:
         return self._ids.get(word, -1)
 
     def ids(self, text: str, unknown: int, line_end: int = -1) -> NDArray[np.int32]:
-        """Look up all words of a text, and its newlines unless `line_end` (their id) is -1."""
+        """The ids of a text's words, `unknown` for others; of newlines unless `line_end` is -1."""
         find = self._ids.get
         lines = [text] if line_end < 0 else text.split("\n")
         found = [[find(word, unknown) for word in line.split()] for line in lines]

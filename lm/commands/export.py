@@ -6,7 +6,7 @@ from pathlib import Path
 from data_prep.errors import UserError
 from lm.commands.arguments import RUN, SWITCH, Options, open_run
 
-HELP = "a trained model with a script of 150 lines that computes it without this package"
+HELP = "a trained model with a short script that computes it without this package"
 OPTIONS: Options = RUN | {
     "folder": {"metavar": "DIR", "help": "new folder to write"},
     "--bf16": SWITCH | {"help": "round weights to bf16"},
