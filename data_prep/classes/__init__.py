@@ -1,1 +1,1 @@
-"""Word classes for the two-level softmax."""
+"""Word classes for the two-level softmax, and classes of classes."""

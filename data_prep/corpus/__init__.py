@@ -1,1 +1,1 @@
-"""A corpus as a stream of lines."""
+"""A corpus, of text or of events, as a stream of lines."""

@@ -1,7 +1,7 @@
-"""The verbs of the command `lm`, one file each: its help, its options and its function.
+"""The verbs of the command `lm`, one file each, and what they share.
 
-A file has `HELP`, one line; `OPTIONS`, of which at most one of `EXCLUSIVE` can be given, if it has
-that; and `run(options)`, which prints the result on stdout and raises `UserError` for a mistake of
-the user's. It imports heavy libraries inside `run` only, because every verb is imported for
-`--help`.
+A verb's file has `HELP`, one line; `OPTIONS`, of which at most one of `EXCLUSIVE` can be given, if
+it has that; and `run(options)`, which prints the result on stdout and raises `UserError` for a
+mistake of the user's. It imports heavy libraries inside `run` only, because every verb is imported
+for `--help`.
 """

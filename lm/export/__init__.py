@@ -1,7 +1,7 @@
-"""Exports of a run: what computes its probabilities without this package.
+"""Exports of a run: what computes its probabilities without this package, or in transformers.
 
-A folder with the weights and their trees, the tokenizer, `score.py`, a card and a manifest:
-`lm/export/README.md` has the names and layouts. `score.py` is not imported here.
+Without the package, a folder with the weights and trees, the tokenizer, `score.py`, a card and a
+manifest: `lm/export/README.md` has the names and layouts. `score.py` is not imported here.
 """
 
 from dataclasses import asdict
@@ -51,8 +51,8 @@ def export(
         folder: where to.
         bf16: whether weights are rounded to bf16, for half of the bytes.
         onnx: whether ONNX files are written too, see `lm.export.onnx`.
-        hf: whether it is a model of transformers instead, with the tokenizer and the card.
         int8: whether these are written with weights of 8 bits too.
+        hf: whether it is a model of transformers instead, with the tokenizer and the card.
 
     Raises:
         UserError: if the model is of another kind, the folder has files, or a package is missing.

@@ -1,9 +1,9 @@
 """Generation: continuations of prompts by a trained model, drawn at random or searched for.
 
-`text` draws the words of many continuations at once, `beam_search` searches for probable ones.
-`lm generate` and `lm.load` leave `<unk>` out by default (`TrainedRun.never_drawn`), as invented
-words are seldom what a reader expects: P is conditioned on it. On request, and by these functions,
-`<unk>` is drawn as any word, and then a spelling of it.
+`text` draws the words of many continuations at once, `beam_search` searches for probable ones,
+`completion` for words that begin with a text; `items` recommends. `lm generate` and `lm.load` leave
+`<unk>` out by default (`TrainedRun.never_drawn`): P is conditioned on that. On request, and by
+these functions, it is drawn as any word, and a spelling of it if there is a speller.
 """
 
 from lm.generation.beam_search import Hypothesis, beam_search, search_text

@@ -43,7 +43,7 @@ class Sample(NamedTuple):
 
     text: str  # without the prompt
     tokens: list[int]  # ids, including those of a stop string
-    log_prob: float | None = None  # nats, of one that was searched for, if none has excluded tokens
+    log_prob: float | None = None  # nats, of one that was searched for; given the excluded tokens
 
 
 def checked_text(text: object) -> str:

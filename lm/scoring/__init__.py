@@ -1,4 +1,4 @@
-"""Scores of text: log-probabilities, ranks and entropies of words; `layouts` prints them."""
+"""Scores of text by models, n-grams and both; comparisons of models; ranks of items."""
 
 from lm.scoring.scorer import LineScore, Scorer, TokenScores
 

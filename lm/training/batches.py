@@ -2,8 +2,8 @@
 
 Their order is a pure function of (seed, epoch, index) and does not depend on the number of devices.
 
-Each token of the split is a target; its input is the token before it, `<eos>` for the first one of
-a text or an independent sequence.
+Of a target, the input is the token before it, `<eos>` for the first one of a text or an independent
+sequence.
 """
 
 from functools import lru_cache

@@ -119,7 +119,7 @@ def clip_gradients(model: LanguageModel, parameters: Sequence[Tensor], largest: 
     """Scale the gradients of all processes so that their norm as one vector is at most `largest`.
 
     Like `torch.nn.utils.clip_grad_norm_` of all parameters of the model, with the tables of all
-    processes in the norm; that of a row-wise one is its factors' `square_norm`. They are
+    processes in the norm; `RowFactors.square_norm` has that of a row-wise gradient. They are
     not scaled if `largest` is 0. Returns the norm before.
     """
     dealt = model.dealt_tables

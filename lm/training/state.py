@@ -1,4 +1,4 @@
-"""The state of a training run: everything that a continuation needs, and how it is restored."""
+"""The state of a training run: its parts, validation, and what `contents` saves and restores."""
 
 import logging
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Everything that measures.
 
 Each benchmark is run as `python -m scripts.benchmarks.NAME` from the top folder; `--help` describes
-it. `methods` and `peers` belong to `output_layer`; all use `measure` or `reporting`.
+it. `methods`, `peers`, `measure` and `reporting` are what they share.
 """
 
 from lm import limit_spinning

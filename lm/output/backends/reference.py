@@ -12,8 +12,8 @@ child on the target's path:
 
 Each node is one small matrix product, so a position costs O(H · columns on its path). A node with
 many visits or children is computed in blocks of children that fit in a cache. The forward saves
-log-sum-exps, and the backward computes the logits again. No weight is copied, and each row's
-gradient is complete when it is written, once.
+log-sum-exps, and the backward computes the logits again. Weights are copied only to a higher
+precision, a block at a time, and each row's gradient is complete when it is written, once.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """The division of loops over nodes among threads: forward by positions, backward by rows.
 
-The threads are those of PyTorch's OpenMP library. After each parallel operation of PyTorch they
-spin for some milliseconds, unless told otherwise, and would keep threads of our own off the
-processors for as long.
+The threads are those of PyTorch's OpenMP library, where there is one. After each parallel operation
+of PyTorch they spin for some milliseconds, unless told otherwise, and would keep threads of our own
+off the processors for as long.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The loops of a forward and a backward, in the order in which `passes` calls them.
+"""The loops of a forward and a backward, which `passes` calls.
 
 Targets are routed to visits, visits listed by node; `forward` computes (1) to (5) of the reference
 backend, whose letters these are, a node at a time, and `backward` (6). Arrays of bf16 and fp16 have

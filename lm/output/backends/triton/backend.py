@@ -1,6 +1,6 @@
-"""The Triton backend: fused kernels, one launch forward and at most three backward.
+"""The Triton backend: fused kernels, three launches that route, one forward, three backward.
 
-`forward_kernel`, `backward_kernels`, `row_kernel` and `update_kernel` define what they compute.
+`routing_kernels`, `forward_kernel`, `backward_kernels` and `row_kernel` define what they compute.
 Triton is imported at the first launch, so that the other backends work without it.
 """
 

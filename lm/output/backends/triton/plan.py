@@ -48,7 +48,7 @@ class Memory(NamedTuple):
     sorted_hidden: Tensor  # [≥ P, H up to a multiple of 16]: hidden by sorted position, then zeros
     exp_logits: Tensor  # [P, slots] in the dtype of hidden, k of the children on a path
     block_max: Tensor  # [P, blocks], m
-    visit_lse: Tensor  # [1 + splits, D · P]: z[y]; lse; what is left of the lse of other splits
+    visit_lse: Tensor  # [(1 + splits) · D, P]: z[y]; lse; what is left of the lse of other splits
 
     @property
     def results(self) -> "Results":

@@ -15,13 +15,13 @@ from lm.output.backends.base import Problem
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
 
 RUN_SIZES, MOST_RUNS = (32, 128, 512), 64
-"""Lengths of sorted runs. The shortest one that gives at most `MOST_RUNS` runs is used, since each
-key is searched for in every run.
+"""Lengths of sorted runs: the first that takes all positions, or the last. Each key is searched for
+in every run, so that more than `MOST_RUNS` are sorted by PyTorch instead.
 """
 MERGE, PLAN = Tile(32, 32, 0, 8, 1, step=2), Tile(128, 16, 256, 4, 1, step=3)
 """Tile shapes of `_merge` and `_plan`, whose docstrings define the dimensions."""
 HEADER, NUM_LISTS, ALL_VALID, NUM_VALID = 32, 8, 8, 9
-"""Length of the header, number of lists whose lengths are in it, indices of two more numbers."""
+"""Lengths of the header and of the lengths in it, and the indices of two more numbers."""
 FILLING_PROGRAMS = 64
 """Number of programs beyond which d_weight gets no faster."""
 MAX_CHUNKS, LEAST_CHUNKS, CHUNKED_COLUMNS = 12, 4, 1 << 16
@@ -40,7 +40,7 @@ class Routing(NamedTuple):
     rows of partial sums.
     """
 
-    num_entries: Any  # [8]
+    num_entries: Any  # [8], of which the last is unused
     all_valid: Any  # [], whether all targets are words or ignored
     num_valid: Any  # [], how many are words
     position: Any  # [P], sorted by their target's node, depth first; ignored ones last

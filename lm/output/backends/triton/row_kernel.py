@@ -1,4 +1,4 @@
-"""The fused Triton kernel of the last launch of the backward: gradients of rows by other sums.
+"""The fused Triton kernel of the last launch of the backward: rows that `_heavy` does not write.
 
 Letters and equations are those of `backward_kernels`. `_rows` writes (6) of light groups, whose
 rows one program reads once for both (5) and (6); sums of chunks, in order; and 0 for rows of nodes

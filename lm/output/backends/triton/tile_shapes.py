@@ -2,7 +2,7 @@
 
 Those for half precision on sm_90 are the best of the shapes timed on an H100; the others are chosen
 by what the compiler reports. To change one, try it with `launch.instrumented(tiles=...)`, write it
-into `_TILES` or where `tiles` replaces it, and run `python -m scripts.kernels.compilation --all`.
+into `_TILES` or where `tiles` replaces it, and see `python -m scripts.kernels.compilation --help`.
 """
 
 import importlib

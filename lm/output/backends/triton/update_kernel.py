@@ -16,7 +16,7 @@ program forms them before it updates a tile. (10) takes weight and bias together
 them: without `sorted_hidden`, the table is a vector, and g the gradient of a bias. Rows in bf16 are
 rounded at random in proportion to the distance.
 
-An item of a program is a block of a tile of `_rows` or of a sum of chunks, or a share of a light
+An item of a program is a block of `row_tiles` or `split_tiles` of a `Routing`, or part of a light
 node's children. A program walks the columns of one block of children after another. Most light
 nodes have few visits, whose errors it then keeps for all columns. Rows and state are loaded before
 the product, and many small programs run at a time, because the kernel is limited by memory.
