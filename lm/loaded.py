@@ -34,7 +34,7 @@ from torch import Tensor
 from lm.evaluation import evaluate_text
 from lm.figures import Evaluation
 from lm.generation import Sample, Sampling, generate_text, search_text
-from lm.generation.text import checked_text, encode_prompt
+from lm.generation.text import checked_text, encode_prompt, encode_text
 from lm.model.reader import read_prefix
 from lm.probabilities import Probabilities
 from lm.run import TrainedRun
@@ -87,7 +87,7 @@ class LoadedModel(Probabilities):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, `<eos>` between its lines (after the last one if it ends in LF)."""
-        return encode_prompt(self.tokenizer, self._known(text))[1:]
+        return encode_text(self.tokenizer, self._known(text))[1:]
 
     def id(self, word: Word) -> int:
         """The token id of a word or item, `<unk>`'s if unknown; see `encode` for one of several."""
@@ -109,8 +109,10 @@ class LoadedModel(Probabilities):
         return self._start(self._read(prefix))
 
     def _read(self, prefix: str | Sequence[Word]) -> list[int]:
-        """Token ids of a text, or of token ids or items."""
-        return self.encode(prefix) if isinstance(prefix, str) else self._item_ids(prefix)
+        """Token ids of a text without a last space, or of token ids or items."""
+        if not isinstance(prefix, str):
+            return self._item_ids(prefix)
+        return encode_prompt(self.tokenizer, self._known(prefix))[1:]
 
     def _known(self, text: str) -> str:
         return self._catalogue.known(text) if self._catalogue else text

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm.generation.completion import Completions
 from lm.generation.items import Catalogue
-from lm.generation.text import checked_text, encode_prompt
+from lm.generation.text import checked_text, encode_text
 from lm.model.reader import read_lines
 from lm.run import TrainedRun
 from lm.scoring import Scorer
@@ -90,12 +90,12 @@ class Probabilities(ABC):
         if wrong := [pair for pair in pairs if isinstance(pair, str) or len(pair) != 2]:
             raise ValueError(f"expected pairs of texts, got {wrong[0]!r:.60}")
         texts = [checked_text(context) + checked_text(after) for context, after in pairs]
-        ids, num_known = [encode_prompt(tokenizer, text)[1:] for text in texts], list[int]()
+        ids, num_known = [encode_text(tokenizer, text)[1:] for text in texts], list[int]()
         for whole, (context, after) in zip(ids, pairs, strict=True):
-            before = encode_prompt(tokenizer, context)[1:]
+            before = encode_text(tokenizer, context)[1:]
             num = [*map(eq, whole, before), False].index(False)
             if before[-1:] == [tokenizer.unk_id] and num == len(before) and after[:1].strip():
-                longer = encode_prompt(tokenizer, context + after[0])[1:]
+                longer = encode_text(tokenizer, context + after[0])[1:]
                 num -= longer == before  # an unknown word that goes on
             num_known.append(num)
         log_prob, is_greedy = np.zeros(len(ids)), np.ones(len(ids), bool)

@@ -210,8 +210,8 @@ data.sequences: stream → independent, train.precision: 32-true → 64-true)
 2 | train gzip.txt | gzip.txt: cannot read the configuration: it is compressed, … : decompress it$
 2 | train nested.yaml | nested.yaml: not valid YAML: values are nested too deeply$
 2 | new words.txt --text=words.txt | words.txt already exists: choose another name$
-3 | new my.yaml --text=. | .: give a file, which is read more than once$
-3 | new my.yaml --text=- | -: give a file,
+3 | new my.yaml --text=. | .: a folder: give a file$
+3 | new my.yaml --text=- | -: give a file, which is read more than once$
 3 | new my.yaml --text=none.txt | none.txt: no such file$
 3 | new my.yaml --text=words.txt --test=no.txt | no.txt: no such file$
 2 | new .yaml --text=words.txt | name must be a plain file name

@@ -12,7 +12,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import BufferedReader, RawIOBase
 from pathlib import Path
@@ -208,6 +208,9 @@ def likely_encoding(line: bytes, further: bytes = b"") -> str:
     """What to do with a line that is not UTF-8, for a message; whole lines after it help."""
     characters = line.decode(errors="replace")
     others = [each for each in characters if not each.isascii()]
+    with suppress(UnicodeDecodeError):
+        line.decode(errors="surrogatepass")
+        return "it has halves of characters (surrogates): write each character as UTF-8"
     if len(others) >= 2 * others.count("\N{REPLACEMENT CHARACTER}"):
         return "the other characters of the line are UTF-8, so it is damaged"
     if not re.search(rb"[\x80-\xff]{3}", line):

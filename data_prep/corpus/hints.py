@@ -148,7 +148,7 @@ def warn_of(
     name: str,
     remedy: str = "a configuration reads a column by data.format: {format} and data.text_field",
 ) -> None:
-    """Warn if lines of a text are columns, XML or HTML, a tagger's, not in NFC, or have markers.
+    """Warn of lines of columns, XML or HTML, a tagger's, indented, not in NFC, or with markers.
 
     `remedy` is what to do with columns.
     """
@@ -166,6 +166,8 @@ def warn_of(
         logger.warning("%s: the text is XML or HTML, whose tags count as words: remove them", name)
     elif "EOS" in filled and all("\t" in line for line in filled if line != "EOS"):
         logger.warning("%s: the lines are a tagger's, one word in each: join sentences", name)
+    if sum(line.startswith(("  ", "\t")) for line in filled) > len(filled) / 4:
+        logger.warning("%s: lines are indented, which pieces (sentencepiece) keep, not words", name)
     if sum(not unicodedata.is_normalized("NFC", line) for line in filled) > len(filled) / 10:
         problem = "has letters and marks apart (not in NFC), other words than with both in one"
         logger.warning("%s: the text %s: uconv -x nfc %s > NEW", name, problem, name)

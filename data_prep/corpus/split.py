@@ -62,6 +62,7 @@ def check_file(path: Path) -> None:
     if not path.is_file():  # a pipe cannot be read twice
         is_read_twice = path.exists() or str(path) == "-"
         problem = "give a file, which is read more than once" if is_read_twice else "no such file"
+        problem = "a folder: give a file" if path.is_dir() else problem
         raise DataError(f"{path}: {problem}")
 
 

@@ -138,10 +138,9 @@ def search_text(
     excluded: Sequence[int] = (),
 ) -> list[Sample]:
     """The continuations of a prompt to the end of its line, as `beam_search` finds them."""
-    ids = encode_prompt(tokenizer, prompt)
     found = beam_search(
         model,
-        ids,
+        encode_prompt(tokenizer, prompt),
         num_tokens=num_tokens,
         num_beams=num_beams,
         eos_id=tokenizer.eos_id,
@@ -150,7 +149,7 @@ def search_text(
     )
     samples = []
     for tokens, log_prob, _ in found:
-        continuation = Continuation(tokenizer, ids, len(tokens))
+        continuation = Continuation(tokenizer, prompt, len(tokens))
         for token in tokens:
             continuation.append(token)
         text = "".join(continuation.pieces).removesuffix("\n")

@@ -65,17 +65,22 @@ def checked_count(what: str, number: object) -> None:
         raise ValueError(f"the number of {what} must be at least 1, got {number!r}")
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a prompt: `<eos>`, which precedes every text, and its lines, `<eos>` between."""
-    lines = tokenizer.encode_lines(prompt.split("\n")) if checked_text(prompt) else []
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text: `<eos>`, which precedes every one, and its lines, `<eos>` between."""
+    lines = tokenizer.encode_lines(text.split("\n")) if checked_text(text) else []
     return list(chain.from_iterable([tokenizer.eos_id, *ids] for ids in lines or [[]]))
 
 
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The ids of a prompt without a last space, with which the next word or piece begins."""
+    return encode_text(tokenizer, checked_text(prompt).removesuffix(" "))
+
+
 class Continuation:
-    """A continuation of a prompt, ids from `encode_prompt`, that grows token by token.
+    """A continuation of a prompt that grows token by token.
 
     It has at most `num_tokens` tokens; its text ends before the first occurrence of one of the
-    strings `stop`.
+    strings `stop`. If the prompt ends in a space, it begins without one.
 
     Attributes:
         tokens: the ids so far, including those of a stop string.
@@ -84,7 +89,7 @@ class Continuation:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: list[int], num_tokens: int, stop: Sequence[str] = ()
+        self, tokenizer: Tokenizer, prompt: str, num_tokens: int, stop: Sequence[str] = ()
     ) -> None:
         is_list = isinstance(stop, Sequence) and not isinstance(stop, str)
         if not is_list or not all(isinstance(each, str) for each in stop):
@@ -95,20 +100,21 @@ class Continuation:
         self.pieces: list[str] = []
         self.is_complete = False
         self._num_tokens, self._stop, self._withheld = num_tokens, stop, ""
-        self._decoded = tokenizer.stream_decode(self._ids(prompt))
-        for _ in prompt[1:]:
+        self._space, ids = " " * prompt.endswith(" "), encode_prompt(tokenizer, prompt)[1:]
+        self._decoded = tokenizer.stream_decode(self._ids(ids))
+        for _ in ids:
             next(self._decoded)
 
     def _ids(self, prompt: list[int]) -> Iterator[int]:
         """What is decoded, in step with `append`."""
-        yield from prompt[1:]
+        yield from prompt
         while not self.is_complete:
             yield self.tokens[-1]
 
     def append(self, token: int, spelling: str = UNK) -> None:
         """Add a token; `spelling` is what is written for `<unk>`."""
         self.tokens.append(token)
-        text = next(self._decoded)
+        text, self._space = next(self._decoded).removeprefix(self._space), ""
         text = self._until_stop(text if spelling == UNK else text.replace(UNK, spelling))
         if not self.is_complete and len(self.tokens) == self._num_tokens:
             self.is_complete = True
@@ -238,7 +244,8 @@ def generate_text(
         for group, samples in _batches(model, list(map(len, encoded)), num_samples, num_tokens):
             ids = [encoded[index] for index in group]
             seeds = derive_seeds(root, torch.tensor(samples, device=model.device))
-            drawn = [Continuation(tokenizer, p, num_tokens, stop) for p in ids for _ in samples]
+            texts = [prompts[first + index] for index in group]
+            drawn = [Continuation(tokenizer, p, num_tokens, stop) for p in texts for _ in samples]
             for live in _draw(model, ids, seeds, drawn, sampling, spelling):
                 if on_piece is not None:
                     on_piece(live[0].pieces[-1])

@@ -202,20 +202,16 @@ class _WithoutInitialization(TorchFunctionMode):
 
 
 def _build_backbone(config: ModelConfig, context: int) -> Backbone:
-    embedding_size = config.embedding or config.hidden
+    sizes = config.embedding or config.hidden, config.hidden, config.layers
     if config.backbone == "lstm":
         return LSTM(
-            embedding_size,
-            config.hidden,
-            config.layers,
+            *sizes,
             dropout=config.dropout,
             dropout_weight=config.dropout_weight,
             dropout_variational=config.dropout_variational,
         )
     return Transformer(
-        embedding_size,
-        config.hidden,
-        config.layers,
+        *sizes,
         heads=config.heads,
         feedforward=config.feedforward,
         dropout=config.dropout,

@@ -3,6 +3,7 @@
 import random
 from functools import partial
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+import lm
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.generation import Sampling, generate_text, text
 from lm.generation.text import Continuation, encode_prompt
@@ -28,8 +30,8 @@ def test_text_before_the_first_stop_string_is_kept_however_it_is_cut_into_pieces
         cuts = sorted(rng.choices(range(len(whole) + 1), k=4))
         pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
         ends = [whole.find(each) for each in stop if each in whole]
-        decoder: Any = SimpleNamespace(stream_decode=partial(map, pieces.__getitem__))
-        grows = Continuation(decoder, [0], len(pieces), stop)
+        decoder: Any = SimpleNamespace(eos_id=0, stream_decode=partial(map, pieces.__getitem__))
+        grows = Continuation(decoder, "", len(pieces), stop)
         while not grows.is_complete:
             grows.append(len(grows.tokens))
         assert "".join(grows.pieces) == whole[: min(ends, default=len(whole))]
@@ -90,3 +92,12 @@ def test_frequencies_of_continuations_match_products_of_stated_distributions(
 def test_lines_of_prompts_are_separated_by_eos() -> None:
     assert encode_prompt(TOKENIZER, "") == [0]
     assert encode_prompt(TOKENIZER, "a b\n\na") == [0, 2, 3, 0, 0, 2]
+
+
+def test_a_space_at_the_end_of_a_prompt_begins_the_next_piece(pieces_run: Path) -> None:
+    model = lm.load(pieces_run)
+    assert model.encode("the ") != model.encode("the") == model.encode("the ")[:-1]
+    assert model.topk("the ", 5) == model.topk("the", 5)
+    spaced, plain = ([*model.generate(text, num_samples=30)] for text in ("the ", "the"))
+    assert spaced == [text.removeprefix(" ") for text in plain]
+    assert model.search("the ")[0].text == model.search("the")[0].text.removeprefix(" ")

@@ -97,6 +97,7 @@ def test_the_column_of_parquet_is_found_in_a_file_of_any_name(tmp_path: Path) ->
         ),
         ("[INST] the cat [/INST]", ["a: the lines begin", r"a: the lines end with \[/INST\], "]),
         ("the cat <|endoftext|>", [r"a: the lines end with <\|endoftext\|>, "]),
+        ("  return", ["a: lines are indented, which pieces .* keep, not words$"]),
         ("は\u3099れ", ["a: the text has letters and marks apart .* uconv -x nfc a > NEW$"]),
         ("- the <unk> </s> cat .", []),
         ("[1] the cat", []),

@@ -257,6 +257,7 @@ NOT_READ = {
         "be in GB18030.* -f GB18030 ",
     ),
     "bytes.txt": (b"\xff\xff\x80\xff\x81\n", "if the text is in CP932, EUC-JP, .* -f THAT -t"),
+    "cesu.txt": (b"\xed\xa0\xbd\n", "line 1: invalid .* it has halves of characters"),
     "damaged.txt": (b"\xc3\xa9t\xc3\n", "line 1: invalid .* UTF-8, so it is damaged$"),
     "two.zip": (zipped("a.txt", "b.txt"), r"a zip archive with 2 files \(a.txt, b.txt\): unpack"),
     "empty.zip": (zipped(), "a zip archive with no file: unpack it"),
