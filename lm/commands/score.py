@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
         has_ids=options.ids,
         text=options.text,
         details=options.details,
-        at_once=1 if options.line_buffered else None,
+        at_once=1 if options.line_buffered else 256 if options.details else None,  # which is slow
         keep_empty_lines=run.keeps_empty_lines,
     )
     if options.line_buffered and options.text != "line" and not run.model.backbone.carries_state:

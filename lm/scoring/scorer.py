@@ -215,7 +215,7 @@ class Scorer:
         unk_id, log_share = self.tokenizer.unk_id, self.unknown.log_share
         log_prob = self.model.output.log_prob(hidden)
         unk = log_prob[:, unk_id].exp().double()
-        entropy = torch.special.entr(log_prob.exp()).sum(-1, dtype=torch.float64)
+        entropy = -log_prob.exp().mul_(log_prob.clamp(min=-1e4)).sum(-1, dtype=torch.float64)
         log_prob[:, unk_id] += log_share
         higher = log_prob > log_prob.gather(1, targets[:, None])
         rank = 1 + higher.sum(1) + (self.unknown.num_unseen - 1) * higher[:, unk_id]
