@@ -181,3 +181,4 @@ def test_a_transformer_is_one_of_transformers(
     found = own.generate(words, max_new_tokens=1, do_sample=False)[0, -1]
     assert int(found) == int(expected.argmax())
     assert (tmp_path / "hf" / "vocab.txt").read_bytes() == (run / "vocab.txt").read_bytes()
+    assert len({path.stat().st_mode for path in (tmp_path / "hf").iterdir()}) == 1
