@@ -68,6 +68,7 @@ def write_onnx(folder: Path, *, int8: bool = False) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     model = module.Model(folder).eval()
+    model.ids = None  # of the words, which no file has: large
     config = model.config
     known: dict[str, Any] = {"model_type": "rnnlm", "version": "1", "comment": "sqrtlm"}
     known |= {"sos_id": model.eos_id, "eos_id": model.eos_id, "vocab_size": len(model.path)}
