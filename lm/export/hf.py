@@ -68,11 +68,9 @@ def write_hf(run: TrainedRun, folder: Path) -> None:
 
 def _state(run: TrainedRun) -> dict[str, Tensor]:
     """The parameters by their names in transformers."""
-    model, state = run.model, dict[str, Tensor]()
-    backbone = model.backbone
+    model, backbone = run.model, run.model.backbone
     assert isinstance(backbone, Transformer)
-    for name, value in model.output.state_dict().items():  # type: ignore[attr-defined]
-        state[f"lm_head.{name}"] = value
+    state = {f"lm_head.{name}": value for name, value in model.tree_softmax.state_dict().items()}
     vectors = torch.empty(model.vocab_size, backbone.hidden_size, device=model.device)
     for words in torch.split(torch.arange(model.vocab_size, device=model.device), 4096):
         vectors[words] = backbone.project(model.embed(words))

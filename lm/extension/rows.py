@@ -131,8 +131,7 @@ def _fit(
     split = (torch.split(each, max(1, PART // len(new))) for each in events)
     batches = list(zip(*split, strict=True))
     found = start.clone().requires_grad_()
-    line_search = "strong_wolfe"
-    optimizer = torch.optim.LBFGS([found], max_iter=MAX_ITERATIONS, line_search_fn=line_search)
+    optimizer = torch.optim.LBFGS([found], max_iter=MAX_ITERATIONS, line_search_fn="strong_wolfe")
 
     @torch.no_grad()
     def loss() -> Tensor:

@@ -54,8 +54,7 @@ def extended(trained: TrainedRun, config: Config, *, progress: bool = True) -> E
         return Extended(given, model.state_dict(), 0)
     tokenizer, counts = grown_vocabulary(tokenizer, config)
     num_old, words = model.vocab_size, tokenizer.words
-    context = trained.description.context
-    contexts = Contexts(tokenizer, config, num_old, context, progress)
+    contexts = Contexts(tokenizer, config, num_old, trained.description.context, progress)
     pieces = None if model.input_pieces is None else model.input_pieces.pieces
     if num_new := len(words) - num_old:
         node = choose_classes(model, contexts)
@@ -119,12 +118,12 @@ def choose_classes(model: LanguageModel, contexts: Contexts) -> Tensor:
     tree = model.path_tree
     has_words = torch.bincount(tree.node_of_row[tree.row_of_word], minlength=tree.num_nodes) > 0
     has_words[0] &= not has_words[1:].any()
-    num_old, num_words = model.vocab_size, contexts.tokenizer.vocab_size
+    new = range(model.vocab_size, contexts.tokenizer.vocab_size)
     if tree.num_nodes == 1:
-        return torch.zeros(num_words - num_old, dtype=torch.int64)
+        return torch.zeros(len(new), dtype=torch.int64)
     found, at_once = [], max(1, MAX_SCORES // tree.num_nodes)
-    for first in range(num_old, num_words, at_once):
-        ids = range(first, min(first + at_once, num_words))
+    for first in range(0, len(new), at_once):
+        ids = new[first : first + at_once]
         score = torch.zeros(len(ids), tree.num_nodes, device=model.device)
         for hidden, place in contexts.occurrences(model, ids):
             score.index_add_(0, place, _node_log_prob(model, hidden))

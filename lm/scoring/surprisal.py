@@ -113,8 +113,7 @@ def _occurrences(run: TrainedRun, scores: list[LineScore]) -> tuple[Floats, int,
     """Occurrences of each unit of lines in the training split, its numbers of words and types."""
     tokenizer, counts, space = run.tokenizer, Counter[str](), ""
     if tokenizer.kind == "words":
-        ids = {id for score in scores for id in score.tokens.id.tolist()}
-        pieces: Any = {id: tokenizer.token(id) for id in ids}
+        pieces: Any = {id: tokenizer.token(id) for each in scores for id in each.tokens.id.tolist()}
         every = load_counts(run.folder)
         every[tokenizer.eos_id] = 0
         counts.update({word: int(every[id]) for id, word in pieces.items()})
