@@ -98,7 +98,7 @@ class LoadedModel(Probabilities):
 
     def word(self, id: int) -> str:
         """The word, or piece of one, of a token id; an item as its table has it."""
-        return self._name(*self._ids([id]))
+        return self._name(*checked_ids([id], self.vocab_size))
 
     def unknown_words(self, text: str) -> list[str]:
         """The distinct words of a text that contain something unknown, in their order."""
@@ -339,13 +339,14 @@ class LoadedModel(Probabilities):
         """Token ids of a word, which may be one itself, or that of an item."""
         if self._catalogue is not None:
             return self._catalogue.find([word])[0] or [self.unk_id]
-        return self.encode(word) if isinstance(word, str) else self._ids([word])
+        return self.encode(word) if isinstance(word, str) else checked_ids([word], self.vocab_size)
 
     def _item_ids(self, words: Sequence[Word]) -> list[int]:
         """Token ids of words or items; items that are not in the catalogue are left out."""
         words = listed("tokens or items", words)
         if self._catalogue is None:
-            return self._ids([self.id(word) if isinstance(word, str) else word for word in words])
+            ids = [self.id(word) if isinstance(word, str) else word for word in words]
+            return checked_ids(ids, self.vocab_size)
         return self._catalogue.ids(words)
 
     def _state(self, prefix: Prefix) -> State:
@@ -380,6 +381,3 @@ class LoadedModel(Probabilities):
         log_prob = self._scorer.unknown_log_prob(texts, sum(num_unknown))
         word_of = np.repeat(np.arange(len(words)), num_unknown)
         return tokens, np.bincount(word_of, log_prob, len(words)).tolist()
-
-    def _ids(self, tokens: Sequence[Any]) -> list[int]:
-        return checked_ids(tokens, self.vocab_size)

@@ -1,8 +1,8 @@
 """Exports: the figures of `lm score`, computed without this package."""
 
-import importlib.util
 import json
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 from unittest.mock import Mock
 
@@ -37,11 +37,9 @@ TEXT = [*LETTERS[:6], *OTHER_LETTERS, "ab, «Ba». ab?! (b)", "▁ab <unk>,b", "
 
 def loaded(folder: Path) -> Any:
     """The model of an exported folder, by its own script."""
-    spec: Any = importlib.util.spec_from_file_location("score", folder / "score.py")
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.LOGITS = 100  # few positions at once
-    return module.Model(folder)
+    model = run_path(str(folder / "score.py"))["Model"]
+    model.score.__wrapped__.__globals__["LOGITS"] = 100  # few positions at once
+    return model(folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,3 +179,4 @@ def test_a_transformer_is_one_of_transformers(
     found = own.generate(words, max_new_tokens=1, do_sample=False)[0, -1]
     assert int(found) == int(expected.argmax())
     assert (tmp_path / "hf" / "vocab.txt").read_bytes() == (run / "vocab.txt").read_bytes()
+    assert len({path.stat().st_mode for path in (tmp_path / "hf").iterdir()}) == 1

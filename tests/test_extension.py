@@ -43,6 +43,7 @@ def sequences(current_folder: None, monkeypatch: pytest.MonkeyPatch) -> Lines:
     Path("shop.yaml").write_text(RECIPE)
     monkeypatch.setattr("lm.extension.contexts.LINES", 2)  # some parts have no new item
     monkeypatch.setattr("lm.extension.words.WORDS_AT_ONCE", 4)
+    monkeypatch.setattr("lm.extension.words.MAX_SCORES", 1)  # the data is read for each new item
     rng = np.random.default_rng(0)
     items = np.array([*OLD, *NEW])
     users = [rng.choice(items, size=rng.integers(3, 9)).tolist() for _ in range(30)]

@@ -102,8 +102,8 @@ def load_tokenizer(folder: Path | str, *, verify: bool = True) -> Tokenizer:
 
 def load_counts(folder: Path) -> NDArray[np.int64]:
     """The counts [N] of the words of a folder in its training split."""
-    lines = (folder / MODEL_FILE["words"]).read_bytes().split(b"\n")[:-1]
-    return np.array([int(line.rpartition(b"\t")[2]) for line in lines])
+    with (folder / MODEL_FILE["words"]).open("rb") as lines:
+        return np.fromiter((int(line.rpartition(b"\t")[2]) for line in lines), np.int64)
 
 
 def verify_tokenizer(folder: Path, sha256: str) -> None:

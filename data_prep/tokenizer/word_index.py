@@ -61,6 +61,12 @@ class WordIndex:
         is_word = np.repeat(np.resize([True, False], lengths.size), lengths.ravel())
         return cls(raw[is_word], np.append(0, np.cumsum(lengths[:, 0])))
 
+    def with_new(self, words: Iterable[str]) -> "WordIndex":
+        """The words of this index, and after them others, which it must lack."""
+        new = WordIndex.of(words)
+        starts = np.append(self.starts, self.starts[-1] + new.starts[1:])
+        return WordIndex(np.append(self.text, new.text), starts)
+
     def __len__(self) -> int:
         return len(self.starts) - 1
 

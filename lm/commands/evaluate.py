@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
     _check(options)
     from data_prep.corpus.lines import read_text
     from data_prep.corpus.reader import read_lines
-    from lm.evaluation import evaluate_split, evaluate_text
+    from lm.evaluation import encode_text, evaluate_split, evaluate_text
     from lm.figures import as_json
     from lm.scoring.adaptation import evaluate_adaptation
     from lm.scoring.comparison import TextLosses, check_comparable, compare
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
     from lm.scoring.mixture import evaluate_mixture
     from lm.scoring.unknown import noted_words
 
-    is_open = options.open_vocabulary
+    mixes, is_open = options.arpa or options.ngram, options.open_vocabulary
     run = open_run(options)
     if options.ranking:
         _rank(options, run)
@@ -104,10 +104,11 @@ def run(options: argparse.Namespace) -> None:
     check_comparable(run, others, open_vocabulary=is_open, lines=lines)
     tables, further = list[str](), dict[str, Any]()
     adapts = {"cache": options.cache, "dynamic": options.dynamic}
-    tokens: Any = None
-    mixes = options.arpa or options.ngram
     if mixes or options.by_frequency or others or any(adapts.values()):
-        tokens = _tokens(run, options, lines)
+        if lines is None:
+            tokens: Any = run.prepared.tokens(options.split)
+        else:
+            tokens, _ = encode_text(run, lines, options.text)
     if mixes:
         path = None if options.ngram else Path(options.arpa)
         further["mixture"] = mixture = evaluate_mixture(run, path, options.mixture, tokens)
@@ -138,15 +139,6 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps(values | as_json(further)) if options.json else "\n".join(tables))
     if options.text is None:
         _write(run, f"{options.split}{'-open' * is_open}", values)
-
-
-def _tokens(run: TrainedRun, options: argparse.Namespace, lines: list[str] | None) -> Any:
-    """The tokens [n] of the split, or of the lines of a text."""
-    from lm.evaluation import encode_text
-
-    if lines is None:
-        return run.prepared.tokens(options.split)
-    return encode_text(run, lines, options.text)[0]
 
 
 def _weights(options: argparse.Namespace, run: TrainedRun) -> tuple[str, dict[str, Any]]:
@@ -193,8 +185,7 @@ def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
         keep=partial(write_ranks, ranks, run, split) if ranks else None,
     )
     source, weights = _weights(options, run)
-    config = run.config
-    values = {"split": split, "seed": config.seed, "kept_by": config.criterion}
+    values = {"split": split, "seed": run.config.seed, "kept_by": run.config.criterion}
     values |= as_json(report) | weights
     print(json.dumps(values) if options.json else report.table(f"{split}, {source}"))
     drawn = f"-{report.users}-users" if report.users < report.all_users else ""

@@ -6,11 +6,13 @@ positions. Input vectors that sum paths or pieces become a table of one vector a
 
 import importlib
 from pathlib import Path
+from shutil import copymode
 
 import torch
 from torch import Tensor
 
 from data_prep.errors import UserError
+from lm.model.build import without_weights
 from lm.model.transformer import NORM_EPS, ROTARY_BASE, Transformer
 from lm.output import HierarchicalSoftmax
 from lm.run import TrainedRun
@@ -56,22 +58,23 @@ def write_hf(run: TrainedRun, folder: Path) -> None:
         pad_token_id=run.description.eos_id,
     )
     settings = {"tie_word_embeddings": False, "bos_token_id": run.description.eos_id}
-    written = TreeForCausalLM(TreeConfig.of(config, model.tree_softmax.tree, **settings))
-    written.load_state_dict(_state(run), strict=True)
+    with without_weights():
+        written = TreeForCausalLM(TreeConfig.of(config, model.tree_softmax.tree, **settings))
+    written.load_state_dict(_state(run), strict=True, assign=True)
     written.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):
+        copymode(folder / "config.json", path)  # which others could not read
 
 
 def _state(run: TrainedRun) -> dict[str, Tensor]:
     """The parameters by their names in transformers."""
-    model, state = run.model, dict[str, Tensor]()
-    backbone = model.backbone
+    model, backbone = run.model, run.model.backbone
     assert isinstance(backbone, Transformer)
-    for name, value in model.output.state_dict().items():  # type: ignore[attr-defined]
-        state[f"lm_head.{name}"] = value.float() if value.is_floating_point() else value
-    words = torch.arange(model.vocab_size, device=model.device)
-    state["model.embed_tokens.weight"] = torch.cat(
-        [backbone.project(model.embed(part)) for part in torch.split(words, 4096)]
-    )
+    state = {f"lm_head.{name}": value for name, value in model.tree_softmax.state_dict().items()}
+    vectors = torch.empty(model.vocab_size, backbone.hidden_size, device=model.device)
+    for words in torch.split(torch.arange(model.vocab_size, device=model.device), 4096):
+        vectors[words] = backbone.project(model.embed(words))
+    state["model.embed_tokens.weight"] = vectors
     state["model.norm.weight"] = backbone.norm.weight
     for k, block in enumerate(backbone.blocks):
         own, to = block.get_parameter, f"model.layers.{k}."
@@ -85,4 +88,4 @@ def _state(run: TrainedRun) -> dict[str, Tensor]:
         state[f"{to}mlp.down_proj.weight"] = own("feedforward.down.weight")
         state[f"{to}input_layernorm.weight"] = own("attention_norm.weight")
         state[f"{to}post_attention_layernorm.weight"] = own("feedforward_norm.weight")
-    return state
+    return {n: v.float() if v.is_floating_point() else v for n, v in state.items()}

@@ -13,6 +13,7 @@ import logging
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from runpy import run_path
 from shutil import copymode
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -61,13 +62,8 @@ def check_packages() -> None:
 
 def write_onnx(folder: Path, *, int8: bool = False) -> None:
     """Write the files of the exported model in a folder, and `….int8.onnx` if asked for."""
-    path = folder / "score.py"
-    spec = importlib.util.spec_from_file_location("score", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    model = module.Model(folder).eval()
+    model: Any = run_path(str(folder / "score.py"))["Model"](folder).eval()
+    model.ids = None  # of the words, which no file has: large
     config = model.config
     known: dict[str, Any] = {"model_type": "rnnlm", "version": "1", "comment": "sqrtlm"}
     known |= {"sos_id": model.eos_id, "eos_id": model.eos_id, "vocab_size": len(model.path)}

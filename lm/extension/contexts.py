@@ -30,28 +30,28 @@ class Contexts(NamedTuple):
     context: int  # longest part of a line that is read at once, unless the backbone has a state
     progress: bool
 
-    def occurrences(self, model: LanguageModel) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the hidden vectors [P, H] before new words, and the numbers [P] of these.
+    def occurrences(self, model: LanguageModel, ids: range) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the hidden vectors [P, H] before new words with some ids, and places [P] there.
 
         The model is that without them.
         """
         num_old, eos_id, unk_id = self.num_old, self.tokenizer.eos_id, self.tokenizer.unk_id
         for chunk in self._chunks(model, "classes"):
-            lines = [line for line in chunk if (line >= num_old).any()]
-            if not lines:
+            of_line: Any = [(line, (ids.start <= line) & (line < ids.stop)) for line in chunk]
+            if not (of_line := [each for each in of_line if each[1].any()]):
                 continue
-            is_new: list[Any] = [line >= num_old for line in lines]
+            lines, is_among = zip(*of_line, strict=True)
             if self.are_items:
                 known = [np.append(line[line < num_old], eos_id) for line in lines]
-                before = [np.cumsum(~each)[each] for each in is_new]
+                before = [np.cumsum(a < num_old)[b] for a, b in of_line]
             else:
                 known = [np.where(line < num_old, line, unk_id) for line in lines]
-                before = [np.flatnonzero(each) for each in is_new]
+                before = [np.flatnonzero(each) for each in is_among]
             read = [(hidden, index) for hidden, _, index, _ in read_lines(model, known, eos_id)]
             order = np.concatenate([index for _, index in read]).argsort(kind="stable")
             first = np.cumsum([0, *map(len, known)])[:-1]  # of each line in this order
             place = np.concatenate([a + b for a, b in zip(first, before, strict=True)])
-            number = np.concatenate(lines)[np.concatenate(is_new)] - num_old
+            number = np.concatenate(lines)[np.concatenate(is_among)] - ids.start
             hidden = torch.cat([hidden for hidden, _ in read])[torch.from_numpy(order[place])]
             yield hidden.float(), torch.from_numpy(number).to(hidden.device)
 

@@ -71,10 +71,8 @@ def extend(
     given, tokenizer = found.given, found.given.tokenizer
     what = "items" if trained.is_independent else "words"
     if not found.num_new:
-        if trained.is_independent or text is None:
-            where = "the training split of the data"
-        else:
-            where = f"{text} (--min-count {min_count})"
+        split = "the training split of the data"
+        where = split if text is None else f"{text} (--min-count {min_count})"
         moved = "; those from data.valid_from on are not in it" * (config.data.split == "time")
         raise UserError(f"{trained.folder} has all {what} of {where}{moved}")
     if trained.is_independent:
@@ -90,8 +88,8 @@ def extend(
         description = replace(trained.description, valid_perplexity=None, valid_ndcg=None)
         description = replace(description, tokenizer_sha256=sha256)
         save_model(folder, found.state, description)
-    num_special = 2 if trained.is_independent else 0
-    num_all, num_old = tokenizer.vocab_size - num_special, trained.tokenizer.vocab_size
+    num_old = trained.tokenizer.vocab_size
+    num_all = tokenizer.vocab_size - 2 * trained.is_independent  # without <eos> and <unk>
     new = [tokenizer.token(num_old + k) for k in range(min(found.num_new, _NUM_NAMED))]
     named = ", ".join(new) + ", …" * (found.num_new > _NUM_NAMED)
     line = "%s: %d new %s (%s), %d in all"

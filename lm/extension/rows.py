@@ -48,12 +48,15 @@ def fit_rows(model: LanguageModel, contexts: Contexts, counts: NDArray[np.int64]
     num_of_node = torch.bincount(tree.node_of_row[new_row], minlength=tree.num_nodes)
     hidden, target, weight = _events(model, contexts, counts, num_of_node)
     path = tree.rows_on_path(target)
-    node = tree.node_of_row[path.clamp(min=0)].masked_fill(path < 0, -1)
+    node = tree.node_of_row[path.clamp(min=0)].masked_fill(path < 0, -1).flatten()
+    by_node = node.argsort(stable=True)
+    begin = torch.searchsorted(node[by_node], torch.arange(tree.num_nodes + 1, device=node.device))
     num_old = tree.sum_below((~is_new_row[tree.row_of_word]).long())
     generator = torch.Generator(model.device).manual_seed(1)
     uniform = torch.rand(len(target), generator=generator, device=model.device)
     for each in num_of_node.nonzero().flatten().tolist():
-        first, (event, level) = int(tree.first_row[each]), (node == each).nonzero().T
+        first, visit = int(tree.first_row[each]), by_node[begin[each] : begin[each + 1]]
+        event, level = visit // path.shape[1], visit % path.shape[1]
         rows = torch.arange(first, first + int(tree.num_children[each]), device=new_row.device)
         row, is_new = path[event, level], is_new_row[rows]
         is_own = is_new_row[row]
@@ -128,8 +131,7 @@ def _fit(
     split = (torch.split(each, max(1, PART // len(new))) for each in events)
     batches = list(zip(*split, strict=True))
     found = start.clone().requires_grad_()
-    line_search = "strong_wolfe"
-    optimizer = torch.optim.LBFGS([found], max_iter=MAX_ITERATIONS, line_search_fn=line_search)
+    optimizer = torch.optim.LBFGS([found], max_iter=MAX_ITERATIONS, line_search_fn="strong_wolfe")
 
     @torch.no_grad()
     def loss() -> Tensor:

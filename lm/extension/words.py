@@ -16,7 +16,6 @@ from data_prep.tokenizer.punctuation import EOS, UNK
 from data_prep.tokenizer.serialization import load_counts
 from data_prep.tokenizer.tokenizer import WordTokenizer
 from data_prep.tokenizer.vocabulary import count_words
-from data_prep.tokenizer.word_index import WordIndex
 from lm.config import Config
 from lm.extension.contexts import Contexts
 from lm.extension.rows import PRIOR, fit_rows, logits
@@ -29,6 +28,8 @@ from lm.run import TrainedRun
 State = dict[str, Tensor]
 WORDS_AT_ONCE = 1 << 16
 """Words whose vectors are converted to fp64 at once."""
+MAX_SCORES = 1 << 28
+"""Scores of new words by classes in memory at once; of more, the data is read several times."""
 
 
 class Extended(NamedTuple):
@@ -53,8 +54,7 @@ def extended(trained: TrainedRun, config: Config, *, progress: bool = True) -> E
         return Extended(given, model.state_dict(), 0)
     tokenizer, counts = grown_vocabulary(tokenizer, config)
     num_old, words = model.vocab_size, tokenizer.words
-    context = trained.description.context
-    contexts = Contexts(tokenizer, config, num_old, context, progress)
+    contexts = Contexts(tokenizer, config, num_old, trained.description.context, progress)
     pieces = None if model.input_pieces is None else model.input_pieces.pieces
     if num_new := len(words) - num_old:
         node = choose_classes(model, contexts)
@@ -98,10 +98,13 @@ def grown_vocabulary(old: WordTokenizer, config: Config) -> tuple[WordTokenizer,
     words = [word for word in count_of if word not in (EOS, UNK)]
     limit, least = config.tokenizer.vocab_size, config.tokenizer.min_count
     words = words if limit is None else words[: limit - 2]
-    new = [word for word in words if old.words.id(word) < 0 and count_of[word] >= least]
+    known = {word: id for id, word in enumerate(old.words) if word in count_of}
+    new = [word for word in words if word not in known and count_of[word] >= least]
     options = {"lowercase": old.lowercase, "split_punctuation": old.split_punctuation}
-    tokenizer = WordTokenizer(WordIndex.of([*old.words, *new]), **options)
-    counts = np.array([count_of.get(word, 0) for word in tokenizer.words])
+    tokenizer = WordTokenizer(old.words.with_new(new), **options)
+    counts = np.zeros(tokenizer.vocab_size, np.int64)
+    counts[list(known.values())] = [count_of[word] for word in known]
+    counts[old.vocab_size :] = [count_of[word] for word in new]
     if config.data.sequences == "independent":
         counts[tokenizer.eos_id] = 0  # it is not predicted
     else:
@@ -115,13 +118,17 @@ def choose_classes(model: LanguageModel, contexts: Contexts) -> Tensor:
     tree = model.path_tree
     has_words = torch.bincount(tree.node_of_row[tree.row_of_word], minlength=tree.num_nodes) > 0
     has_words[0] &= not has_words[1:].any()
-    num_new = contexts.tokenizer.vocab_size - model.vocab_size
+    new = range(model.vocab_size, contexts.tokenizer.vocab_size)
     if tree.num_nodes == 1:
-        return torch.zeros(num_new, dtype=torch.int64)
-    score = torch.zeros(num_new, tree.num_nodes, device=model.device)
-    for hidden, number in contexts.occurrences(model):
-        score.index_add_(0, number, _node_log_prob(model, hidden))
-    return score.masked_fill(~has_words, -torch.inf).argmax(dim=1).cpu()
+        return torch.zeros(len(new), dtype=torch.int64)
+    found, at_once = [], max(1, MAX_SCORES // tree.num_nodes)
+    for first in range(0, len(new), at_once):
+        ids = new[first : first + at_once]
+        score = torch.zeros(len(ids), tree.num_nodes, device=model.device)
+        for hidden, place in contexts.occurrences(model, ids):
+            score.index_add_(0, place, _node_log_prob(model, hidden))
+        found.append(score.masked_fill_(~has_words, -torch.inf).argmax(dim=1).cpu())
+    return torch.cat(found)
 
 
 def _node_log_prob(model: LanguageModel, hidden: Tensor) -> Tensor:

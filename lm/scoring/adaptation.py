@@ -213,10 +213,8 @@ class AdaptedEvaluation:
         """The figures as lines of text."""
         found, rows = self.adaptation, {"without adaptation": f"{self.perplexity_model:.2f}"}
         if self.perplexity_cache is not None:
-            settings = f"its share {1 - (found.weight or 0):.3f}, θ {found.theta:.2f}"
-            rows[f"with a cache of {WINDOW:,} positions"] = (
-                f"{self.perplexity_cache:.2f}  {settings}"
-            )
+            how = f"its share {1 - (found.weight or 0):.3f}, θ {found.theta:.2f}"
+            rows[f"with a cache of {WINDOW:,} positions"] = f"{self.perplexity_cache:.2f}  {how}"
         if self.perplexity_dynamic is not None:
             rate = f"learning rate {found.lr:g}"
             rows["with dynamic evaluation"] = f"{self.perplexity_dynamic:.2f}  {rate}"
@@ -238,9 +236,8 @@ def evaluate_adaptation(
     for hidden, targets, log_prob in _read(run, tokens):
         model += float(log_prob.sum())
         cached += float(mix(hidden, targets, log_prob).sum()) if mix else 0.0
-    learned = 0.0
-    if dynamic:
-        learned = sum(float(each.sum()) for *_, each in _read(run, tokens, found.lr))
+    read = _read(run, tokens, found.lr) if dynamic else ()
+    learned = sum(float(each.sum()) for *_, each in read)
     size = len(tokens)
     return AdaptedEvaluation(
         tokens=size,

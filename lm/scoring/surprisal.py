@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -111,13 +111,15 @@ def _corrected(scorer: Scorer, scores: list[LineScore]) -> list[Floats]:
 
 def _occurrences(run: TrainedRun, scores: list[LineScore]) -> tuple[Floats, int, int]:
     """Occurrences of each unit of lines in the training split, its numbers of words and types."""
-    tokenizer = run.tokenizer
-    pieces = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
-    counts, space = Counter[str](), ""
+    tokenizer, counts, space = run.tokenizer, Counter[str](), ""
     if tokenizer.kind == "words":
-        counts.update(dict(zip(pieces, load_counts(run.folder).tolist(), strict=True)))
-        del counts[pieces[tokenizer.eos_id]]
+        pieces: Any = {id: tokenizer.token(id) for each in scores for id in each.tokens.id.tolist()}
+        every = load_counts(run.folder)
+        every[tokenizer.eos_id] = 0
+        counts.update({word: int(every[id]) for id, word in pieces.items()})
+        total, num_types = int(every.sum()), len(every) - 1
     else:
+        pieces = [tokenizer.token(id) for id in range(tokenizer.vocab_size)]
         pieces[tokenizer.eos_id] = space = SENTENCEPIECE_SPACE
         pieces[tokenizer.unk_id] = space + UNK
         try:
@@ -131,6 +133,7 @@ def _occurrences(run: TrainedRun, scores: list[LineScore]) -> tuple[Floats, int,
             *words, rest = text.split(space)
             counts.update(words)
         del counts[""]
+        total, num_types = counts.total(), len(counts)
     count = []
     for score in scores:
         end = np.searchsorted(score.unit_of_token, np.arange(len(score.words)), side="right")
@@ -143,4 +146,4 @@ def _occurrences(run: TrainedRun, scores: list[LineScore]) -> tuple[Floats, int,
             key = "".join(parts).lstrip(space)
             count.append(np.nan if is_unknown else counts[key])
         count.append(np.nan)
-    return np.array(count), counts.total(), len(counts)
+    return np.array(count), total, num_types

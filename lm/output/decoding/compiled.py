@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lm.output.decoding.loops.expansion_loops import LayerArrays
 
 FEW = 4
-"""Up to this many positions are searched one by one, without a limit on the rows read."""
+"""Up to this many positions of a block are searched one by one, without a limit on rows read."""
 MOST_ROWS = 1 / 4
 """Share of the table opened for each of more positions; beyond it one product takes less time."""
 NODE_COST = 4096
@@ -98,14 +98,14 @@ def _sets(
     from lm.output.decoding.loops import search_loops
 
     tree, num_positions = positions.tree, len(positions.hidden)
-    many = k > 0 and num_positions > FEW
+    block = max(1, BLOCK_ELEMENTS // tree.vocab_size)
+    many = k > 0 and min(num_positions, block) > FEW
     most_rows = int(MOST_ROWS * tree.num_rows) if many else tree.num_rows
     most_nodes = positions.weight.numel() // NODE_COST
     limits = float(power), float(ratio), float(floor)
     goal = search_loops.SearchGoal(k, *limits, most_rows, most_nodes)
     is_double = positions.hidden.dtype == torch.float64
     bits = own(positions.hidden.new_empty(0, dtype=torch.int64 if is_double else torch.int32))
-    block = max(1, BLOCK_ELEMENTS // tree.vocab_size)
     for start in range(0, num_positions, block):
         position = torch.arange(start, min(start + block, num_positions), device="cpu")
         log_prob = positions.hidden.new_empty(len(position), tree.vocab_size + 1)

@@ -44,11 +44,8 @@ def test_wrong_code_is_replaced_with_one_warning(
         pytest.importorskip("triton")
         monkeypatch.setattr(compiled, "has_numba", lambda: False)
         monkeypatch.setattr(fused, "DEVICES", {"cpu"})
-    layer, hidden = (
-        HierarchicalSoftmax(8, ClassTree.two_level(num_words=700)).double(),
-        torch.ones(2, 8).double(),
-    )
-    seeds = torch.arange(2)
+    layer = HierarchicalSoftmax(8, ClassTree.two_level(num_words=700)).double()
+    hidden, seeds = torch.ones(2, 8).double(), torch.arange(2)
     with pytest.warns(UserWarning, match=f"{what} cannot be used on cpu .*slow.*{problem}"):
         words = layer.topk(hidden, 9).word
     assert torch.equal(words, layer.topk(hidden, 9).word)

@@ -16,7 +16,7 @@ from .truth import N, P, all_shapes, flat_layer, node_log_prob, random_layer, wo
 
 MODES: dict[str, dict[str, float]] = {
     "operations": {},
-    "node by node": {"FEW": math.inf, "NODE_COST": 1},
+    "node by node": {"FEW": 2, "NODE_COST": 1},
     "row by row": {"FEW": math.inf, "NODE_COST": 1 << 40},
     "all words": {"FEW": 0, "NODE_COST": 1},
 }
