@@ -290,8 +290,9 @@ class HierarchicalSoftmax(nn.Module):
         those of rejected trials, or all words); `top_p` alone, on a CPU, also those that tell
         whether the word is in the nucleus; `top_k` and `min_p` search as `topk` does. A position's
         word depends on its hidden vector, its previous words and its seed, not on other positions,
-        except that logits may be rounded otherwise. Without `top_k` and `min_p`, a temperature, a
-        penalty, `top_p` and excluded words give other words on a GPU, and on a CPU without numba.
+        except that logits may be rounded otherwise. With a temperature, a penalty, `top_p` or
+        excluded words, and neither `top_k` nor `min_p`, seeds give other words on a GPU or without
+        numba.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))
