@@ -6,7 +6,7 @@
     model.log_prob(hidden[-1])  # [N], of every next word; `model.read(ids, state)` goes on
 
 `python score.py folder < text` prints the log-probability of each line. The softmaxes are a tree:
-row r of the weight is of a child of node node_of_row[r], a word or a node whose row comes before.
+row r of the weight is of a child, word or node, of node node_of_row[r], whose row comes before.
 """
 
 import json

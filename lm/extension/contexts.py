@@ -27,7 +27,7 @@ class Contexts(NamedTuple):
     tokenizer: WordTokenizer
     config: Config
     num_old: int
-    context: int  # longest part of a line that is read at once, unless the backbone has a state
+    context: int  # longest part of a text's line that is read, unless the backbone carries a state
     progress: bool
 
     def occurrences(self, model: LanguageModel, ids: range) -> Iterator[tuple[Tensor, Tensor]]:

@@ -33,7 +33,7 @@ MAX_SCORES = 1 << 28
 
 
 class Extended(NamedTuple):
-    """A trained model with new words, the last M of N."""
+    """A trained model with new words, the last M of N + M."""
 
     given: Given  # for the preparation of the new data: words, counts there, classes; no speller
     state: State
@@ -88,7 +88,7 @@ def check_extensible(trained: TrainedRun) -> None:
 
 
 def grown_vocabulary(old: WordTokenizer, config: Config) -> tuple[WordTokenizer, NDArray[np.int64]]:
-    """The words of a tokenizer and the new ones of the training split, with counts there [N].
+    """The words of a tokenizer and the new ones of the training split; counts there [N + M].
 
     Known words remain however rare they are there.
     """

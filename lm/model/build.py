@@ -97,8 +97,8 @@ def build_model(
         tree: the result of `build_tree`, as `input_tree` is of `build_input_tree` and `pieces`, for
             `model.input_pieces`, of `pieces_of_words`.
         context: T, number of positions that a Transformer attends to.
-        counts: [N] occurrences of each word in the training split, for `output.tree: adaptive`, and
-            to train with `count_word_dropout` or `output.num_samples`.
+        counts: [N] occurrences of each word in the training split, for `output.tree: adaptive`, a
+            placement by class, and to train with `count_word_dropout` or `output.num_samples`.
         placement: how the rows of the table of words are dealt to the processes of
             `torch.distributed`, see `ShardedSoftmax`; None: every process has all.
 

@@ -47,8 +47,8 @@ class Description(Strict):
     tokenizer_sha256: str  # of the tokenizer that the word ids belong to
     weights_sha256: str = ""  # of `model.safetensors`; `save_model` fills it in
     step: NonNegative  # optimizer steps that led to the weights
-    valid_perplexity: float | None  # of these weights; None without the split
-    valid_ndcg: float | None = None  # likewise, NDCG@10; None if it was not measured
+    valid_perplexity: float | None  # of these weights; None if it was not measured
+    valid_ndcg: float | None = None  # likewise, NDCG@10
     sha256: str = ""  # of all other keys; `save_model` fills it in
 
 

@@ -110,7 +110,7 @@ class LanguageModel(nn.Module):
         residual: whether the input vectors are added to the hidden vectors, E = H.
 
     Raises:
-        ValueError: if rows are shared or paths summed, and `output` is not a `HierarchicalSoftmax`.
+        ValueError: if `output`, whose rows or tree are used, is no `HierarchicalSoftmax`.
     """
 
     def __init__(

@@ -63,8 +63,8 @@ def read_text(
 
     A backbone that carries a state (LSTM) reads the text as one stream, a part after the other:
     each token is predicted from all before it. Any other (Transformer) reads overlapping windows of
-    `context` tokens of all parts, half a window apart, and predicts from the second half of each,
-    and from the first half of the first.
+    `context` tokens of all parts, half a window apart but the last, and predicts from the second
+    half of each, of the first from both, and of the last what is left.
 
     Yields:
         Hidden vectors [P, H] and targets [P] int64, in the order of the text, and the number of

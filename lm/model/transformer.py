@@ -45,7 +45,7 @@ class Transformer(nn.Module):
     """
 
     carries_state = False
-    """Training and evaluation windows are independent; the state is used in generation only."""
+    """Training and evaluation windows are independent; the state is for steps and long lines."""
 
     def __init__(
         self,

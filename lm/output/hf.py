@@ -45,6 +45,8 @@ class TreeConfig(PreTrainedConfig):
         tree: the three arrays that define a `ClassTree`, as lists.
         row_wise: whether gradients of the layer, and of input vectors that it shares, have visited
             rows only, for the optimizers of `lm.output.rowwise`.
+        tie_word_embeddings: whether the layer's rows are the words' input vectors.
+        others: settings of any `PreTrainedConfig`.
     """
 
     model_type = "sqrtlm_tree"
@@ -65,10 +67,7 @@ class TreeConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, backbone: PreTrainedConfig, tree: ClassTree, **settings: Any) -> "TreeConfig":
-        """The configuration of a decoder with the words of a tree.
-
-        `tie_word_embeddings=False`: words have input vectors of their own, else the layer's rows.
-        """
+        """The configuration of a decoder with the words of a tree; settings as of the class."""
         arrays = {name: getattr(tree.arrays, name).tolist() for name in DEFINING}
         values = backbone.to_dict() | {"vocab_size": tree.vocab_size}
         known = {name: getattr(backbone, name) for name in ("eos_token_id", "pad_token_id")}

@@ -61,7 +61,7 @@ class HierarchicalSoftmax(nn.Module):
 
     Args:
         hidden_size: H.
-        tree: the tree of softmaxes; the layer has a copy, which shares its memory.
+        tree: the tree of softmaxes; the layer has a copy, which shares its `arrays`.
         bias: whether rows have biases.
         ignore_index, backend, row_wise: as in `hierarchical_cross_entropy`.
         device, dtype: of the parameters, as in `nn.Linear`; the tree is on the same device.
@@ -286,12 +286,13 @@ class HierarchicalSoftmax(nn.Module):
     ) -> Tensor:
         """One word per position, [...] int64, drawn exactly from the full distribution.
 
-        Unrestricted draws evaluate the class that is drawn (and, with a temperature or a penalty,
-        those of rejected trials); `top_p` alone, on a CPU, those that tell whether that word is in
-        the nucleus; other restrictions search as `topk` does. A position's word depends on its
-        hidden vector, its previous words and its seed, not on the other positions, except that
-        logits may be rounded otherwise. With a temperature, a penalty, `top_p` or excluded words,
-        the same seeds give other words on a GPU, and on a CPU without numba.
+        Draws evaluate the class that is drawn (with a temperature, a penalty or excluded words also
+        those of rejected trials, or all words); `top_p` alone, on a CPU, also those that tell
+        whether the word is in the nucleus; `top_k` and `min_p` search as `topk` does. A position's
+        word depends on its hidden vector, its previous words and its seed, not on other positions,
+        except that logits may be rounded otherwise. With a temperature, a penalty, `top_p` or
+        excluded words, and neither `top_k` nor `min_p`, seeds give other words on a GPU or without
+        numba.
 
         Example:
             >>> layer = HierarchicalSoftmax(4, ClassTree.two_level([0, 0, 1]))

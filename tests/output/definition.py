@@ -26,7 +26,7 @@ TREES = {
     "a class of one word": ClassTree.two_level((torch.arange(N) + 1) // N),
     "shortlist": ClassTree.two_level((torch.arange(N) * 7) % 5, 4),
     "balanced": ClassTree.balanced(N, 3),
-    "huffman": ClassTree.huffman(2 ** torch.arange(N)),  # a word and a node below each node
+    "huffman": ClassTree.huffman(2 ** torch.arange(N)),  # a word and a node below all but the last
     "paths": ClassTree.from_paths([[w % 2, w % 3, 3 + w // 6] for w in range(N - 1)] + [[2]]),
 }
 """Trees of all shapes over 23 words."""
@@ -45,7 +45,7 @@ METHODS: dict[str, Method] = {
     "predict": lambda layer, hidden, word: layer.predict(hidden),
     "sample": lambda layer, hidden, word: layer.sample(hidden),
 }
-"""Calls of all methods of a layer."""
+"""Calls of all methods that take hidden vectors."""
 
 
 def execute_routing(launch: Launch) -> None:

@@ -29,8 +29,8 @@ SHORTLIST = ClassTree.two_level(torch.arange(90) % 9, 20)
 KERNELS: list[tuple[str, str, Case]] = [
     # form, setting, problem
     ("dense", SMALL, Case(two_level(50, 7), 1, 20)),  # everything is light
-    ("dense", SMALL, Case(two_level(50, 7), 16, 20, bias=False)),  # the root is light
-    ("row-wise", SMALL, Case(two_level(50, 7), 17, 20)),  # the root is heavy
+    ("dense", SMALL, Case(two_level(50, 7), 17, 20, bias=False)),  # the root is light: 16 visits
+    ("row-wise", SMALL, Case(two_level(50, 7), 18, 20)),  # the root is heavy: 17
     ("op", SMALL, Case(two_level(50, 7), 55, 20)),  # several tiles, the last one ragged
     ("dense", SMALL, Case(two_level(50, 7), 40, 3, further=5)),  # H below a block
     ("row-wise", SMALL, Case(two_level(50, 7), 40, 36, FP32)),  # 4 divides H, 16 does not

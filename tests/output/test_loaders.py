@@ -33,7 +33,7 @@ def on_meta(tree: ClassTree, backend: BackendName = "auto") -> HierarchicalSoftm
 
 
 def figures(layer: HierarchicalSoftmax) -> list[Tensor]:
-    """The nll of all words by definition of the tree, by the layer, and what it decodes."""
+    """The nll of all words, as a whole and by level, and what the layer decodes."""
     hidden, target = torch.randn(N, H, generator=torch.Generator().manual_seed(0)), torch.arange(N)
     with torch.no_grad():
         word, nll = layer.topk(hidden, 4).word, layer.loss(hidden, target, "none")

@@ -31,10 +31,10 @@ NODE_COST = 4096
 """Numbers of the table for each node that is opened in the order of probability: reading them takes
 ten times as long as finding the node."""
 NO_RATIO = 5e-324
-"""The smallest number, which excludes no word as `ratio` to the largest weight."""
+"""The smallest number: as `ratio` to the largest weight, it excludes only words of weight 0."""
 NUM_DRAWS = 64
 """Words drawn at most in search of one in a nucleus; for p ≥ 1/10, all are outside with a
-probability of 0.1 % or less."""
+probability of 0.12 % or less."""
 BLOCK_ELEMENTS = 1 << 23
 """Most words that memory is reserved for at once; only those found take it."""
 

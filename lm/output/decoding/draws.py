@@ -1,8 +1,8 @@
 """The distributions that words are drawn from, and how.
 
 At T = 1 one child after another is drawn from the root down: the class, then the word. At other
-temperatures compiled loops (on a CPU with numba) and the kernel for GPUs draw by trials that open
-few nodes, see `loops.draw_loops`; elsewhere, operations of PyTorch evaluate all words.
+temperatures compiled loops (on a CPU with numba) and, from 1/8 to 8, the kernel for GPUs draw by
+trials that open few nodes, see `loops.draw_loops`; else operations of PyTorch evaluate all words.
 
 Top-p restricts the draw to the nucleus, the smallest set of most probable words with a share p of
 the sum Z over all words. Compiled loops draw words until one is in it, as at least every second one

@@ -1,4 +1,4 @@
-"""Draws on a GPU by a Triton kernel: the class, then the word, in one launch for all positions."""
+"""Draws on a GPU by a Triton kernel: the class, then the word, in one launch for many positions."""
 
 import os
 from typing import NamedTuple
@@ -57,7 +57,7 @@ def is_usable(positions: Positions) -> bool:
 
 
 def draw_words(positions: Positions, seeds: Tensor, power: float, top_p: float = 1.0) -> Tensor:
-    """See `draws.draw_words`. The host waits for the device once, unless words are left."""
+    """See `draws.draw_words`. The host waits once, unless operations of PyTorch draw words."""
     excluded = positions.excluded
     varies = positions.penalty is not None or (excluded is not None and excluded.dim() > 1)
     if varies or top_p < 1 or not LEAST_POWER <= power <= MOST_POWER:

@@ -78,7 +78,7 @@ class Positions:
     excluded: Tensor | None = None
     """Rows of words that are never found: [K] int64, or [P, K] those of each position, or -1."""
     penalty: Penalty | None = None
-    num_opened: int = 0  # (position, node) pairs whose softmax was evaluated so far
+    num_opened: int = 0  # (position, node) pairs whose softmax was evaluated, but by the kernel
     chosen: Tensor | None = None  # [P] int64, which of the caller's positions these are, if not all
 
     @property

@@ -139,7 +139,7 @@ class RowFactors:
     def blocks(self, table: Tensor) -> "Iterator[Block]":
         """The rows of a table that have a gradient, each in one block, in at least fp32.
 
-        Blocks are portions that fit in a cache; of a vector, all rows.
+        Those of visited nodes are portions that fit in a cache; of a vector, all rows are one.
         """
         blocks = _blocks(self.in_memory(), compute_dtype(table.dtype))
         yield from as_one_block(list(blocks)) if table.numel() == len(table) else blocks

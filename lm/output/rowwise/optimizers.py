@@ -3,7 +3,7 @@
 A backend applies the gradient of a batch that it has computed: `CompiledFactors.update` in
 `backends/compiled/row_updates.py`, `TritonFactors.update` in `backends/triton/rows.py`, times the
 factor by which clipping has multiplied it. Any other is applied here, in blocks that are formed and
-discarded: a sum of several batches, one with the errors of a shard, or of a table that is not
+discarded: a sum of several batches, one of the reference backend, or of a table that is not
 contiguous. Rows without a gradient retain their values and state: the moments of `RowAdam` decay
 only where there is one, corrected by the number of steps. There is no weight decay.
 

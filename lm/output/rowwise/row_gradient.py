@@ -22,8 +22,8 @@ class RowGradient(Tensor):
 
     A tensor of that shape whose values `to_dense` and `blocks` give. It supports the operations of
     autograd and of clipping: addition, multiplication by a number, and the 2-norm. Any other one
-    that changes no tensor is computed from `to_dense()`, which takes memory of the table's size. An
-    ordinary tensor that is added in place gives it values of all rows, too.
+    that neither changes nor converts a tensor is computed from `to_dense()`, which takes memory of
+    the table's size. An ordinary tensor that is added in place gives it values of all rows, too.
 
     Args:
         like: the table; gives shape, dtype and device.
@@ -225,9 +225,8 @@ class _Lookup(torch.autograd.Function):
 def lookup(table: Tensor, index: Tensor) -> Tensor:
     """Rows [..., H] of a table [R, H], `torch.nn.functional.embedding` with a `RowGradient`.
 
-    Of a vector [R], numbers [...].
-
-    Where the index [...] int64 is -1, there are zeros, and no row has a gradient.
+    Of a vector [R], numbers [...]. Where the index [...] int64 is -1, there are zeros, and no row
+    has a gradient; but on a GPU, if all are -1, row 0 has one of zeros.
 
     Example:
         >>> table = torch.eye(3, requires_grad=True)

@@ -1,11 +1,11 @@
 """What processes exchange for the loss: hidden vectors, log-sum-exps and target logits, never rows.
 
 Every process has positions of its own and some rows. It sends the hidden vector and the target of a
-position to the processes that hold a part of a node on the target's path: to all, by word; to one,
-by class. They compute the log-sum-exps over their rows and send these and the target's logits back,
-2 D numbers. In the backward, the process of the position sends the log-sum-exps over all rows and
-d_nll, D + 1 numbers, and gets what each adds to d_hidden. So a position costs 2 H + 3 D + 2 numbers
-for each process that it is sent to. Ignored ones are not sent.
+position to the processes that hold a part of a node on the target's path: to all, by word; by class
+to one, to all if the class is split. They compute the log-sum-exps over their rows and send these
+and the target's logits back, 2 D numbers. In the backward, the process of the position sends the
+log-sum-exps over all rows and d_nll, D + 1 numbers, and gets what each adds to d_hidden: in all
+2 H + 3 D + 2 numbers for each process. Ignored positions are not sent.
 
 The rows of gathered nodes, about √N, are sent to all before the forward, and their gradients are
 added up in the processes that hold them.
@@ -100,7 +100,7 @@ class ShardedSolver(Solver):
     over processes of their upstream losses, as DDP gives the gradients of other parameters.
 
     Args:
-        of_rows: name of the backend for the rows of this process.
+        of_rows: name of the backend for the rows of this process, or auto.
         gathered: the rows that all processes gather, if there are any.
         recipients: [W, P] bool, which process gets which position.
         group: the processes.

@@ -170,7 +170,7 @@ def _part(tree: ClassTree, local_row: Tensor, first: int = 0) -> Part:
 def recipients_of(
     target: Tensor, tree: ClassTree, owner: Tensor, world_size: int, ignore_index: int = -100
 ) -> Tensor:
-    """Whether each process gets each position [P], [W, P] bool: if it holds rows of the path."""
+    """Which processes get positions, [W, P] bool: owners of its nodes, all for split ones."""
     is_word = target != ignore_index
     path = tree.rows_on_path(torch.where(is_word, target, 0)).T
     node = tree.node_of_row[path.clamp(min=0)]

@@ -184,7 +184,7 @@ class ClassTree(nn.Module):
 
     @classmethod
     def balanced(cls, vocab_size: int, branching: int) -> "ClassTree":
-        """The shallowest tree of even depth whose nodes have at most `branching` children.
+        """The shallowest tree, all words at one depth, whose nodes have ≤ `branching` children.
 
         Words are in the order of their ids.
 

@@ -180,7 +180,7 @@ def test_programs_that_share_a_node_make_the_same_step(
 def test_rows_in_bf16_are_rounded_at_random_in_proportion_to_the_distance(
     backend: Any, optimizer: Any
 ) -> None:
-    """All words but one have probability 1/300, so that numbers fall from 1 by 0.001."""
+    """All words have probability 1/300: numbers of all but one fall from 1 by 0.001."""
     tree, hidden = ClassTree.full(300), torch.ones(1, 64)
     weights = torch.ones(2, 300, 64, dtype=torch.bfloat16).unbind()
     for weight in map(Tensor.requires_grad_, weights):

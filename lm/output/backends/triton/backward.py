@@ -67,7 +67,7 @@ def summed(parts: Iterable[Gradients], problem: Problem) -> Gradients:
 
 
 def _largest(d_nll: Tensor, problem: Problem) -> Tensor:
-    """The s of (9)."""
+    """The largest |d nll|, for the s of (9)."""
     if d_nll.stride(0) == 0:
         return d_nll[0].abs()
     ignored = problem.target == problem.ignore_index  # their d_nll is not read otherwise

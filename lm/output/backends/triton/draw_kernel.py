@@ -1,4 +1,4 @@
-"""The Triton kernel that draws words: the class, then the word, in one launch for all positions.
+"""The Triton kernel that draws words: the class, then the word, in one launch for many positions.
 
 A program draws the word of one position by the trials that `loops.draw_loops` explains, with
 equations (1) and (2) there, but forgets what rejected trials have opened: it keeps the weights of
@@ -6,8 +6,8 @@ the root's children alone. After `num_trials` of them a position is left to the 
 temperature 1 without excluded words, the first trial succeeds.
 
 β is the power 1 / T. A node is opened in blocks of children: the logits z = W h + b, the logarithm
-of the sum of exp(z), and the weights (1) relative to that of the node, whose logarithms, up to a
-constant, β z + log u go to `log_weight`. Logarithms are formed in `ACC`, sums in fp64.
+of the sum of exp(z), and the weights (1) relative to P(node)^β, whose logarithms, up to a constant,
+β z + log u go to `log_weight`. Logarithms are formed in `ACC`, sums in fp64.
 """
 
 import triton

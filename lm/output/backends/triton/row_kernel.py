@@ -1,7 +1,7 @@
 """The fused Triton kernel of the last launch of the backward: rows that `_heavy` does not write.
 
 Letters and equations are those of `backward_kernels`. `_rows` writes (6) of light groups, whose
-rows one program reads once for both (5) and (6); sums of chunks, in order; and 0 for rows of nodes
+errors one program reads once for (5) and (6); sums of chunks, in order; and 0 for rows of nodes
 without visits. It is not part of `_heavy`, whose tiles take so many registers that fewer programs
 would run at a time. Every row's gradient has one owner and is rounded once, and no float is added
 atomically.

@@ -55,7 +55,7 @@ class Tiles(NamedTuple):
 _ERRORS = Tile(16, 0, 0, 4, 1)
 NARROW, WIDE = 256, 2048
 """Children of a node, on average. In half precision on sm_90, up to the first number tiles of fewer
-children are the fastest in the forward and of fewer columns for light nodes, and from the second on
+children are the fastest in the forward and of fewer columns for light nodes, and beyond the second
 more loads in flight for these.
 """
 _NARROW_FORWARD = Tile(128, 64, 64, 8, 3)

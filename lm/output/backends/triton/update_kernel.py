@@ -119,7 +119,7 @@ def _update_tile(
             h = h0 + tl.arange(0, META.tile.h)
             gradient = _gradient(source, factors, h, ACC, META.precision, STEP)
             norms += tl.sum(gradient * gradient, axis=1)
-    # a place for each tile, whatever the order of items: a tile has 16 rows or ends its node
+    # a place for each tile, whatever the order of items: a tile has ≥ 16 rows or ends its node
     place = first // 16 + n
     if rule.bias_sums is not None:
         if hidden is not None:

@@ -20,8 +20,9 @@ whatever has been opened before. So trials repeated until one succeeds sample P^
 each uses what the rejected ones have opened: t replaces b_n. For T = 1 no trial is rejected
 (u_n = 1 = S_n), and only the nodes on the path of the word are opened.
 
-A repetition penalty θ gives words that occurred before the weight P^(βθ) instead of P^β. Since
-θ ≥ 1 the bounds (1) remain valid, and nothing else changes; at T = 1 trials may then be rejected.
+A repetition penalty θ gives words that occurred before the weight P^(βθ) instead of P^β, and
+excluded words have the weight 0. Since θ ≥ 1 the bounds (1) remain valid, and nothing else changes;
+at T = 1 trials may then be rejected.
 
 The known items of a position are the children of the root and of those nodes opened later that have
 nodes among their children. A node with words alone only changes its weight; if drawn again, it is

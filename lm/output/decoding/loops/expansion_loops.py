@@ -24,7 +24,7 @@ class LayerArrays(NamedTuple):
     num_children: np.ndarray
     item_of_row: np.ndarray
     num_words_below: np.ndarray
-    num_node_rows: int  # nodes with later rows have words alone
+    num_node_rows: int  # the rows from this one on are those of words
     excluded: np.ndarray  # [P, K] or, for all positions, [1, K] rows, sorted; -1 is skipped
     penalized: np.ndarray  # [P, L] rows, sorted; L = 0 for none
     factor: float

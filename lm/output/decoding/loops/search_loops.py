@@ -98,7 +98,7 @@ def _open_all(layer, p, goal, frontier, words):
 def _sort(log_prob, word, bits):
     """Sort words in place: the most probable ones first, ties by number.
 
-    `bits` is a number of the type of integers with as many bits as a log-probability.
+    `bits` is an array of integers with as many bits as a log-probability.
     """
     rank = np.abs(log_prob).view(bits.dtype).astype(np.int64)
     rank -= rank.min()
