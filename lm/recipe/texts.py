@@ -60,9 +60,9 @@ TEXT = """\
 data: {files: {$files}, keep_empty_lines: false}
 # Words that are rarer than min_count are <unk>; pieces are for text without spaces."""
 EVENTS = """\
-# Items of one user, in the order of time_field, are a sequence.
+# Items of one user, in the order of time_field (null: of the rows), are a sequence.
 data: {files: {$files}, $events}
-# All items are in the catalogue."""
+# All items of training are in the catalogue."""
 FIRST_TRY = """\
 model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden}
 optim: {optimizer: adamw, lr: 0.005, schedule: cosine}
