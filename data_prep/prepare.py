@@ -79,9 +79,9 @@ def prepare(
 
     Each difference from the settings and files that made it is logged to `data_prep`, and only what
     depends on it is made again: everything if the training text or the tokenizer changed, one token
-    file if its split changed, the classes alone if `classes` changed. A dataset on the hub is
-    compared by its revision, where the hub can be reached. Preparations of one folder wait for each
-    other.
+    file if its split changed (of events, that of test if validation did), the classes alone if
+    `classes` changed. A dataset on the hub is compared by its revision, where the hub can be
+    reached. Preparations of one folder wait for each other.
 
     Args:
         data: where the text is.

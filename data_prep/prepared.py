@@ -1,8 +1,8 @@
 """A complete prepared folder, open for reading: what `lm` needs of prepared data.
 
-A prepared folder contains `meta.json`, the tokenizer (`tokenizer.json`, and `vocab.txt` and
-`speller.npz`, or `tokenizer.model`), one token file for each split (`train.npy`, ...), `counts.npy`
-and, if classes were needed, `classes.npy`. Every file is complete or absent.
+It has `meta.json`, the tokenizer (`tokenizer.json`, and `vocab.txt` and `speller.npz`, or
+`tokenizer.model`), a token file for each split (`train.npy`, ...; of sequences `valid-known.npy`,
+... too), `counts.npy` and, if needed, `classes.npy`. Every file is complete or absent.
 """
 
 from collections.abc import Iterable

@@ -139,7 +139,7 @@ class TokenizerConfig(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassesConfig(Strict):
-    """How words are assigned to classes for `output.tree: two_level` and `multi_level`."""
+    """How words are assigned to classes, for `output.tree` or `model.input_tree` of classes."""
 
     method: Literal["embedding", "exchange", "frequency", "uniform", "random", "file"] = "exchange"
     """exchange: start from embedding, then move each word to the class that makes the text most

@@ -32,7 +32,7 @@ from lm.commands import (
     score,
     train,
 )
-from lm.commands.arguments import OVERRIDES
+from lm.commands.arguments import OVERRIDES, SOURCE
 from lm.config.load import nearest
 from lm.config.reference import describe_usual_keys
 
@@ -152,8 +152,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"sqrtlm {__version__}")
     verbs = parser.add_subparsers(required=True, dest="verb", metavar="COMMAND")
     for name, module in _VERBS.items():
-        description = f"{module.HELP.capitalize()}."
-        epilog = OVERRIDES if "source" in module.OPTIONS else None
+        description = f"{module.HELP[0].upper()}{module.HELP[1:]}."
+        epilog = OVERRIDES if module.OPTIONS.get("source") is SOURCE["source"] else None
         verb = verbs.add_parser(
             name, help=module.HELP, description=description, epilog=epilog, allow_abbrev=False
         )

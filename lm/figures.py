@@ -170,7 +170,7 @@ def word_perplexity(nll: float, text: "TextCounts | SplitInfo | Evaluation") -> 
 
 
 def perplexity(nll: float, count: int) -> float:
-    """exp(nll / count); infinity if it exceeds a float, NaN if nothing is counted."""
+    """exp(nll / count); infinity from `MAX_NATS` each, NaN if nothing is counted."""
     if count == 0:
         return math.nan
     return math.exp(nll / count) if nll / count < MAX_NATS else math.inf

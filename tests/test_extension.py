@@ -153,6 +153,7 @@ def test_an_extended_run_is_a_run(
     assert printed(*extend) == "runs/next\n"
     assert contents(Path("runs/shop")) == before
     assert "all so far should be in it" not in caplog.text
+    assert "new items (new " in caplog.text
     header, *rows = Path("new.csv").read_text().splitlines(keepends=True)
     Path("newest.csv").write_text("".join([header, *rows[len(rows) // 2 :]]))
     assert main(["extend", "runs/shop", "--name=half", "--data.files.train=newest.csv"]) == 0

@@ -55,8 +55,8 @@ REFINEMENT_SMOOTHING = 0.02
 class Clustering:
     """N words to be divided into C classes, none of them empty or with more than `max_words`.
 
-    Words that never occur or have no vector are in the smallest classes. The same seed, text and
-    processor give the same classes. UserError if the classes do not hold all words.
+    Words without a vector, or without a neighbour, are in the smallest classes. The same seed, text
+    and processor give the same classes. UserError if the classes do not hold all words.
     """
 
     counts: IntArray  # [N]

@@ -66,7 +66,7 @@ def exchange(
     passes: int = 8,
     progress: bool = False,
 ) -> IntArray:
-    """Move each word to its best class, most frequent words first, until no word moves.
+    """Move each word to its best class, frequent words first, until none moves in one of `passes`.
 
     Words that never occur stay, and so do the `separate` words (ids [A]): each is a class that no
     word joins, and no member of its class in `word_class`. A class with `capacity` words or more

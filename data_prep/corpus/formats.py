@@ -181,7 +181,7 @@ def _decompress(file: BufferedReader, new: Callable[[], Any], name: str) -> Iter
 
 
 def wide_encoding(head: bytes) -> str | None:
-    """UTF-16 or UTF-32 with the order of its bytes, if a text begins so, with or without a mark."""
+    """The encoding of a text that begins as UTF-16 or UTF-32, marked or not, or ISO-2022-JP."""
     for mark, encoding in (
         (b"\xff\xfe\0\0|\0\0\xfe\xff", "UTF-32"),
         (b"\xff\xfe|\xfe\xff", "UTF-16"),

@@ -25,7 +25,7 @@ SENTENCE_SPACES = 5
 table of more than a text and a key, which no other row has and which is no user.
 """
 MANY_REPEATED = 0.2
-"""Share of a split's characters, so that short lines that all texts have are few."""
+"""Share of a split: of its characters, so that short lines of all texts are few; of sequences."""
 AS_TABLE = """lines `USER ITEM ITEM …` become a table of events by awk 'BEGIN {print "user,item"} \
 {for (i = 2; i <= NF; i++) print $1 "," $i}' FILE > NEW.csv, --items user item"""
 UNSPACED = re.compile(
@@ -46,9 +46,9 @@ logger = logging.getLogger("data_prep")
 def find_text(path: Path, field: str | None) -> TextFile:
     """Find the text of a file: its lines, or a column of text.
 
-    The file is parquet or JSON by its content, or CSV by its name or if the first line has the name
-    `field`. Without a `field`, the column is `text`, or else the only one of text. UserError if the
-    file cannot be read, or it is not clear which column is meant, as in a table of events.
+    The file is parquet by its content, CSV if the first line has the name `field`, JSON by content,
+    or CSV or JSON by its name. Without a `field`, the column is `text`, or else the only one of
+    text. UserError if the file cannot be read or the column is not clear, as in a table of events.
     """
     format = _format(path, [] if field is None else [field])
     if format == "text" and field is not None:

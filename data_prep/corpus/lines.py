@@ -210,9 +210,8 @@ def records(
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file: column → value; of parquet, `field` alone if it is given.
 
-    CSV may have neither `field` nor one of the `fields` twice.
-
-    The format is `json` (lines, or one array), `parquet` or `csv` (separated as its first line is).
+    The format is `json` (lines, or one array), `parquet` or `csv` (separated as its first line is),
+    which may have neither `field` nor one of the `fields` twice.
     """
     if format == "parquet":
         from pyarrow import parquet

@@ -2,8 +2,8 @@
 
 The units that are cut apart are lines; documents, which empty lines separate; or rows of a table,
 so that a cell of several lines is in one split. Of every `period` units one is validation and one
-is test text, spread evenly over the file. A sample decides what a large file is like; the file is
-read once, to write the splits.
+is test text, spread evenly over the file. A sample decides what a large file is like; a plain one
+with many documents or lines is read as a whole only to write the splits.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

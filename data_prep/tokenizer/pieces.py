@@ -36,7 +36,7 @@ def find_pieces(
     arguments, equal pieces.
 
     Returns:
-        int32 [N, L] in [0, num_pieces), L ≤ `MAX_PIECES`: the pieces of each word, then -1.
+        int32 [N + others, L] in [0, num_pieces), L ≤ `MAX_PIECES`: the pieces of each, then -1.
 
     Source: unigram model: Kudo 2018.
 

@@ -1,4 +1,4 @@
-"""`lm export`: a trained model as files that need nothing of this package."""
+"""`lm export`: a trained model as files for other programs."""
 
 import argparse
 from pathlib import Path

@@ -127,8 +127,9 @@ class WordTableConfig(Strict):
     """row_wise: gradients hold only the rows that a batch visits, so that the cost of a step does
     not depend on N. dense: gradients have the size of the table. auto: row_wise if the optimizer
     skips rows without a gradient (`word_table.optimizer`, or sgd without momentum and weight
-    decay), there is one device, and the table has at least 2^22 elements (with such an sgd on a
-    GPU, 2^28)."""
+    decay), there is one device or train.strategy: shard_output, and the table has at least 2^22
+    elements (with such an sgd on a GPU, 2^28); in bf16 always; never with an adaptive or a full
+    softmax, unless it is sampled, or with precision: 16-mixed."""
     optimizer: Literal["sgd", "adagrad", "adam"] | None = None
     """Row-wise optimizer of the table: sgd, adagrad (one number of state per row) or adam (row-wise
     gradients: updates visited rows only). Default: `optim.optimizer`, which with row-wise gradients

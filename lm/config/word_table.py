@@ -30,7 +30,7 @@ def resolve_word_table(
     """Resolve the defaults of the section `word_table` for an output layer of `num_rows` rows.
 
     Raises:
-        UserError: if row-wise gradients are asked for, and there are several devices.
+        UserError: if gradients are row-wise, and several devices have the whole table each.
 
     Example:
         >>> from lm.config import Config, WordTableConfig

@@ -7,6 +7,7 @@ from pathlib import Path
 from data_prep.corpus.hints import find_text
 from data_prep.errors import UserError
 from data_prep.prepare import Given, prepare_with
+from data_prep.sequences import word_item
 from data_prep.settings import DataConfig, SplitFiles
 from data_prep.storage import new_folder, write_hashed
 from data_prep.tokenizer.serialization import load_counts
@@ -71,8 +72,7 @@ def extend(
     given, tokenizer = found.given, found.given.tokenizer
     what = "items" if trained.is_independent else "words"
     if not found.num_new:
-        split = "the training split of the data"
-        where = split if text is None else f"{text} (--min-count {min_count})"
+        where = f"{text} (--min-count {min_count})" if text else "the training split of the data"
         moved = "; those from data.valid_from on are not in it" * (config.data.split == "time")
         raise UserError(f"{trained.folder} has all {what} of {where}{moved}")
     if trained.is_independent:
@@ -88,12 +88,12 @@ def extend(
         description = replace(trained.description, valid_perplexity=None, valid_ndcg=None)
         description = replace(description, tokenizer_sha256=sha256)
         save_model(folder, found.state, description)
-    num_old = trained.tokenizer.vocab_size
-    num_all = tokenizer.vocab_size - 2 * trained.is_independent  # without <eos> and <unk>
+    num_old, num_special = trained.tokenizer.vocab_size, 2 * trained.is_independent
     new = [tokenizer.token(num_old + k) for k in range(min(found.num_new, _NUM_NAMED))]
+    new = [*map(word_item, new)] if config.data.user_field else new
     named = ", ".join(new) + ", …" * (found.num_new > _NUM_NAMED)
     line = "%s: %d new %s (%s), %d in all"
-    _log.info(line, config.run_path, found.num_new, what, named, num_all)
+    _log.info(line, config.run_path, found.num_new, what, named, tokenizer.vocab_size - num_special)
 
 
 def _compare_events(trained: TrainedRun, given: Given) -> None:

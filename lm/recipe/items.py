@@ -2,7 +2,7 @@
 
 The table is read where it is. The settings are those of `configs/items.yaml`, or with few events
 per item `SPARSE_ITEMS`, and of small texts below 20,000 events; size, epochs and dropout depend on
-the number of events as on that of tokens.
+the number of events as on that of tokens, a shortlist on that of items.
 """
 
 import shlex

@@ -60,9 +60,9 @@ TEXT = """\
 data: {files: {$files}, keep_empty_lines: false}
 # Words that are rarer than min_count are <unk>; pieces are for text without spaces."""
 EVENTS = """\
-# Items of one user, in the order of time_field, are a sequence.
+# Items of one user, in the order of time_field (null: of the rows), are a sequence.
 data: {files: {$files}, $events}
-# All items are in the catalogue."""
+# All items of training are in the catalogue."""
 FIRST_TRY = """\
 model: {backbone: lstm, layers: 1, input_embedding: path_sum, hidden: $hidden}
 optim: {optimizer: adamw, lr: 0.005, schedule: cosine}
@@ -107,7 +107,7 @@ MEMORY_SHARE = 0.7
 """Part of the available memory that a recipe's training may take."""
 MAX_WORDS = 200_000
 COUNTED_BYTES = 1 << 28
-"""Texts up to this size are counted, and not estimated from a sample."""
+"""The words of texts up to this size are counted, and not estimated from a sample."""
 ALL_CLUSTERED = 60_000
 """Vocabularies up to this size have no other classes than those found in the text."""
 INPUT_PIECES = 4_000
@@ -140,9 +140,7 @@ def new_recipe(
 ) -> str:
     """Write a recipe and, unless both are given, the validation and test split of its text.
 
-    The text of files with columns is copied.
-
-    Returns a summary for the user.
+    The text of files with columns is copied. Returns a summary for the user.
 
     Args:
         path: the recipe to write; its name is that of the run.

@@ -10,7 +10,7 @@ from data_prep.errors import DataError
 
 NON_WORDS = r"<[^>]*>|\[.*\]|\{.*\}|\+\+.*\+\+|![A-Z_]+|SENT[-_](?:START|END)"
 NON_WORDS += r"|\*DELETE\*|#\d+|sil|SIL"
-"""Labels that are no words: in brackets of any kind or `++`, HTK's `!NULL`, Kaldi's `#0`, `sil`."""
+"""Labels that are no words: in brackets but ( ), in `++`, HTK's `!NULL`, Kaldi's `#0`, `sil`."""
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _SLF = re.compile(r"\s*(?:VERSION|UTTERANCE|NODES|LINKS|base|[VUNLIJ])\s*=\s*\S")
 _ROW = re.compile(r"[^\t]*\t|\S+-\d+(?:\s|$)")

@@ -62,7 +62,7 @@ def estimate(
         eos_id: id of the end of a line.
         order: the largest n, at least 2.
         prune: thresholds of orders 1, 2, …, increasing, the first one 0; the last one is that of
-            all further orders. None: nothing is pruned.
+            all further orders. Empty: nothing is pruned.
 
     Raises:
         UserError: if the text or the model is too large for 32-bit numbers, or there is no text.

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_prep.errors import DataError, UserError
-from data_prep.settings import NonNegative, Positive, Strict
+from data_prep.settings import NonNegative, Strict
 from data_prep.storage import ArrayInfo, map_array, read_json, write_array, write_json_atomically
 from lm.evaluation import check_finite
 from lm.figures import perplexity, table_of
@@ -83,7 +83,7 @@ class Description(Strict):
     tokenizer_sha256: str  # of the tokenizer that the words' ids belong to
     eos_id: NonNegative
     prune: list[NonNegative]  # thresholds, as given
-    sizes: list[Positive]  # number of n-grams of each order
+    sizes: list[NonNegative]  # number of n-grams of each order, 0 if all are pruned
     nodes: ArrayInfo  # of `ngram.npy`
     weights_sha256: str  # of the network that λ is tuned for
     weights: list[float]  # λ by the length of the context, from 0

@@ -93,7 +93,7 @@ def test_a_seed_gives_the_same_backbone_whatever_the_output_layer_is(
 
 @pytest.mark.parametrize(("hidden", "heads"), [(200, 5), (300, 6), (256, 8), (650, 5), (6, 3)])
 def test_the_default_number_of_heads_fits_the_hidden_size(hidden: int, heads: int) -> None:
-    """A bare configuration (H = 200) and what `lm new` writes (200, 300) had 8 heads: an error."""
+    """The largest number up to 8 of an even size; of H = 200, the default, 8 heads are odd."""
     model = make("transformer", hidden=hidden, heads=None)
     assert {block.attention.heads for block in model.backbone.blocks} == {heads}
     values = {"name": "a", "model": {"backbone": "transformer", "hidden": hidden}}

@@ -248,9 +248,10 @@ def test_items_are_refused_and_pieces_are_not(
     for command in (["ngram"], ["evaluate", "--ngram"]):
         assert "requires a text" in complaint(command[0], items_run, *command[1:])
     folder = copytree(pieces_run, tmp_path / "run")
-    options = ["--order=2", "--mixture=0.25", "--json", f"--arpa={tmp_path / 'arpa'}"]
-    values = json.loads(printed("ngram", folder, *options))
-    assert (values["weights"], values["valid_perplexity"]) == ([0.25, 0.25], None)
+    options = ["--order=3", "--mixture=0.25", "--json", f"--arpa={tmp_path / 'arpa'}"]
+    values = json.loads(printed("ngram", folder, *options, "--prune", 0, 0, 999))
+    assert (values["weights"], values["valid_perplexity"]) == ([0.25] * 3, None)
+    assert values["ngrams"][2] == 0  # the trigrams are pruned
     model = mixed_model(folder)
     assert float(model.log_prob("the ca").double().exp().sum()) == pytest.approx(1, abs=1e-5)
     each = [
