@@ -156,6 +156,8 @@ class HierarchicalSoftmax(nn.Module):
             IndexError: on a CPU, if one is no word.
         """
         check_tensors(words=word)
+        if word.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"words must be int64 or int32, got {word.dtype}")
         check_whole(self.weight)
         try:
             rows = self.tree.arrays.row_of_word.index_select(0, word.flatten())  # none is below 0

@@ -100,6 +100,7 @@ two_level: Any = ClassTree.two_level
         (lambda: sample(torch.zeros(H), previous=[3]), "previous must be a tensor, got list"),
         (lambda: sample(torch.zeros(H), previous=torch.tensor(3)), r"\[L\] int64, got \[\]"),
         (lambda: softmax(H, TREE).sample(torch.zeros(H), seeds=3), "seeds must be a tensor"),
+        (lambda: softmax(H, TREE).embed(torch.zeros(2)), "words must be int64 or int32, got torch"),
     ],
 )
 def test_mistakes_are_named(call: Callable[[], object], message: str) -> None:

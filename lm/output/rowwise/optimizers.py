@@ -95,7 +95,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
             blocks = grad.factors.update(table, rule)  # of the backend: none if it did it all
             torch.autograd.graph.increment_version(param)  # which PyTorch's operations do
         else:
-            blocks = grad.blocks()
+            blocks = grad.factors.blocks(table)
         for block in blocks:
             stored = table[block.rows]  # a view, if the rows are a slice
             rows = stored.to(compute_dtype(table.dtype), memory_format=torch.contiguous_format)

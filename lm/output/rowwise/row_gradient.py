@@ -5,7 +5,7 @@ autograd it is a tensor of the table's shape: it is summed over uses and over ba
 `torch.nn.utils.clip_grad_norm_`, and found in `.grad`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lm.output.inputs import compute_dtype
-from lm.output.rowwise.factors import Block, RowFactors, as_one_block, as_rows, on_host
+from lm.output.rowwise.factors import RowFactors, as_one_block, as_rows, on_host
 from lm.output.tracing import differentiable_once, is_captured, not_compiled
 
 
 class RowGradient(Tensor):
     """The gradient of a table [R, H] or a vector [R] that is zero except for some rows.
 
-    A tensor of that shape whose values `to_dense` and `blocks` give. It supports the operations of
+    A tensor of that shape whose values `to_dense` and `factors` give. It supports the operations of
     autograd and of clipping: addition, multiplication by a number, and the 2-norm. Any other one
     that neither changes nor converts a tensor is computed from `to_dense()`, which takes memory of
     the table's size. An ordinary tensor that is added in place gives it values of all rows, too.
@@ -57,14 +57,10 @@ class RowGradient(Tensor):
         children = sum(int(each.nodes[:, 3].sum()) for each in self.factors.visited)
         return f"RowGradient({list(self.shape)}, {children} rows of nodes, {rows} single rows)"
 
-    def blocks(self) -> Iterator[Block]:
-        """See `RowFactors.blocks`."""
-        return self.factors.blocks(self)
-
     def to_dense(self, *args: Any, **kwargs: Any) -> Tensor:
         """The gradient as an ordinary tensor, [R, H] or [R]."""
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        for block in self.blocks():
+        for block in self.factors.blocks(self):
             dense[block.rows] = block.values().view(-1, *self.shape[1:]).to(self.dtype)
         return dense
 
@@ -72,7 +68,7 @@ class RowGradient(Tensor):
         """The gradient as a coalesced COO tensor over rows, as of a sparse `nn.Embedding`."""
         rows = torch.empty(0, dtype=torch.int64, device=self.device)
         values = torch.empty(0, *self.shape[1:], dtype=self.dtype, device=self.device)
-        for block in as_one_block(list(self.blocks())):
+        for block in as_one_block(list(self.factors.blocks(self))):
             rows, values = block.index(self.device), block.values()
             if block.source is not None:
                 rows, values = rows[block.is_first()], values[block.is_first()]
@@ -171,11 +167,6 @@ def _alias(one: RowGradient) -> RowGradient:
     return alias
 
 
-def _zero_(one: RowGradient) -> RowGradient:
-    one.factors = RowFactors()
-    return one
-
-
 _aten = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.add.Tensor: _add,
@@ -192,7 +183,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _alias,
     _aten.clone.default: lambda one, **_: RowGradient(one, one.factors),
     _aten.alias.default: _alias,
-    _aten.zero_.default: _zero_,
+    _aten.zero_.default: lambda one: _assign(one, RowGradient(one)),
 }
 
 

@@ -42,7 +42,7 @@ def test_only_children_of_visited_nodes_and_input_words_have_values() -> None:
     expected[row] = True
     num_blocks = torch.zeros(TWO_LEVEL.num_rows, dtype=torch.int64)
     assert isinstance(weight.grad, RowGradient)
-    for block in weight.grad.blocks():
+    for block in weight.grad.factors.blocks(weight):
         num_blocks[block.rows] += 1
     assert num_blocks.tolist() == expected.long().tolist()
     assert not expected.all()
