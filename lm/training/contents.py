@@ -25,10 +25,7 @@ _Convert = Callable[[DealtRows, Tensor], Tensor | None]
 
 
 def gather_contents(
-    fabric: Fabric,
-    carried_loss: CarriedLoss,
-    optimizer: torch.optim.Optimizer,
-    progress: Progress,
+    fabric: Fabric, carried_loss: CarriedLoss, optimizer: torch.optim.Optimizer, progress: Progress
 ) -> dict[str, Any]:
     """Everything that a run continues from, as plain data; all processes call this together."""
     device, carried, model = fabric.device, carried_loss.carried, carried_loss.model

@@ -195,10 +195,7 @@ def sample_words(positions: Positions, seeds: Tensor, sampling: Sampling, finder
 
 
 def draw_from_sets(
-    sets: Iterable[tuple[Tensor, TopK]],
-    seeds: Tensor,
-    power: float,
-    min_p: float | None = None,
+    sets: Iterable[tuple[Tensor, TopK]], seeds: Tensor, power: float, min_p: float | None = None
 ) -> Tensor:
     """A word for each position [P] from its set of most probable words."""
     word, uniforms = torch.empty_like(seeds), Uniforms(seeds)

@@ -92,9 +92,7 @@ def test_a_class_of_separate_words_can_be_filled(monkeypatch: pytest.MonkeyPatch
         without_compilation(monkeypatch)
 
 
-def test_unseen_words_stay_and_equal_starts_end_equal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unseen_words_stay_and_equal_starts_end_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without compilation."""
     tokens, counts = text(30, 600, seed=1)
     bigrams, start = count_bigrams(tokens, 30), np.arange(30) % 5

@@ -91,10 +91,7 @@ def test_the_column_of_parquet_is_found_in_a_file_of_any_name(tmp_path: Path) ->
         ("<p>the cat</p>", ["a: the text is XML or HTML, whose tags count as words: remove them$"]),
         ("<s>the cat</s>", ["a: the text is XML or HTML"]),
         ("<s> the cat </s>", ["a: the lines begin with <s>, ", "a: the lines end with </s>, "]),
-        (
-            "[CLS] the cat [SEP]",
-            [r"a: the lines begin with \[CLS", r"a: the lines end with \[SEP"],
-        ),
+        ("[CLS] the cat [SEP]", [r"a: the lines begin with \[CLS", r"a: the lines end with \[SEP"]),
         ("[INST] the cat [/INST]", ["a: the lines begin", r"a: the lines end with \[/INST\], "]),
         ("the cat <|endoftext|>", [r"a: the lines end with <\|endoftext\|>, "]),
         ("  return", ["a: lines are indented, which pieces .* keep, not words$"]),

@@ -186,10 +186,7 @@ def test_word_of_a_position_depends_on_its_seed_and_not_on_others(options: Optio
         ({"min_p": -0.1}, r"min_p must be within \[0, 1\], got -0.1"),
         ({"repetition_penalty": 0.9}, "repetition_penalty must be finite and at least 1, got 0.9"),
         (REPEATED, "repetition_penalty requires the previous words"),
-        (
-            REPEATED | {"previous": torch.zeros(2, 3).long()},
-            r"be \[6, L\] int64, got \[2, 3\] ",
-        ),
+        (REPEATED | {"previous": torch.zeros(2, 3).long()}, r"be \[6, L\] int64, got \[2, 3\] "),
         (REPEATED | {"previous": torch.full((P, 1), 23)}, "previous must be words 0 … 22, or -1"),
         ({"seeds": torch.arange(P), "generator": torch.Generator()}, "expected one of the two"),
         ({"generator": 3}, "generator must be a torch.Generator, got 3"),

@@ -14,14 +14,7 @@ from lm.output.backends.triton.routing import Routing, sizes
 from lm.output.backends.visits import route
 from tests.conftest import python
 
-from ...definition import (
-    SMALL_TILES,
-    execute_routing,
-    gradients,
-    problem,
-    two_level,
-    zipf_targets,
-)
+from ...definition import SMALL_TILES, execute_routing, gradients, problem, two_level, zipf_targets
 
 pytest.importorskip("triton")
 
