@@ -202,16 +202,20 @@ class _WithoutInitialization(TorchFunctionMode):
 
 
 def _build_backbone(config: ModelConfig, context: int) -> Backbone:
-    sizes = config.embedding or config.hidden, config.hidden, config.layers
+    embedding_size = config.embedding or config.hidden
     if config.backbone == "lstm":
         return LSTM(
-            *sizes,
+            embedding_size,
+            config.hidden,
+            config.layers,
             dropout=config.dropout,
             dropout_weight=config.dropout_weight,
             dropout_variational=config.dropout_variational,
         )
     return Transformer(
-        *sizes,
+        embedding_size,
+        config.hidden,
+        config.layers,
         heads=config.heads,
         feedforward=config.feedforward,
         dropout=config.dropout,
