@@ -16,7 +16,7 @@ that are not rounded before.
 
 What else it must obey is in `tests/output/laws.py`: biases of -inf exclude children; a row that is
 no number is seen where its node is visited, and nowhere else; positions do not change each other by
-a bit; the error at a target of probability 1 - ε is accurate; gradients of 1e-8 survive fp16.
+a bit; the error at a target of probability 1 - ε is accurate; a d_nll of 1e-8 survives fp16.
 """
 
 from abc import ABC, abstractmethod
@@ -47,7 +47,7 @@ class Problem(NamedTuple):
     """
 
     hidden: Tensor  # [P, H] floating point
-    weight: Tensor  # [R, W] floating point; of finite numbers from column H on nothing depends
+    weight: Tensor  # [R, W] floating point; columns from H on are finite and have no effect
     target: Tensor  # [P] int64, words or `ignore_index`
     tree: TreeArrays
     bias: Tensor | None  # [R] floating point
@@ -249,7 +249,7 @@ class Backend(Solver):
     To add one: an instance, by its name, in the dict `BACKENDS` of `backends/__init__.py`, in the
     order of preference (ops are registered at import); its name in `BackendName` of `functional.py`
     and in `lm/config/schema.py`. It refuses the dtypes, devices and shards that it does not take in
-    `obstacle`, or leaves them to its base class `ReferenceBackend`, as `CompiledBackend` does. One
+    `obstacle`, or derives from `ReferenceBackend` and calls it then, as `CompiledBackend` does. One
     that compiles code and that "auto" may choose overrides `verified`. The problems of these
     methods may consist of meta tensors, but for `softmaxes` and `backward`.
 
