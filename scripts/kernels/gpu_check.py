@@ -123,6 +123,7 @@ def check(out: Path, chosen: list[list[str]], *, dry: bool) -> int:
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     os.environ |= {"LOGS": str(logs), "PYTHONUNBUFFERED": "1", "TRITON_INTERPRET": "0"}
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # its `python3`
     first = f"python3 -c 'from scripts.kernels.gpu_check import preflight; preflight({dry=})'"
     if (found := run(first, logs / "preflight.log", 90))["exit_code"]:
         print("gpu_check:", found["end_of_output"].rpartition("\n")[2] or found, file=sys.stderr)
