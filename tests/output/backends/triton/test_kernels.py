@@ -129,3 +129,6 @@ def test_visits_are_those_of_the_reference_in_lists_that_have_room(
     assert torch.equal(visited.nonzero().flatten(), torch.unique(truth.node[truth.node >= 0]))
     used = found.num_entries[: len(most)].tolist()
     assert all(a <= b for a, b in zip(used, most, strict=True)), (used, most)
+    lists = found._fields[-6:]
+    for name, num in zip(lists, used, strict=False):  # what is beyond is as it was allocated
+        assert (getattr(found, name)[num:] == torch.iinfo(torch.int32).max).all(), name
