@@ -16,6 +16,7 @@ from lm.output.backends.autograd import (
     row_wise_nll,
 )
 from lm.output.backends.base import Needs, Problem
+from lm.output.inputs import check_positions
 from lm.output.tracing import is_for_onnx
 from lm.output.tree.class_tree import ClassTree
 
@@ -88,16 +89,17 @@ def hierarchical_cross_entropy(
         nll = nll.masked_fill(ignored, 0)
         return reduced(nll, target, reduction, ignore_index)
     refuse_transforms(hidden, weight, bias)
-    problem = Problem.of(hidden, weight, target, tree, bias, ignore_index)
+    check_positions(hidden, target)
+    problem = Problem.of(hidden, weight, tree, bias, ignore_index)
     needs = Needs.of(hidden, weight, bias, row_wise=row_wise)
     name = choose_backend(backend, problem, hidden.device)
     num_words = None
     if needs.row_wise:
-        nll, num_words = row_wise_nll(BACKENDS[name], needs, problem)
+        nll, num_words = row_wise_nll(BACKENDS[name], target.reshape(-1), needs, problem)
     elif eager(hidden, weight, target, bias):
-        nll, num_words = eager_nll(BACKENDS[name], needs, problem)
+        nll, num_words = eager_nll(BACKENDS[name], target.reshape(-1), needs, problem)
     else:
-        nll = recorded_nll(OPS[name], needs, problem)
+        nll = recorded_nll(OPS[name], target.reshape(-1), needs, problem)
     return reduced(nll.view(target.shape), target, reduction, ignore_index, num_words)
 
 

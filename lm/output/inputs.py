@@ -16,7 +16,7 @@ def check_tensors(**values: object) -> None:
 
 
 def check_positions(hidden: Tensor, target: Tensor) -> None:
-    """Raise a ValueError unless hidden [..., H] and target [...] int64 have the same positions."""
+    """Raise a ValueError unless hidden [..., H] and target [...] int64 belong together."""
     check_tensors(hidden=hidden, target=target)
     if hidden.dim() < 1 or hidden.shape[:-1] != target.shape:
         raise ValueError(
@@ -25,6 +25,8 @@ def check_positions(hidden: Tensor, target: Tensor) -> None:
         )
     if target.dtype != torch.int64:
         raise ValueError(f"target must be int64, got {target.dtype}")
+    if target.device != hidden.device:
+        raise ValueError(f"target must be on the device of hidden, {hidden.device}")
 
 
 def check_words(name: str, word: Tensor, vocab_size: int, ignore_index: int = 0) -> None:

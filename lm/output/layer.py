@@ -15,7 +15,7 @@ from lm.output.decoding import distribution
 from lm.output.decoding.draws import Sampling
 from lm.output.decoding.search import TopK
 from lm.output.functional import BackendName, Reduction, hierarchical_cross_entropy, reduced
-from lm.output.inputs import check_tensors, check_whole
+from lm.output.inputs import check_positions, check_tensors, check_whole
 from lm.output.rowwise import lookup
 from lm.output.tracing import not_compiled, refuse_recording
 from lm.output.tree.class_tree import ClassTree
@@ -187,7 +187,7 @@ class HierarchicalSoftmax(nn.Module):
         refuse_recording("nll_by_level")
         problem = self._problem(hidden, target)
         backend = BACKENDS[choose_backend(self.backend, problem, hidden.device)]
-        softmaxes, _ = backend.softmaxes(problem, Needs(False, False, False))
+        softmaxes, _ = backend.softmaxes(target.flatten(), problem, Needs(False, False, False))
         return softmaxes.nll_by_level().view(self.tree.depth, *target.shape)
 
     def lse_by_level(self, hidden: Tensor, target: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ class HierarchicalSoftmax(nn.Module):
         Source: z-loss: Chowdhery et al. 2022, section 5.
         """
         refuse_recording("lse_by_level")
-        lse = lse_by_level(self._problem(hidden, target))
+        lse = lse_by_level(target.flatten(), self._problem(hidden, target))
         return lse.view(self.tree.depth, *target.shape)
 
     def log_prob(self, hidden: Tensor) -> Tensor:
@@ -337,8 +337,9 @@ class HierarchicalSoftmax(nn.Module):
         return self._checked(hidden), self.weight, self.tree, self.bias
 
     def _problem(self, hidden: Tensor, target: Tensor) -> Problem:
-        layer = (self.weight, target, self.tree, self.bias)
-        return Problem.of(self._checked(hidden), *layer, self.ignore_index)
+        """That of all positions, which `target` has too."""
+        check_positions(self._checked(hidden), target)
+        return Problem.of(hidden, self.weight, self.tree, self.bias, self.ignore_index)
 
     def _checked(self, hidden: Tensor) -> Tensor:
         """Hidden vectors [..., H]; fewer numbers would fit the rows as well."""

@@ -103,7 +103,6 @@ def ours(problem: Problem, name: str, backend: BackendName, is_graph: bool = Fal
     tree, hidden = problem.trees[name], problem.hidden
     sizes = (problem.num_positions, problem.hidden_size)
     posed = base.Problem.without_values(*sizes, tree, hidden.dtype)
-    posed = posed._replace(bias=posed.weight[:, 0])
     chosen = choose_backend(backend, posed, hidden.device)
 
     def build() -> Layer:

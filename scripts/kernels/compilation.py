@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lm.output import ClassTree
-from lm.output.backends.base import Needs, Problem, row_size
+from lm.output.backends.base import Needs, Problem
 from lm.output.backends.triton.backend import TritonBackend
 from lm.output.backends.triton.launch import Launch, instrumented
 from lm.output.backends.triton.tile_shapes import Tiles
@@ -34,7 +34,6 @@ from lm.output.decoding.fused import launch_draws
 from lm.output.decoding.positions import Positions
 from lm.output.rowwise import RowAdagrad, RowAdam, RowGradient, RowSGD
 from scripts.benchmarks.measure import DTYPES
-from scripts.benchmarks.methods import zipf
 from scripts.benchmarks.reporting import benchmark_parser, problem_size
 
 TENSOR_CORES = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)")
@@ -42,30 +41,11 @@ TENSOR_CORES = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)")
 _jobs: list[tuple[Launch, int]] = []  # of the worker processes, which inherit it
 
 
-def make_problem(
-    vocab_size: int,
-    hidden_size: int,
-    num_positions: int,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    bias: bool = False,
-) -> Problem:
-    """Inverse-rank targets in a tree of √N classes; tensors of floating-point numbers are empty."""
-    torch.manual_seed(0)
-    num_classes = round(vocab_size**0.5)
-    word_class = torch.randperm(vocab_size) * num_classes // vocab_size
-    target, _ = zipf(vocab_size, num_positions)
-    tree = ClassTree.two_level(word_class)
-    hidden = torch.empty(num_positions, hidden_size, dtype=dtype)
-    weight = torch.empty(tree.num_rows, row_size(hidden_size), dtype=dtype)
-    biases = torch.empty(tree.num_rows, dtype=dtype) if bias else None
-    return Problem.of(hidden, weight, target, tree, biases)
-
-
 def obstacle(capability: int) -> str | None:
     """Why the backend refuses this version of Triton on an architecture; None if it does not."""
+    problem = Problem.without_values(1, 64, ClassTree.full(9), torch.bfloat16)
     with instrumented(capability=capability):
-        return TritonBackend().obstacle(make_problem(1000, 64, 1), torch.device("cuda"))
+        return TritonBackend().obstacle(problem, torch.device("cuda"))
 
 
 def launches(
@@ -82,8 +62,9 @@ def launches(
     """
     found = list[Launch]()
     needs = Needs(hidden=True, weight=True, bias=problem.bias is not None)
+    target = problem.hidden.new_zeros(problem.num_positions, dtype=torch.int64)
     with instrumented(run=found.append, capability=capability, tiles=tiles):
-        nll, _, saved = TritonBackend().nll(problem, needs)
+        nll, _, saved = TritonBackend().nll(target, problem, needs)
         for kind in row_wise:
             of = needs._replace(row_wise=kind)
             _, *rows = TritonBackend().backward(nll, problem, saved, of)
@@ -194,11 +175,12 @@ def main() -> None:
     torch.set_float32_matmul_precision("high" if options.dtype == "tf32" else "highest")
     begin, found = time.monotonic(), list[Launch]()
     for n, h in options.rows:
-        problem = make_problem(n, h, options.positions, dtype, bias=True)
+        sizes, device = (options.positions, h), "cpu" if options.all else "meta"
+        problem = Problem.without_values(*sizes, ClassTree.two_level(num_words=n), dtype, device)
         if options.all:
             found += launches(problem, options.sm, row_wise=(False, True)) + draws(dtype, h)
         else:
-            found += launches(problem.to("meta"), options.sm)
+            found += launches(problem, options.sm)
     wrong = compile_all([(launch, options.sm) for launch in found])
     names = [launch.kernel.__name__ for launch in found]
     for name, each in zip(names, wrong, strict=True):

@@ -93,7 +93,7 @@ def preflight(*, dry: bool) -> None:
         sys.exit(f"the backend {found}; see scripts/kernels/README.md")
     for rows in () if dry else (torch.bfloat16, torch.float32):
         kind = Kind(torch.bfloat16, rows, rows, tf32=tf32())
-        compile_all([(each, sm) for each in launches(tiny_problem(kind)[0].to("meta"), sm)])
+        compile_all([(each, sm) for each in launches(tiny_problem(kind)[1].to("meta"), sm)])
         comparison = partial(difference, TritonBackend(), torch.device("cuda", 0), kind)
         if found := result_of(comparison, "the kernels", failures):
             sys.exit(f"the kernels differ from the reference with rows in {rows}: {found}")

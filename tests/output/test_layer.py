@@ -125,8 +125,8 @@ def test_the_lse_by_level_is_that_of_each_softmax_and_differentiable_twice(tree:
 
     def lse(*inputs: Tensor) -> Tensor:
         hidden, weight, bias = inputs
-        problem = Problem.of(hidden, weight, target, tree, bias)
-        return lse_by_level(problem).view(tree.depth, *target.shape)
+        problem = Problem.of(hidden, weight, tree, bias)
+        return lse_by_level(target.flatten(), problem).view(tree.depth, *target.shape)
 
     found = lse(*inputs)
     hidden, weight, bias = inputs

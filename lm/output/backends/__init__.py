@@ -65,5 +65,5 @@ def saved_bytes(backend_name: str, problem: Problem, *, row_wise: bool) -> int:
     needs = Needs(hidden=True, weight=True, bias=True, row_wise=row_wise)
     backend = BACKENDS[backend_name]
     size = backend.part_size(problem)
-    part = problem._replace(hidden=problem.hidden[:size], target=problem.target[:size])
+    part = problem._replace(hidden=problem.hidden[:size])
     return sum(tensor.nbytes for tensor in backend.new_saved(part, needs))

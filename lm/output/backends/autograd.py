@@ -20,9 +20,9 @@ from lm.output.tracing import ONCE, differentiable_once, not_compiled
 from lm.output.tree.arrays import TreeArrays
 
 Op = Callable[..., Any]
-"""A registered custom op: fields of a `Problem` and `Needs` → nll [P] and the tensors saved."""
+"""A registered custom op: targets, a `Problem`'s fields, `Needs` → nll [P], the tensors saved."""
 _INPUTS = (
-    "Tensor hidden, Tensor weight, Tensor target, Tensor[] tree, Tensor? bias, SymInt depth,"
+    "Tensor hidden, Tensor weight, Tensor[] tree, Tensor? bias, SymInt depth,"
     " SymInt max_path_columns, SymInt ignore_index, int[] needs"
 )
 _FIELDS = (*(name for name in Problem._fields if name != "shard"), "needs")
@@ -75,40 +75,40 @@ def register_op(backend: Backend) -> Op:
     backward.register_autograd(_refuse)
 
     @torch.library.custom_op(
-        name, mutates_args=(), schema=f"({_INPUTS}) -> (Tensor nll, Tensor[] saved)"
+        name, mutates_args=(), schema=f"(Tensor target, {_INPUTS}) -> (Tensor nll, Tensor[] saved)"
     )
-    def forward(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
+    def forward(target: Tensor, *inputs: Any) -> tuple[Tensor, list[Tensor]]:
         problem, needs = _unpack(inputs)
-        nll, _, saved = backend.nll(problem, needs)
+        nll, _, saved = backend.nll(target, problem, needs)
         return nll, [*saved] if needs.any else []
 
     @forward.register_fake
-    def _(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
+    def _(target: Tensor, *inputs: Any) -> tuple[Tensor, list[Tensor]]:
         problem, needs = _unpack(inputs)
         dtype = compute_dtype(problem.hidden.dtype)
         nll = problem.hidden.new_empty(problem.num_positions, dtype=dtype)
         return nll, [*backend.new_saved(problem, needs)] if needs.any else []
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        (hidden, weight, target, tree, bias, *ctx.sizes, ctx.saved_for), (_, saved) = inputs, output
+        (_, hidden, weight, tree, bias, *ctx.sizes, ctx.saved_for), (_, saved) = inputs, output
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, target, bias, *tree, *saved)
-        ctx.kind = backend.saved_types.index(backend.saved_type(*_unpack(inputs)))
+        ctx.save_for_backward(hidden, weight, bias, *tree, *saved)
+        ctx.kind = backend.saved_types.index(backend.saved_type(*_unpack(inputs[1:])))
 
     def gradients(ctx: Any, d_nll: Tensor | None, _: Any) -> tuple[Any, ...]:
-        asked = dict(zip(_FIELDS, ctx.needs_input_grad, strict=True))
+        asked = dict(zip(_FIELDS, ctx.needs_input_grad[1:], strict=True))
         needs = Needs(asked["hidden"], asked["weight"], asked["bias"])
         found: dict[str, Any] = {"tree": [None] * _NUM_ARRAYS}
         if any(need > saved for need, saved in zip(needs, ctx.saved_for, strict=True)):
             raise RuntimeError("the loss was exported without gradients, under torch.no_grad()")
         if d_nll is not None:
-            hidden, weight, target, bias, *others = ctx.saved_tensors
+            hidden, weight, bias, *others = ctx.saved_tensors
             arrays, saved = others[:_NUM_ARRAYS], others[_NUM_ARRAYS:]
-            inputs = (hidden, weight, target, arrays, bias, *ctx.sizes, needs)
+            inputs = (hidden, weight, arrays, bias, *ctx.sizes, needs)
             each = zip(Needs._fields, backward(d_nll, saved, ctx.kind, *inputs), strict=False)
             found |= {name: gradient for name, gradient in each if asked[name]}
-        return tuple(map(found.get, _FIELDS))
+        return None, *map(found.get, _FIELDS)
 
     forward.register_autograd(gradients, setup_context=setup_context)
     return forward
@@ -120,8 +120,8 @@ def _refuse(ctx: Any, *upstream: Tensor) -> NoReturn:
 
 def _unpack(inputs: tuple[Any, ...]) -> tuple[Problem, Needs]:
     """The arguments of an op, whose tree and needs are lists."""
-    hidden, weight, target, tree, *rest, needs = inputs
-    return Problem(hidden, weight, target, TreeArrays(*tree), *rest), Needs(*map(bool, needs))
+    hidden, weight, tree, *rest, needs = inputs
+    return Problem(hidden, weight, TreeArrays(*tree), *rest), Needs(*map(bool, needs))
 
 
 class _EagerNll(torch.autograd.Function):
@@ -137,14 +137,15 @@ class _EagerNll(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         backend: Solver,
+        target: Tensor,
         needs: Needs,
         problem: Problem,
     ) -> tuple[Tensor, Tensor | None]:
-        nll, num_words, saved = backend.nll(problem, needs)
+        nll, num_words, saved = backend.nll(target, problem, needs)
         ctx.set_materialize_grads(False)  # that of the number would be a launch
         ctx.backend, ctx.row_wise, ctx.saved_type = backend, needs.row_wise, type(saved)
         ctx.sizes = problem.sizes()
-        ctx.save_for_backward(hidden, weight, bias, problem.target, *saved)
+        ctx.save_for_backward(hidden, weight, bias, *saved)
         if num_words is not None:
             ctx.mark_non_differentiable(num_words)
         return nll, num_words
@@ -155,17 +156,19 @@ class _EagerNll(torch.autograd.Function):
         if d_nll is None:  # as for a result that is not used
             return (None,) * len(ctx.needs_input_grad)
         of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
-        hidden, weight, bias, target, *saved = ctx.saved_tensors
-        problem = ctx.sizes._replace(hidden=hidden, weight=weight, bias=bias, target=target)
+        hidden, weight, bias, *saved = ctx.saved_tensors
+        problem = ctx.sizes._replace(hidden=hidden, weight=weight, bias=bias)
         needs = Needs(of_hidden, of_weight, of_bias, ctx.row_wise)
         saved = tuple.__new__(ctx.saved_type, saved)
-        return *ctx.backend.backward(d_nll, problem, saved, needs), None, None, None
+        return *ctx.backend.backward(d_nll, problem, saved, needs), None, None, None, None
 
 
-def eager_nll(backend: Solver, needs: Needs, problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """The nll [P], and how many targets are not ignored if the backend has counted them."""
-    inputs = problem.hidden, problem.weight, problem.bias
-    found: tuple[Tensor, Tensor | None] = _EagerNll.apply(*inputs, backend, needs, problem)  # type: ignore[no-untyped-call]
+def eager_nll(
+    backend: Solver, target: Tensor, needs: Needs, problem: Problem
+) -> tuple[Tensor, Tensor | None]:
+    """The nll [P], and how many targets [P] are not ignored if the backend has counted them."""
+    inputs = problem.hidden, problem.weight, problem.bias, backend, target, needs, problem
+    found: tuple[Tensor, Tensor | None] = _EagerNll.apply(*inputs)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -173,11 +176,11 @@ row_wise_nll = not_compiled(eager_nll)
 """`eager_nll`, kept out of `torch.compile`."""
 
 
-def recorded_nll(op: Op, needs: Needs, problem: Problem) -> Tensor:
-    """The nll [P] by the custom op of a backend."""
+def recorded_nll(op: Op, target: Tensor, needs: Needs, problem: Problem) -> Tensor:
+    """The nll [P] of targets [P], by the custom op of a backend."""
     inputs = problem._asdict() | {"needs": needs}
     nll: Tensor
-    nll, _ = op(*(inputs[name] for name in _FIELDS))
+    nll, _ = op(target, *(inputs[name] for name in _FIELDS))
     return nll
 
 
@@ -188,4 +191,4 @@ def eager(*tensors: Tensor | None) -> bool:
     if torch._C._len_torch_dispatch_stack():
         return False
     present = [tensor for tensor in tensors if tensor is not None]
-    return all(type(each) in (Tensor, Parameter) and not each.is_meta for each in present)
+    return {*map(type, present)} <= {Tensor, Parameter} and not present[0].is_meta

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lm.output.inputs import autocast, check_parameters, check_positions, check_tensors
+from lm.output.inputs import autocast, check_parameters, check_tensors
 from lm.output.rowwise.row_gradient import RowGradient
 from lm.output.tracing import is_recorded
 from lm.output.tree.arrays import Shard, TreeArrays
@@ -41,14 +41,13 @@ def row_size(hidden_size: int) -> int:
 
 
 class Problem(NamedTuple):
-    """The negative log-likelihoods to compute; its fields are arguments of the custom ops.
+    """All but the targets of negative log-likelihoods; its fields are arguments of custom ops.
 
     P positions, H features, R rows of W ≥ H numbers, D levels of the tree.
     """
 
     hidden: Tensor  # [P, H] floating point
     weight: Tensor  # [R, W] floating point; columns from H on are finite and have no effect
-    target: Tensor  # [P] int64, words or `ignore_index`
     tree: TreeArrays
     bias: Tensor | None  # [R] floating point
     depth: int  # D
@@ -61,12 +60,11 @@ class Problem(NamedTuple):
         cls,
         hidden: Tensor,
         weight: Tensor,
-        target: Tensor,
         tree: ClassTree,
         bias: Tensor | None = None,
         ignore_index: int = -100,
     ) -> "Problem":
-        """The problem of all positions of `hidden` [..., H] and `target` [...].
+        """The problem of all positions of `hidden` [..., H].
 
         Under autocast, hidden vectors are cast to its dtype; weight and bias stay as they are.
 
@@ -76,37 +74,38 @@ class Problem(NamedTuple):
         check_tensors(weight=weight)
         if not isinstance(tree, ClassTree):
             raise ValueError(f"tree must be a ClassTree, such as ClassTree.full(N), got {tree!r}")
-        check_positions(hidden, target)
         arrays = check_parameters(hidden, weight, tree, bias)
         hidden = autocast(hidden, weight, bias)
-        if target.device != hidden.device:
-            raise ValueError(f"target must be on the device of hidden, {hidden.device}")
         flat = hidden.reshape(-1, hidden.shape[-1])
         sizes = (tree.depth, tree.max_path_columns, ignore_index)
-        problem = cls(flat, weight, target.reshape(-1), arrays, bias, *sizes)
+        problem = cls(flat, weight, arrays, bias, *sizes)
         return problem.to("meta") if hidden.is_meta else problem
 
     @classmethod
     def without_values(
-        cls, num_positions: int, hidden_size: int, tree: ClassTree, dtype: torch.dtype
+        cls,
+        num_positions: int,
+        hidden_size: int,
+        tree: ClassTree,
+        dtype: torch.dtype,
+        device: str = "meta",
     ) -> "Problem":
-        """A `HierarchicalSoftmax`'s problem of meta tensors, for estimates of memory."""
-        hidden = torch.empty(num_positions, hidden_size, dtype=dtype, device="meta")
-        weight = torch.empty(tree.num_rows, row_size(hidden_size), dtype=dtype, device="meta")
-        target = torch.empty(num_positions, dtype=torch.int64, device="meta")
-        return cls.of(hidden, weight, target, tree, weight[:, 0])
+        """A `HierarchicalSoftmax`'s problem of tensors that are not initialised, for its sizes."""
+        hidden = torch.empty(num_positions, hidden_size, dtype=dtype, device=device)
+        weight = hidden.new_empty(tree.num_rows, row_size(hidden_size))
+        return cls.of(hidden, weight, tree, weight[:, 0])
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Problem":
         """The problem on a device; if given, its numbers in a dtype."""
         moved: dict[str, Any] = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
         moved = {name: None if x is None else x.to(device, dtype) for name, x in moved.items()}
         tree = TreeArrays(*(each.to(device) for each in self.tree))
-        return self._replace(**moved, target=self.target.to(device), tree=tree)
+        return self._replace(**moved, tree=tree)
 
     def sizes(self) -> "Problem":
         """The tree and the numbers, without the tensors that autograd saves."""
-        none = self.target.new_empty(0)
-        return self._replace(hidden=none, weight=none, target=none, bias=None)
+        none = self.hidden.new_empty(0)
+        return self._replace(hidden=none, weight=none, bias=None)
 
     @property
     def num_positions(self) -> int:
@@ -204,8 +203,10 @@ class Solver(ABC):
     """
 
     @abstractmethod
-    def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
-        """The softmaxes, and what the backward needs.
+    def softmaxes(
+        self, target: Tensor, problem: Problem, needs: Needs
+    ) -> tuple[Softmaxes, Tensors]:
+        """The softmaxes on the paths of targets [P] int64, and what the backward needs.
 
         Of a backend, that is a `saved_type` with the shapes and dtypes of `new_saved`; unless
         `needs.any`, it is not read. Its tensors are contiguous and share no memory with each other,
@@ -216,12 +217,14 @@ class Solver(ABC):
         device-side assertion where the backend does not wait for the device.
         """
 
-    def nll(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor | None, Tensors]:
+    def nll(
+        self, target: Tensor, problem: Problem, needs: Needs
+    ) -> tuple[Tensor, Tensor | None, Tensors]:
         """The nll [P] in the dtype of sums, 0 if ignored, and what the backward needs.
 
         Second, the number of targets that are not ignored, an integer scalar, if it was counted.
         """
-        softmaxes, saved = self.softmaxes(problem, needs)
+        softmaxes, saved = self.softmaxes(target, problem, needs)
         return softmaxes.nll_by_level().sum(0), None, saved
 
     @abstractmethod

@@ -105,13 +105,13 @@ def node_log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 
 
 @not_compiled
-def lse_by_level(problem: Problem) -> Tensor:
+def lse_by_level(target: Tensor, problem: Problem) -> Tensor:
     """The log-sum-exp [D, P] of each softmax on the targets' paths, by plain operations of PyTorch.
 
     See `HierarchicalSoftmax.lse_by_level`.
     """
-    check_words("target", problem.target, problem.vocab_size, problem.ignore_index)
-    position, node, _ = route(problem.target, problem.tree, problem.depth, problem.ignore_index)
+    check_words("target", target, problem.vocab_size, problem.ignore_index)
+    position, node, _ = route(target, problem.tree, problem.depth, problem.ignore_index)
     hidden = sorted_hidden(problem, position)
     nodes = visited_nodes(node, problem.tree)
     rows = with_rows(nodes, problem.weight, problem.bias)

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from lm.output.backends.base import Backend, Gradients, Needs, Problem, Softmaxes, Tensors
 from lm.output.backends.nodes import sorted_hidden, visited_nodes
-from lm.output.backends.visits import Visits, route
+from lm.output.backends.visits import Visits, of_visited, route
 from lm.output.inputs import check_words, compute_dtype
 from lm.output.rowwise.factors import RowFactors, Visited, with_places
 from lm.output.rowwise.row_gradient import RowGradient
@@ -49,17 +49,18 @@ class ReferenceBackend(Backend):
 
     def new_saved(self, problem: Problem, needs: Needs) -> Tensors:
         """See `Backend.new_saved`."""
-        target, size = problem.target, (problem.depth, problem.num_positions)
-        position, node, child = map(target.new_empty, (size[1:], size, size))
-        dtype = compute_dtype(problem.hidden.dtype)
-        lse = (problem.hidden.new_empty(size, dtype=dtype) for _ in range(2))
-        return Saved(position, node, child, *lse)
+        size, new = (problem.depth, problem.num_positions), problem.hidden.new_empty
+        position, *visits = (new(shape, dtype=torch.int64) for shape in (size[1:], size, size))
+        lse = (new(size, dtype=compute_dtype(problem.hidden.dtype)) for _ in range(2))
+        return Saved(position, *visits, *lse)
 
-    def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
+    def softmaxes(
+        self, target: Tensor, problem: Problem, needs: Needs
+    ) -> tuple[Softmaxes, Tensors]:
         """See `Solver.softmaxes`."""
         tree, ignore_index = problem.tree, problem.ignore_index
-        check_words("target", problem.target, problem.vocab_size, ignore_index)
-        visits = route(problem.target, tree, problem.depth, ignore_index, problem.shard)
+        check_words("target", target, problem.vocab_size, ignore_index)
+        visits = route(target, tree, problem.depth, ignore_index, problem.shard)
         hidden = sorted_hidden(problem, visits.position)
         largest = hidden.new_full(visits.node.shape, torch.finfo(hidden.dtype).min)
         total, target_logit = torch.zeros_like(largest), torch.zeros_like(largest)
@@ -84,8 +85,7 @@ class ReferenceBackend(Backend):
         if lse is not None:
             largest, log_total = lse.index_select(1, visits.position), torch.zeros_like(lse)
         hidden = sorted_hidden(problem, visits.position)
-        d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
-        d_nll = d_nll.to(hidden.dtype).index_select(0, visits.position)[:, None]
+        d_nll = of_visited(d_nll, *visits[:2]).to(hidden.dtype)[:, None]
         scaled, d_hidden = d_nll * hidden, torch.zeros_like(hidden)
         tables = problem.weight if needs.weight else None, problem.bias if needs.bias else None
         vectors, nodes, errors = (scaled, d_nll), list[tuple[int, ...]](), [hidden.new_empty(0)]

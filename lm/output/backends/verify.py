@@ -142,10 +142,10 @@ def difference(backend: Backend, device: torch.device, kind: Kind) -> str | None
     process continues verifies again.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        problem, d_nll = tiny_problem(kind)
-        truth = _results(ReferenceBackend(), problem.to("cpu", torch.float64), d_nll)
-        on_device = problem.to(device)
-        baseline, actual = (_results(b, on_device, d_nll) for b in (ReferenceBackend(), backend))
+        target, problem, d_nll = tiny_problem(kind)
+        truth = _results(ReferenceBackend(), target, problem.to("cpu", torch.float64), d_nll)
+        given = target.to(device), problem.to(device), d_nll
+        baseline, actual = (_results(b, *given) for b in (ReferenceBackend(), backend))
     rounds = kind.hidden == torch.float32 and kind.tf32
     rounding = 2.0**-10 if rounds else torch.finfo(kind.hidden).eps
     found = []
@@ -156,8 +156,8 @@ def difference(backend: Backend, device: torch.device, kind: Kind) -> str | None
     return "; ".join(found) or None
 
 
-def tiny_problem(kind: Kind) -> tuple[Problem, Tensor]:
-    """A problem with heavy and light nodes and ignored targets, and the gradient of its nll [P].
+def tiny_problem(kind: Kind) -> tuple[Tensor, Problem, Tensor]:
+    """Targets that visit heavy and light nodes or are ignored, the problem, the gradient d_nll [P].
 
     Classes have 1 to 85 words: some fill no block of children and some more than one. The root has
     so many visits that they are shared among programs.
@@ -179,9 +179,9 @@ def tiny_problem(kind: Kind) -> tuple[Problem, Tensor]:
     weight = 0.2 * normal(tree.num_rows, _aligned(size, kind.weight_align))
     bias = normal(tree.num_rows).to(kind.bias)
     # without the check of `Problem.of`, which refuses wider rows outside of autocast
-    problem = Problem.of(hidden.float(), weight, target, tree, bias.float())
+    problem = Problem.of(hidden.float(), weight, tree, bias.float())
     problem = problem._replace(hidden=hidden, weight=weight.to(kind.weight), bias=bias)
-    return problem, normal(len(target))
+    return target, problem, normal(len(target))
 
 
 def _aligned(least: int, align: int) -> int:
@@ -189,14 +189,14 @@ def _aligned(least: int, align: int) -> int:
     return next(size for size in range(least, least + 32) if math.gcd(size, 16) == align)
 
 
-def _results(backend: Backend, problem: Problem, d_nll: Tensor) -> list[Tensor]:
+def _results(backend: Backend, target: Tensor, problem: Problem, d_nll: Tensor) -> list[Tensor]:
     """The nll, the dense gradients, and the rows after a step with row-wise ones."""
     needs = Needs(hidden=True, weight=True, bias=True)
-    nll, _, saved = backend.nll(problem, needs)
+    nll, _, saved = backend.nll(target, problem, needs)
     d_nll = d_nll.to(nll)
     gradients = backend.backward(d_nll, problem, saved, needs)
     needs = Needs(hidden=False, weight=True, bias=False, row_wise=True)
-    _, _, saved = backend.nll(problem, needs)
+    _, _, saved = backend.nll(target, problem, needs)
     d_weight = backend.backward(d_nll, problem, saved, needs).d_weight
     assert isinstance(d_weight, RowGradient)
     table = _after_step(problem.weight.clone(), d_weight)

@@ -25,6 +25,11 @@ class Visits(NamedTuple):
     # one in another shard
 
 
+def of_visited(upstream: Tensor, position: Tensor, node: Tensor) -> Tensor:
+    """Upstream gradients [P] of the sorted positions, 0 where nothing is visited, even of inf."""
+    return upstream.index_select(0, position).masked_fill((node < 0).all(0), 0)
+
+
 def route(
     target: Tensor, tree: TreeArrays, depth: int, ignore_index: int, shard: Shard | None = None
 ) -> Visits:

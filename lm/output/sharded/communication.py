@@ -113,18 +113,20 @@ class ShardedSolver(Solver):
         self.route = Route.of(recipients, group)
         self.sizes = list[tuple[Problem, Solver]]()  # of each part
 
-    def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
+    def softmaxes(
+        self, target: Tensor, problem: Problem, needs: Needs
+    ) -> tuple[Softmaxes, Tensors]:
         """See `Solver.softmaxes`; `problem` has the rows that this process holds."""
         route, gathered, needs = self.route, self.gathered, needs._replace(hidden=needs.any)
-        hidden, target = route.send(problem.hidden), route.send(problem.target)
-        found, solved = self._solved(problem._replace(hidden=hidden, target=target), needs)
+        received = problem._replace(hidden=route.send(problem.hidden))
+        found, solved = self._solved(route.send(target), received, needs)
         parts = [solved]
         if gathered is None:
             total = found.new_zeros(problem.num_positions, 2, problem.depth)
             total[:, 0] = -torch.inf
         else:
             own = gathered.problem(problem, self.group)
-            total, solved = self._solved(own, needs)
+            total, solved = self._solved(target, own, needs)
             parts.append(solved)
         for position, part in route.returned(found):
             so_far = total[position]
@@ -134,12 +136,12 @@ class ShardedSolver(Solver):
         saved, self.structure = tree_flatten((lse, parts))
         return Softmaxes(lse, torch.zeros_like(lse), logit), tuple(saved)
 
-    def _solved(self, problem: Problem, needs: Needs) -> tuple[Tensor, Solved]:
+    def _solved(self, target: Tensor, problem: Problem, needs: Needs) -> tuple[Tensor, Solved]:
         """Log-sum-exps and logits [P, 2, D], and what is saved."""
         backend = BACKENDS[choose_backend(self.of_rows, problem, problem.hidden.device)]
-        (largest, log_total, logit), saved = backend.softmaxes(problem, needs)
+        (largest, log_total, logit), saved = backend.softmaxes(target, problem, needs)
         self.sizes.append((problem.sizes(), backend))
-        tensors = {name: getattr(problem, name) for name in ("hidden", "target", "weight", "bias")}
+        tensors = {name: getattr(problem, name) for name in ("hidden", "weight", "bias")}
         return torch.stack([(largest + log_total).T, logit.T], 1), Solved(tensors, saved)
 
     def backward(

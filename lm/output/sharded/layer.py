@@ -85,9 +85,9 @@ class ShardedSoftmax(HierarchicalSoftmax):
 
         "mean" and "sum" are over the positions of this process.
         """
-        problem = self._problem(hidden, target)
+        problem, flat = self._problem(hidden, target), target.flatten()
         needs = Needs.of(hidden, self.weight, self.bias, row_wise=self.row_wise)
-        nll, _ = row_wise_nll(self._backend(problem), needs, problem)
+        nll, _ = row_wise_nll(self._backend(flat), flat, needs, problem)
         return reduced(nll.view(target.shape), target, reduction, self.ignore_index)
 
     @torch.no_grad()
@@ -97,9 +97,9 @@ class ShardedSoftmax(HierarchicalSoftmax):
         Each computes the softmaxes with its rows, and has its share of the positions in between.
         """
         share = slice(self.dealt.rank, None, self.dealt.world_size)
-        every = self._problem(hidden, target)
-        problem = every._replace(hidden=every.hidden[share], target=every.target[share])
-        softmaxes, _ = self._backend(problem).softmaxes(problem, Needs(False, False, False))
+        every, mine = self._problem(hidden, target), target.flatten()[share]
+        problem, needs = every._replace(hidden=every.hidden[share]), Needs(False, False, False)
+        softmaxes, _ = self._backend(mine).softmaxes(mine, problem, needs)
         nll = interleaved(softmaxes.nll_by_level().T, every.num_positions, self.dealt.group)
         return nll.T.reshape(self.tree.depth, *target.shape)
 
@@ -109,7 +109,6 @@ class ShardedSoftmax(HierarchicalSoftmax):
         return Problem(
             hidden=hidden.reshape(-1, self.hidden_size),
             weight=self.weight,
-            target=target.reshape(-1),
             bias=self.bias,
             depth=self.tree.depth,
             ignore_index=self.ignore_index,
@@ -124,9 +123,9 @@ class ShardedSoftmax(HierarchicalSoftmax):
             self._placement = moved
         return self._placement
 
-    def _backend(self, problem: Problem) -> ShardedSolver:
-        """The exchange of a batch between the processes, which begins it together."""
-        target, sizes = problem.target, (self.dealt.world_size, self.ignore_index)
+    def _backend(self, target: Tensor) -> ShardedSolver:
+        """The exchange of a batch [P] between the processes, which begins it together."""
+        sizes = (self.dealt.world_size, self.ignore_index)
         check_words("target", target, self.vocab_size, self.ignore_index)
         placed = self._placed()
         recipients = recipients_of(target, self.tree, placed.owner, *sizes)

@@ -30,7 +30,7 @@ def test_registered_ops_pass_opcheck(
     sizes = (tree.depth, tree.max_path_columns, -100)
     needs = list(Needs(hidden=True, weight=True, bias=True))
     hidden, weight, bias, target = problem(tree, 5)
-    arguments = (hidden, weight, target, list(tree.arrays), bias, *sizes, needs)
+    arguments = (target, hidden, weight, list(tree.arrays), bias, *sizes, needs)
     results = torch.library.opcheck(OPS[name], arguments)  # type: ignore[arg-type]
     assert set(results.values()) == {"SUCCESS"}
 

@@ -68,8 +68,8 @@ def test_saved_bytes_are_those_of_what_a_forward_saves(
     if name == "triton":
         pytest.importorskip("triton")
     hidden, weight = torch.randn(30, 12), torch.randn(tree.num_rows, 16)  # as of a layer
-    problem = Problem.of(hidden, weight, torch.randint(90, (30,)), tree)
-    _, _, saved = BACKENDS[name].nll(problem, Needs(True, True, False, row_wise))
+    problem, needs = Problem.of(hidden, weight, tree), Needs(True, True, False, row_wise)
+    _, _, saved = BACKENDS[name].nll(torch.randint(90, (30,)), problem, needs)
     planned = Problem.without_values(30, 12, tree, torch.float32)
     assert sum(each.nbytes for each in saved) == saved_bytes(name, planned, row_wise=row_wise)
 

@@ -97,15 +97,12 @@ def _check_plans(rank: int, world_size: int, tree: ClassTree, tokens: Tensor) ->
             sent = traffic.sent
             layer.zero_grad()
             problem = layer._problem(hidden.detach(), own)
-            exchange, columns = layer._backend(problem), 0
+            exchange, columns = layer._backend(own), 0
             with torch.no_grad():
-                _, saved = exchange.softmaxes(problem, Needs(False, False, False))
+                _, saved = exchange.softmaxes(own, problem, Needs(False, False, False))
             _, parts = tree_unflatten(saved, exchange.structure)
-            for (each, _), (tensors, _) in zip(exchange.sizes, parts, strict=True):
-                each = each._replace(**tensors)
-                at = (each.depth, each.ignore_index, each.shard)
-                node = route(each.target, each.tree, *at).node
-                columns += int(each.tree.num_children[node[node >= 0]].sum())
+            for (each, _), (_, visits) in zip(exchange.sizes, parts, strict=True):
+                columns += int(each.tree.num_children[visits.node[visits.node >= 0]].sum())
             done = torch.zeros(world_size, 2, dtype=torch.float64)
             done[rank] = torch.tensor([columns, sent])
             dist.all_reduce(done)

@@ -22,10 +22,13 @@ CONSTANTS = {"ACC", "EXACT", "META", "SORTED", "TILE", "W"}
 """Arguments that a kernel is compiled for and the host does not pass to it."""
 HUGE = """
 import torch
+from lm.output import ClassTree
+from lm.output.backends.base import Problem
 from lm.output.backends.triton.tile_shapes import Tile, Tiles
-from scripts.kernels.compilation import compile_all, launches, make_problem
+from scripts.kernels.compilation import compile_all, launches
 tiles = Tiles(*[Tile(32, 32, 32, 1, 1, 32, registers=32)] * 4)
-found = launches(make_problem(1000, 64, 90), 80, tiles)
+problem = Problem.without_values(90, 64, ClassTree.two_level(num_words=1000), torch.bfloat16)
+found = launches(problem, 80, tiles)
 print(*compile_all([(each, 80) for each in found if each.kernel.__name__ == "_forward"]))
 """
 
@@ -76,6 +79,7 @@ def test_batches_of_many_sizes_share_compiled_kernels(num_words: int, size: int)
         num_positions = int(2 ** generator.uniform(0, 16))
         problem = Problem.without_values(num_positions, size, tree, torch.bfloat16)
         with instrumented(run=compile_for, capability=90):
-            nll, _, saved = TritonBackend().nll(problem, needs)
+            target = torch.empty(num_positions, dtype=torch.int64, device="meta")
+            nll, _, saved = TritonBackend().nll(target, problem, needs)
             TritonBackend().backward(nll, problem, saved, needs)
     assert len(found) <= 12

@@ -67,24 +67,28 @@ class CompiledBackend(reference.ReferenceBackend):
         saves = self.saved_type(problem, needs) is Saved
         return new_saved(problem, needs) if saves else super().new_saved(problem, needs)
 
-    def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
+    def softmaxes(
+        self, target: Tensor, problem: Problem, needs: Needs
+    ) -> tuple[Softmaxes, Tensors]:
         """See `Solver.softmaxes`; `logit` holds the whole term, of which the others are 0."""
         if self.saved_type(problem, needs) is not Saved:
-            return super().softmaxes(problem, needs)
+            return super().softmaxes(target, problem, needs)
         from lm.output.backends.compiled import passes
 
-        log_prob, saved = passes.target_log_prob(problem, needs)
+        log_prob, saved = passes.target_log_prob(target, problem, needs)
         zero = log_prob.new_zeros(1, 1)
         log_prob = torch.empty_like(log_prob).index_copy_(1, saved.position, log_prob)
         return Softmaxes(zero, zero, log_prob), saved
 
-    def nll(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor | None, Tensors]:
+    def nll(
+        self, target: Tensor, problem: Problem, needs: Needs
+    ) -> tuple[Tensor, Tensor | None, Tensors]:
         """See `Solver.nll`; levels are added in their order."""
         if self.saved_type(problem, needs) is not Saved:
-            return super().nll(problem, needs)
+            return super().nll(target, problem, needs)
         from lm.output.backends.compiled import passes
 
-        return passes.nll(problem, needs)
+        return passes.nll(target, problem, needs)
 
     def backward(
         self, d_nll: Tensor, problem: Problem, saved: Any, needs: Needs, lse: Tensor | None = None

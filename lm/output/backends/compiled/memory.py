@@ -93,7 +93,8 @@ def new_saved(problem: Problem, needs: Needs) -> Saved:
     num, depth, dtype = problem.num_positions, problem.depth, compute_dtype(problem.hidden.dtype)
     is_read = (needs.weight or needs.bias) and multiplies_bf16(problem)
     none = problem.hidden.new_empty(0, dtype=dtype)
-    position, node, child = map(problem.target.new_empty, ((num,), (depth, num), (depth, num)))
+    new, shapes = problem.hidden.new_empty, ((num,), (depth, num), (depth, num))
+    position, node, child = (new(shape, dtype=torch.int64) for shape in shapes)
     return Saved(
         position,
         node,

@@ -23,6 +23,7 @@ from lm.output.backends.compiled.memory import (
     zeros_except,
 )
 from lm.output.backends.compiled.row_updates import CompiledFactors
+from lm.output.backends.visits import of_visited
 from lm.output.inputs import check_words
 from lm.output.rowwise.factors import Visited, with_places
 from lm.output.rowwise.row_gradient import RowGradient
@@ -36,18 +37,18 @@ LEAST_ZEROS = 1 << 18
 """Numbers from which on threads divide the rows that are set to zero."""
 
 
-def nll(problem: Problem, needs: Needs) -> tuple[Tensor, None, Saved]:
+def nll(target: Tensor, problem: Problem, needs: Needs) -> tuple[Tensor, None, Saved]:
     """The nll [P], and what is saved."""
-    log_prob, saved = target_log_prob(problem, needs)
+    log_prob, saved = target_log_prob(target, problem, needs)
     nll = log_prob.new_empty(problem.num_positions)
     loops.add_levels(own(saved.position), own(log_prob), own(nll))
     return nll, None, saved
 
 
-def target_log_prob(problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
+def target_log_prob(target: Tensor, problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
     """The log q [D, P] of every visit's target, by sorted position, 0 for none; what is saved."""
     saved, weight = new_saved(problem, needs), problem.weight
-    target, visits = problem.target.contiguous(), (saved.position, saved.node, saved.child)
+    target, visits = target.contiguous(), (saved.position, saved.node, saved.child)
     tree: Any = TreeArrays(*map(own, problem.tree))  # type: ignore[arg-type]
     if not loops.route(own(target), problem.ignore_index, tree, *map(own, visits)):
         check_words("target", target, problem.vocab_size, problem.ignore_index)
@@ -76,8 +77,7 @@ def target_log_prob(problem: Problem, needs: Needs) -> tuple[Tensor, Saved]:
 def backward(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
     """The gradients that are needed, given d_nll [P]."""
     weight, bias, position = problem.weight, problem.bias, saved.position
-    d_nll = d_nll.masked_fill(problem.target == problem.ignore_index, 0)  # also of inf
-    d_nll = d_nll.index_select(0, position)
+    d_nll = of_visited(d_nll, position, saved.node)
     nodes = _nodes(saved, problem)
     d_hidden = None
     if needs.hidden:

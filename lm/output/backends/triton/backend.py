@@ -5,6 +5,7 @@ Triton is imported at the first launch, so that the other backends work without 
 """
 
 import os
+from collections.abc import Iterator
 from subprocess import CalledProcessError
 from typing import Any
 
@@ -124,29 +125,35 @@ class TritonBackend(Backend):
     ) -> bool:
         return verified(self, device, Kind(*dtypes, *align, tf32()), failures)
 
-    def softmaxes(self, problem: Problem, needs: Needs) -> tuple[Softmaxes, Tensors]:
+    def softmaxes(
+        self, target: Tensor, problem: Problem, needs: Needs
+    ) -> tuple[Softmaxes, Tensors]:
         """See `Solver.softmaxes`."""
-        _, memory, saved = self._forward(problem, needs)
+        _, memory, saved = self._forward(target, problem, needs)
         routing, lse, logit = _visits(problem, memory)
         lse = torch.where(routing.node >= 0, lse, -torch.inf)
         logit = torch.where((routing.node >= 0) & (routing.child >= 0), logit, 0)
         zero = torch.zeros_like(lse)
         return Softmaxes.by_position(routing.position.long(), lse, zero, logit), saved
 
-    def nll(self, problem: Problem, needs: Needs) -> tuple[Tensor, Tensor | None, Tensors]:
+    def nll(
+        self, target: Tensor, problem: Problem, needs: Needs
+    ) -> tuple[Tensor, Tensor | None, Tensors]:
         """See `Solver.nll`: the kernel of the softmaxes forms it."""
-        nll, memory, saved = self._forward(problem, needs)
+        nll, memory, saved = self._forward(target, problem, needs)
         return nll, memory.routing[NUM_VALID], saved
 
-    def _forward(self, problem: Problem, needs: Needs) -> tuple[Tensor, Memory, Memory | InParts]:
+    def _forward(
+        self, target: Tensor, problem: Problem, needs: Needs
+    ) -> tuple[Tensor, Memory, Memory | InParts]:
         """The nll, what the kernels have written, and what is saved of it."""
-        if problem.target.device.type == "cpu":
-            check_words("target", problem.target, problem.vocab_size, problem.ignore_index)
+        if target.device.type == "cpu":
+            check_words("target", target, problem.vocab_size, problem.ignore_index)
         in_parts = needs.any and self.saved_type(problem, needs) is InParts
         problem, plan = _contiguous(problem), plan_for(problem)
         memory = plan.new(problem, has_gradient=needs.any and not in_parts)
         nll = memory.visit_lse.new_empty(plan.num_positions)
-        _route(plan, problem, memory, nll)
+        _route(target.contiguous(), plan, problem, memory, nll)
         most, splits = plan.most, plan.num_splits
         results = memory.results
         if in_parts or not needs.any:
@@ -162,7 +169,7 @@ class TritonBackend(Backend):
         if nll.is_cuda and plan.num_positions:
             all_valid = memory.routing[ALL_VALID]
             torch._assert_async(all_valid, "a target is neither a word nor ignore_index")
-        return nll, memory, InParts() if in_parts else memory
+        return nll, memory, InParts(target.clone()) if in_parts else memory
 
     def backward(
         self, d_nll: Tensor, problem: Problem, saved: Any, needs: Needs, lse: Tensor | None = None
@@ -170,10 +177,7 @@ class TritonBackend(Backend):
         """See `Solver.backward`."""
         problem = _contiguous(problem)
         if not isinstance(saved, Memory):
-            size = self.part_size(problem)
-            parts = (slice(i, i + size) for i in range(0, problem.num_positions, size))
-            each = (self._of_part(d_nll, problem, part, needs, lse) for part in parts)
-            return summed(each, problem)
+            return summed(self._by_part(d_nll, problem, saved.target, needs, lse), problem)
         plan = plan_for(problem)
         if not plan.fits(saved):
             raise RuntimeError(
@@ -186,14 +190,16 @@ class TritonBackend(Backend):
             saved = saved._replace(visit_lse=torch.cat([logit, lse]))
         return gradients(d_nll, plan, problem, saved, needs)
 
-    def _of_part(
-        self, d_nll: Tensor, problem: Problem, part: slice, needs: Needs, lse: Tensor | None
-    ) -> Gradients:
-        """The gradients of some positions, whose forward is made again."""
-        some = problem._replace(hidden=problem.hidden[part], target=problem.target[part])
-        _, memory, _ = self._forward(some, needs)
-        lse = None if lse is None else lse[:, part]
-        return self.backward(d_nll[part], some, memory, needs, lse)
+    def _by_part(
+        self, d_nll: Tensor, problem: Problem, target: Tensor, needs: Needs, lse: Tensor | None
+    ) -> Iterator[Gradients]:
+        """The gradients of some positions after others, each after a forward of its own."""
+        size = self.part_size(problem)
+        for start in range(0, problem.num_positions, size):
+            at = slice(start, start + size)
+            part = problem._replace(hidden=problem.hidden[at])
+            _, memory, _ = self._forward(target[at], part, needs)
+            yield self.backward(d_nll[at], part, memory, needs, None if lse is None else lse[:, at])
 
     def part_size(self, problem: Problem) -> int:
         """See `Backend.part_size`."""
@@ -207,7 +213,7 @@ class TritonBackend(Backend):
     def new_saved(self, problem: Problem, needs: Needs) -> Tensors:
         """See `Backend.new_saved`."""
         if self.saved_type(problem, needs) is InParts:
-            return InParts()
+            return InParts(problem.hidden.new_empty(problem.num_positions, dtype=torch.int64))
         return plan_for(problem).new(problem, has_gradient=True)
 
 
@@ -220,14 +226,13 @@ def _visits(problem: Problem, memory: Memory) -> tuple[Routing, Tensor, Tensor]:
 
 
 def _contiguous(problem: Problem) -> Problem:
-    hidden, target = problem.hidden.contiguous(), problem.target.contiguous()
     bias = None if problem.bias is None else problem.bias.contiguous()
-    return problem._replace(hidden=hidden, target=target, bias=bias)
+    return problem._replace(hidden=problem.hidden.contiguous(), bias=bias)
 
 
-def _route(plan: Plan, problem: Problem, memory: Memory, nll: Tensor) -> None:
+def _route(target: Tensor, plan: Plan, problem: Problem, memory: Memory, nll: Tensor) -> None:
     """Launch the kernels that write the routing, and 0 for positions without visits."""
-    positions, target, tree = plan.num_positions, problem.target, problem.tree
+    positions, tree = plan.num_positions, problem.tree
     routing, (num_runs, run_size) = memory.routing, plan.runs
     is_sorted, tile = num_runs <= MOST_RUNS, plan.sort_tile
     node_of_row, local_row = problem.shard or (tree.node_of_row, None)

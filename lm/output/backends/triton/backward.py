@@ -9,6 +9,7 @@ from torch import Tensor
 from lm.output.backends.base import Gradients, Needs, Problem
 from lm.output.backends.triton.launch import launch
 from lm.output.backends.triton.plan import Memory, Plan
+from lm.output.backends.triton.routing import Routing
 from lm.output.backends.triton.rows import (
     BatchFactors,
     Errors,
@@ -66,12 +67,14 @@ def summed(parts: Iterable[Gradients], problem: Problem) -> Gradients:
     return Gradients(torch.cat(d_hidden) if d_hidden else None, *totals)
 
 
-def _largest(d_nll: Tensor, problem: Problem) -> Tensor:
+def _largest(d_nll: Tensor, plan: Plan, memory: Memory) -> Tensor:
     """The largest |d nll|, for the s of (9)."""
     if d_nll.stride(0) == 0:
         return d_nll[0].abs()
-    ignored = problem.target == problem.ignore_index  # their d_nll is not read otherwise
-    largest: Tensor = torch.linalg.vector_norm(d_nll.masked_fill(ignored, 0), torch.inf)
+    routing = Routing.of(memory.routing, plan.num_positions, plan.strides.D)
+    ignored = routing.rank == plan.num_nodes  # their d_nll is not read otherwise
+    d_nll = d_nll.index_select(0, routing.position).masked_fill(ignored, 0)
+    largest: Tensor = torch.linalg.vector_norm(d_nll, torch.inf)
     return largest
 
 
@@ -81,7 +84,7 @@ def _factors(
     """Launch the first kernel; memory for what the others share."""
     num_positions, most = plan.num_positions, plan.most
     is_half = problem.hidden.dtype == torch.float16 and num_positions
-    scale = _largest(d_nll, problem) if is_half else None
+    scale = _largest(d_nll, plan, memory) if is_half else None
     new, padded = memory.visit_lse.new_empty, plan.padded_size
     partial = Partial(
         new(num_positions, padded) if needs.hidden else None,

@@ -57,7 +57,9 @@ class Memory(NamedTuple):
 
 
 class InParts(NamedTuple):
-    """Nothing is saved: the backward takes the batch in parts, each with a forward of its own."""
+    """The targets alone: the backward takes the batch in parts, each with a forward of its own."""
+
+    target: Tensor  # [P]
 
 
 class Inputs(NamedTuple):
@@ -158,12 +160,12 @@ class Plan:
 
     def new(self, problem: Problem, *, has_gradient: bool) -> Memory:
         """Uninitialised memory."""
-        hidden, target, positions = problem.hidden, problem.target, self.num_positions
+        hidden, positions = problem.hidden, self.num_positions
         slots, blocks = self.strides.path_slots * SLOT, self.strides.path_blocks
         visit_lse = ((1 + self.num_splits) * self.strides.D, positions)
         return Memory(
-            routing=target.new_empty(self.routing_size, dtype=torch.int32),
-            visited=target.new_empty(self.num_nodes, dtype=torch.int8),
+            routing=hidden.new_empty(self.routing_size, dtype=torch.int32),
+            visited=hidden.new_empty(self.num_nodes, dtype=torch.int8),
             sorted_hidden=hidden.new_empty(self.padded_rows, self.padded_size),
             exp_logits=hidden.new_empty(positions, slots if has_gradient else 0),
             block_max=hidden.new_empty(positions, blocks if has_gradient else 0, dtype=self.dtype),

@@ -97,8 +97,8 @@ def test_a_gradient_in_low_precision_is_rounded_once_to_nearest(dtype: torch.dty
 def test_visits_are_those_of_the_reference(tree: ClassTree) -> None:
     """Ranks of the last tree's nodes have three digits."""
     hidden, weight, bias, target = problem(tree, 300)
-    solved = Problem.of(hidden, weight, target, tree, bias)
-    _, saved = target_log_prob(solved, Needs(hidden=True, weight=True, bias=True))
+    solved = Problem.of(hidden, weight, tree, bias)
+    _, saved = target_log_prob(target, solved, Needs(hidden=True, weight=True, bias=True))
     expected = route(target, tree.arrays, tree.depth, -100)
     for ours, theirs in zip(saved, expected, strict=False):
         assert torch.equal(ours, theirs)

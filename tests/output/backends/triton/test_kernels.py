@@ -22,13 +22,14 @@ pytest.importorskip("triton")
 def test_a_batch_that_would_save_too_much_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tree, needs, backend = two_level(90, 9), Needs(True, True, True), BACKENDS["triton"]
     hidden, weight, bias, target = problem(tree, 70, size=20)
-    whole = Problem.of(hidden, weight, target, tree, bias)
-    expected, *_ = backend.nll(whole, needs)
+    whole = Problem.of(hidden, weight, tree, bias)
+    expected, *_ = backend.nll(target, whole, needs)
     monkeypatch.setattr(triton_backend, "MAX_SAVED_BYTES", 20 * 8 * path_slots(whole))
     assert backend.part_size(whole) == 20
-    assert backend.new_saved(whole, needs) == ()
-    softmaxes, saved = backend.softmaxes(whole, needs)
-    assert saved == ()
+    (planned,) = backend.new_saved(whole, needs)
+    softmaxes, (saved,) = backend.softmaxes(target, whole, needs)
+    assert torch.equal(saved, target)
+    assert (planned.shape, planned.dtype) == (saved.shape, saved.dtype)
     torch.testing.assert_close(softmaxes.nll_by_level().sum(0), expected)
 
 
@@ -65,7 +66,7 @@ rows = slice(tree.num_rows - LAST, tree.num_rows)
 torch.manual_seed(0)
 weight[:ROOT], weight[rows] = torch.randn(ROOT, H) / 16, torch.randn(LAST, H) / 16
 hidden, target = torch.randn(2, H).half(), torch.tensor([N - 1, N - LAST])
-problem = Problem.of(hidden, weight, target, tree)
+problem = Problem.of(hidden, weight, tree)
 needs = Needs(hidden=True, weight=True, bias=False)
 
 
@@ -76,7 +77,7 @@ def run(launch):
 
 
 with instrumented(run=run):
-    nll, _, saved = BACKENDS["triton"].nll(problem, needs)
+    nll, _, saved = BACKENDS["triton"].nll(target, problem, needs)
     d_hidden, d_weight, _ = BACKENDS["triton"].backward(torch.ones(2), problem, saved, needs)
 last_rows = weight[rows].double().requires_grad_()
 log_q = (hidden.double() @ last_rows.T).log_softmax(1)
@@ -114,14 +115,14 @@ def test_visits_are_those_of_the_reference_in_lists_that_have_room(
     monkeypatch.setattr(triton_backend, "MOST_RUNS", most_runs)
     target = zipf_targets(tree, num_positions)
     hidden, weight = torch.zeros(num_positions, 1), torch.zeros(tree.num_rows, 1)
-    given = Problem.of(hidden, weight, target, tree)
+    given = Problem.of(hidden, weight, tree)
 
     with instrumented(run=execute_routing, tiles=SMALL_TILES):
-        _, _, saved = TritonBackend().nll(given, Needs(True, True, False))
+        _, _, saved = TritonBackend().nll(target, given, Needs(True, True, False))
         most = sizes(given, SMALL_TILES)
     assert isinstance(saved, Memory)
     found = Routing.of(saved.routing, num_positions, tree.depth)
-    truth = route(given.target, given.tree, tree.depth, -100)
+    truth = route(target, given.tree, tree.depth, -100)
     assert torch.equal(found.position.long(), truth.position)
     for ours, true in ((found.node, truth.node), (found.child, truth.child)):
         assert torch.equal(ours.view(tree.depth, -1).long(), true)

@@ -70,9 +70,9 @@ def test_seven_launches_of_which_the_host_reads_nothing_back() -> None:
     """On tensors without values every decision of the host must follow from sizes alone."""
     tree, launches = two_level(100_000, 316), list[Launch]()
     meta = Problem.without_values(2000, 48, tree, torch.float32)._replace(bias=None)
-    needs = Needs(hidden=True, weight=True, bias=False)
+    needs, target = Needs(hidden=True, weight=True, bias=False), meta.hidden.new_zeros(2000).long()
     with instrumented(run=launches.append):
-        nll, _, saved = BACKENDS["triton"].nll(meta, needs)
+        nll, _, saved = BACKENDS["triton"].nll(target, meta, needs)
         d_hidden, d_weight, d_bias = BACKENDS["triton"].backward(nll, meta, saved, needs)
     found = [None if grad is None else grad.shape for grad in (d_hidden, d_weight, d_bias)]
     assert found == [meta.hidden.shape, meta.weight.shape, None]

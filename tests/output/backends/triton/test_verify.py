@@ -27,11 +27,11 @@ TINY_PROBLEM = verify.tiny_problem
 HALF = Problem.without_values(30, 16, TREE, torch.float16)
 
 
-def few_positions(kind: Kind) -> tuple[Problem, Tensor]:
-    """A problem that the interpreter solves faster, of which every launch has a part."""
+def few_positions(kind: Kind) -> tuple[Tensor, Problem, Tensor]:
+    """As `tiny_problem`, solved faster by the interpreter; every launch has a part of it."""
     *floats, target = problem(TREE, 90, size=16, dtype=torch.float32)
     hidden, weight, bias = (x.detach().to(kind.hidden) for x in floats)
-    return Problem.of(hidden, weight, target, TREE, bias), torch.randn(90)
+    return target, Problem.of(hidden, weight, TREE, bias), torch.randn(90)
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +55,9 @@ def test_correct_kernels_are_taken_after_one_comparison(launches: list[Launch]) 
 
 
 def test_the_problem_of_the_comparison_has_all_that_programs_work_on() -> None:
-    whole, _ = TINY_PROBLEM(KIND)
+    target, whole, _ = TINY_PROBLEM(KIND)
     with instrumented(run=execute_routing):
-        _, _, saved = BACKENDS["triton"].nll(whole, Needs(True, True, True))
+        _, _, saved = BACKENDS["triton"].nll(target, whole, Needs(True, True, True))
     assert saved[0][:7].all()
 
 
