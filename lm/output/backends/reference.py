@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from lm.output.backends.base import Backend, Gradients, Needs, Problem, Softmaxes, Tensors
 from lm.output.backends.nodes import sorted_hidden, visited_nodes
-from lm.output.backends.visits import Visits, of_visited, route
+from lm.output.backends.visits import Visits, route, sorted_upstream
 from lm.output.inputs import check_words, compute_dtype
 from lm.output.rowwise.factors import RowFactors, Visited, with_places
 from lm.output.rowwise.row_gradient import RowGradient
@@ -85,7 +85,7 @@ class ReferenceBackend(Backend):
         if lse is not None:
             largest, log_total = lse.index_select(1, visits.position), torch.zeros_like(lse)
         hidden = sorted_hidden(problem, visits.position)
-        d_nll = of_visited(d_nll, *visits[:2]).to(hidden.dtype)[:, None]
+        d_nll = sorted_upstream(d_nll, *visits[:2]).to(hidden.dtype)[:, None]
         scaled, d_hidden = d_nll * hidden, torch.zeros_like(hidden)
         tables = problem.weight if needs.weight else None, problem.bias if needs.bias else None
         vectors, nodes, errors = (scaled, d_nll), list[tuple[int, ...]](), [hidden.new_empty(0)]

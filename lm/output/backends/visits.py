@@ -25,8 +25,8 @@ class Visits(NamedTuple):
     # one in another shard
 
 
-def of_visited(upstream: Tensor, position: Tensor, node: Tensor) -> Tensor:
-    """Upstream gradients [P] of the sorted positions, 0 where nothing is visited, even of inf."""
+def sorted_upstream(upstream: Tensor, position: Tensor, node: Tensor) -> Tensor:
+    """Upstream gradients [P] of the sorted positions; 0 for those without visits, even of inf."""
     return upstream.index_select(0, position).masked_fill((node < 0).all(0), 0)
 
 

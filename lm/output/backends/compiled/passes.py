@@ -23,7 +23,7 @@ from lm.output.backends.compiled.memory import (
     zeros_except,
 )
 from lm.output.backends.compiled.row_updates import CompiledFactors
-from lm.output.backends.visits import of_visited
+from lm.output.backends.visits import sorted_upstream
 from lm.output.inputs import check_words
 from lm.output.rowwise.factors import Visited, with_places
 from lm.output.rowwise.row_gradient import RowGradient
@@ -77,7 +77,7 @@ def target_log_prob(target: Tensor, problem: Problem, needs: Needs) -> tuple[Ten
 def backward(d_nll: Tensor, problem: Problem, saved: Saved, needs: Needs) -> Gradients:
     """The gradients that are needed, given d_nll [P]."""
     weight, bias, position = problem.weight, problem.bias, saved.position
-    d_nll = of_visited(d_nll, position, saved.node)
+    d_nll = sorted_upstream(d_nll, position, saved.node)
     nodes = _nodes(saved, problem)
     d_hidden = None
     if needs.hidden:
