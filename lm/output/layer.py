@@ -337,7 +337,7 @@ class HierarchicalSoftmax(nn.Module):
         return self._checked(hidden), self.weight, self.tree, self.bias
 
     def _problem(self, hidden: Tensor, target: Tensor) -> Problem:
-        """That of all positions, which `target` has too."""
+        """The problem of hidden vectors [..., H] at the positions of targets [...]."""
         check_positions(self._checked(hidden), target)
         return Problem.of(hidden, self.weight, self.tree, self.bias, self.ignore_index)
 
