@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from lm.cli import main
-from lm.evaluation import evaluate_text
+from lm.evaluation import evaluate_text, token_nats
 from lm.run import TrainedRun
 from lm.scoring import comparison, frequency
 from lm.scoring.comparison import bootstrap_interval
-from lm.scoring.mixture import token_log_probs
 from tests.conftest import OTHER_LETTERS, PIECES_WITH_BYTES
 
 Printed = Callable[..., str]
@@ -136,7 +135,7 @@ def test_tokens_are_divided_by_the_rank_of_their_word_and_of_the_word_before(
     values = json.loads(printed("evaluate", lstm_run, "--by-frequency", "--json"))
     run = TrainedRun.open(lstm_run)
     counts, tokens = run.prepared.counts(), np.array(run.prepared.tokens("test"))
-    nll = -token_log_probs(run, tokens)
+    nll = token_nats(run, tokens)
     by_count = sorted(range(len(counts)), key=lambda word: (-int(counts[word]), word))
     previous = [run.description.eos_id, *tokens[:-1].tolist()]
     for name, words in (("target", tokens.tolist()), ("previous", previous)):
