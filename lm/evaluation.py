@@ -177,8 +177,7 @@ def evaluate_split(
     """
     model, prepared = run.model, run.prepared
     if open_vocabulary:
-        lines = split_lines(run, split)
-        return evaluate_text(run, lines, progress=progress, open_vocabulary=True)
+        return evaluate_text(run, split_lines(run, split), progress=progress, open_vocabulary=True)
     title = f"evaluate {split}" if progress else None
     result = evaluate_prepared(model, prepared, split, run.description.context, progress=title)
     return _described(result, run, run.config.tokenizer, prepared.tokens(split))

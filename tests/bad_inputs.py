@@ -67,6 +67,7 @@ BAD_INPUTS = """\
 2 | extend {run} --run_dir=x --text={text} --tokenizer.min_count=2 | tokenizer.min_count: 1 → 2
 2 | extend {run} --text={text} | lm extend writes another run: name its folder, --run_dir=FOLDER
 2 | extend {run} --run_dir={folder} --text={text} | empty already exists
+2 | extend {run} --run_dir=x --data.files.train={text} --min-count=9 | require --text
 2 | extend {run} --run_dir=x --text=caf\udce9 | caf\\udce9': not UTF-8
 3 | extend {run} --run_dir=x --text={absent} | absent
 3 | extend {run} --run_dir=x --text={binary} | binary.txt

@@ -75,6 +75,7 @@ OPTIONS: Options = (
     | JSON
 )
 EXCLUSIVE = ("--split", "--text")
+_OF_TEXTS = ("cache", "dynamic", "open_vocabulary", "arpa", "ngram", "by_frequency", "compare")
 _log = logging.getLogger(__name__)
 
 
@@ -99,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
     lines = None
     if options.text is not None:
         lines = list(noted_words(run.tokenizer, read_text(options.text), options.text))
-    check_comparable(run, others, open_vocabulary=is_open, lines=lines)
+    check_comparable(run, others, options.split, open_vocabulary=is_open, lines=lines)
     if is_open and lines is None:
         lines = split_lines(run, options.split)
     # Read or tuned before the text is evaluated, which may take long.
@@ -113,8 +114,7 @@ def run(options: argparse.Namespace) -> None:
         result = evaluate_text(run, lines, name=name, **settings)
     source, weights = _weights(options, run)
     values = result.to_dict() | weights
-    tables, further = [result.table(f"{name}, {source}")], dict[str, Any]()
-    report = None
+    tables, further, report = [result.table(f"{name}, {source}")], dict[str, Any](), None
     if ngram or adaptation or options.by_frequency or others:
         tokens: Any = run.prepared.tokens(name) if lines is None else encode_text(run, lines)[0]
         losses = TextLosses.of(run, tokens, lines if is_open else None)
@@ -190,8 +190,7 @@ def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
 
 def _check_text(options: argparse.Namespace, runs: list[TrainedRun]) -> None:
     """Raises UserError if a run is on independent sequences, and an option is not."""
-    needs_text = ("cache", "dynamic", "open_vocabulary", "arpa", "ngram", "by_frequency", "compare")
-    given = [f"--{name.replace('_', '-')}" for name in needs_text if getattr(options, name)]
+    given = [f"--{name.replace('_', '-')}" for name in _OF_TEXTS if getattr(options, name)]
     for run in runs if given else ():
         run.check_text(given[0])
 
@@ -203,10 +202,8 @@ def _check(options: argparse.Namespace) -> None:
     ranks = Path(options.ranks or ".parquet")
     if not (ranks.name.endswith(".parquet") and ranks.parent.is_dir()):
         raise UserError(f"--ranks {ranks}: expected FILE.parquet in a folder that exists")
-    adapts = options.cache or options.dynamic
     mixed = "--ngram" if options.ngram else "--arpa" if options.arpa else None
-    others = (options.text, options.open_vocabulary, mixed, options.by_frequency, adapts)
-    if options.ranking and (any(others) or options.compare):
+    if options.ranking and any(getattr(options, name) for name in ("text", *_OF_TEXTS)):
         raise UserError("--ranking excludes --text, --arpa, --ngram, --compare and others of texts")
     if options.mixture is not None and mixed is None:
         raise UserError("--mixture requires --arpa or --ngram")

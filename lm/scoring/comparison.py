@@ -5,8 +5,10 @@ what other lines of this text would give; another document, or another seed of t
 differ by more.
 """
 
+import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from lm.run import TrainedRun
 from lm.scoring.bootstrap import resampled_rates
 from lm.scoring.frequency import FrequencyBin, frequency_report
 
+_log = logging.getLogger(__name__)
 BLOCK_LINES, LEAST_BLOCKS, NUM_SAMPLES = 50, 20, 10_000
 
 
@@ -107,6 +110,7 @@ def _signed(value: float) -> str:
 def check_comparable(
     run: TrainedRun,
     others: Sequence[TrainedRun],
+    split: str,
     *,
     open_vocabulary: bool = False,
     lines: Sequence[str] | None = None,
@@ -114,7 +118,7 @@ def check_comparable(
     """Raises UserError if a run is not trained, or would not evaluate the same text alone.
 
     With an open vocabulary, tokens may be others. `lines` are the text, empty ones included;
-    None: a split, whose text may have some.
+    None: a split, whose text may have some. Warns of a run that was prepared with another.
     """
     for other in others:
         if _other_tokenizer(run, other) and not open_vocabulary:
@@ -129,6 +133,11 @@ def check_comparable(
                 f"{dropping.folder} leaves out empty lines, {keeping.folder} does not"
                 " (data.keep_empty_lines): compare them with --text on a text without any"
             )
+        with suppress(UserError):  # without its data, it is not known
+            splits = [each.prepared.splits.get(split) for each in (run, other)]
+            if lines is None and len({each and each.utf8_bytes for each in splits}) > 1:
+                text = "%s was prepared with another %s split: it may have been trained on this one"
+                _log.warning(text, other.folder, split)
 
 
 def _same_words(run: TrainedRun, other: TrainedRun) -> bool:
