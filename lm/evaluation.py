@@ -12,7 +12,7 @@ single spaces, without others at its ends, and no line has the word `<eos>`.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,9 +44,6 @@ from lm.model.language_model import LanguageModel
 from lm.model.reader import evaluation_mode, read_text
 from lm.model.reader import read_lines as read_independent
 from lm.run import TrainedRun
-
-_COUNTED = ("tokens", "words", "lines", "utf8_bytes", "oov")
-"""Figures by which a text is recognized."""
 
 
 @torch.no_grad()
@@ -174,28 +171,30 @@ def evaluate_split(
 ) -> Evaluation:
     """Evaluate the model of a run on a split of its corpus: `train`, `valid` or `test`.
 
-    With an open vocabulary the text of the split is read again, for its unknown words.
-
     Raises:
         UserError: if there is no model, its prepared data are absent, or they were prepared again
-            with another tokenizer; or as `evaluate_text`.
+            with another tokenizer; or as `evaluate_text` and `split_lines`.
     """
     model, prepared = run.model, run.prepared
     if open_vocabulary:
-        prepared.tokens(split)  # or there is no such split
-        lines = read_lines(run.config.data, split)
-        result = evaluate_text(run, lines, progress=progress, open_vocabulary=True)
-        before = prepared.splits[split]
-        if any(getattr(result, each) != getattr(before, each) for each in _COUNTED):
-            where = run.config.data.hub or run.config.data.dir
-            raise DataError(
-                f"{split}: the text in {where}, which --open-vocabulary reads again, is not the one"
-                " that was prepared: restore it, or give it as --text"
-            )
-        return result
+        return evaluate_text(run, split_lines(run, split), progress=progress, open_vocabulary=True)
     title = f"evaluate {split}" if progress else None
     result = evaluate_prepared(model, prepared, split, run.description.context, progress=title)
     return _described(result, run, run.config.tokenizer, prepared.tokens(split))
+
+
+def split_lines(run: TrainedRun, split: str) -> list[str]:
+    """The lines of a split, read again for its unknown words; UserError if they are others."""
+    tokens, lines = run.prepared.tokens(split), list(read_lines(run.config.data, split))
+    found, counts = encode_text(run, lines, split)
+    is_same = vars(counts).items() <= vars(run.prepared.splits[split]).items()
+    if not (is_same and np.array_equal(found, tokens)):
+        where = run.config.data.hub or run.config.data.dir
+        raise DataError(
+            f"{split}: the text in {where}, which --open-vocabulary reads again, is not the one"
+            " that was prepared: restore it, or give it as --text"
+        )
+    return lines
 
 
 def evaluate_text(
@@ -307,6 +306,54 @@ def encode_text(
         utf8_bytes=sum(len(line.encode()) + 1 for line in text),
     )
     return tokenizer.encode_stream(text), counts
+
+
+@torch.no_grad()
+def token_nats(run: TrainedRun, tokens: NDArray[Any]) -> NDArray[np.float64]:
+    """The nats [n] of a text of tokens [n], an unknown word being `<unk>`, as `evaluate`."""
+    output, description, parts = run.model.output, run.description, []
+    where = description.eos_id, description.context
+    for hidden, targets, _ in read_text(run.model, [tokens], *where):
+        parts.append(output.nll_by_level(hidden, targets).double().sum(0).cpu())
+    nats = torch.cat(parts)
+    check_finite(nats, str(run.folder))
+    return nats.numpy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextLosses:
+    """The losses of a run on a text."""
+
+    run: TrainedRun
+    tokens: NDArray[Any]  # [n] ids
+    nats: NDArray[np.float64]  # [n], an unknown word being `<unk>`
+    spelling: NDArray[np.float64] | None = None  # nats of each unknown word if spelled
+    lines: list[str] | None = None  # the text, if the vocabulary is open
+
+    @classmethod
+    def of(
+        cls, run: TrainedRun, tokens: NDArray[Any], lines: list[str] | None = None
+    ) -> "TextLosses":
+        """The losses of a run on the tokens [n] of a text, whose unknown words `lines` spell.
+
+        Empty lines that the run leaves out may be among `lines`.
+        """
+        nats, spelling = token_nats(run, tokens), None
+        if lines is not None:
+            lines = [line for line in lines if run.keeps_empty_lines or line.strip()]
+            oov = int((tokens == run.description.unk_id).sum())
+            spelling = spelling_nats(run, lines, oov)
+        return cls(run=run, tokens=tokens, nats=nats, spelling=spelling, lines=lines)
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether the losses are those of all bytes of the text."""
+        return self.lines is not None and determines_bytes(self.run, self.lines)
+
+    def perplexity(self, log_prob: NDArray[np.float64] | Tensor) -> float:
+        """Perplexity by other log-probabilities [n] of the tokens, with the same spellings."""
+        spelling = 0.0 if self.spelling is None else float(self.spelling.sum())
+        return perplexity(spelling - float(log_prob.sum()), len(self.tokens))
 
 
 def _described(

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.evaluation import encode_text, spelling_nats
-from lm.figures import perplexity
+from lm.evaluation import TextLosses, encode_text
 from lm.generation.text import checked_text
 from lm.loaded import LoadedModel
 from lm.run import TrainedRun
-from lm.scoring.mixture import RunNGram, token_log_probs
+from lm.scoring.mixture import RunNGram, evaluate_mixture
 from lm.states import Prefix, State, Step
 
 
@@ -97,10 +96,8 @@ class MixedModel(LoadedModel):
         """As that of `LoadedModel`, which `vocabulary_size` does not change."""
         lines = text.removesuffix("\n").split("\n") if checked_text(text) else []
         tokens, _ = encode_text(self._run, lines)
-        nats = -self._ngram.mixed(tokens, token_log_probs(self._run, tokens)).sum()
-        if self._open_vocabulary:
-            nats += spelling_nats(self._run, lines, int((tokens == self.unk_id).sum())).sum()
-        return perplexity(float(nats), len(tokens))
+        losses = TextLosses.of(self._run, tokens, lines if self._open_vocabulary else None)
+        return evaluate_mixture(self._ngram, losses).perplexity
 
     evaluate = _refused("evaluate", "use perplexity, or lm evaluate --ngram")
     generate, search, continuation_log_prob = map(

@@ -67,6 +67,7 @@ BAD_INPUTS = """\
 2 | extend {run} --run_dir=x --text={text} --tokenizer.min_count=2 | tokenizer.min_count: 1 → 2
 2 | extend {run} --text={text} | lm extend writes another run: name its folder, --run_dir=FOLDER
 2 | extend {run} --run_dir={folder} --text={text} | empty already exists
+2 | extend {run} --run_dir=x --data.files.train={text} --min-count=9 | require --text
 2 | extend {run} --run_dir=x --text=caf\udce9 | caf\\udce9': not UTF-8
 3 | extend {run} --run_dir=x --text={absent} | absent
 3 | extend {run} --run_dir=x --text={binary} | binary.txt
@@ -100,12 +101,10 @@ data.sequences: stream → independent, train.precision: 32-true → 64-true)
 2 | evaluate {run} --ranking --by-frequency | --ranking excludes --text, --arpa, --ngram
 2 | evaluate {run} --mixture=0.5 | --mixture requires --arpa
 2 | evaluate {run} --mixture=1.5 --arpa={absent} | --mixture must be within 0 … 1
-2 | evaluate {run} --arpa=x --open-vocabulary | --arpa excludes --open-vocabulary
 3 | evaluate {run} --arpa={text} | text.txt
 2 | evaluate {run} --compare={run} --arpa=x | --compare excludes --arpa
 2 | evaluate {run} --ngram --arpa=x | --arpa and --ngram exclude each other
 2 | evaluate {run} --ngram --compare={run} | --compare excludes --ngram
-2 | evaluate {run} --ngram --open-vocabulary | --ngram excludes --open-vocabulary
 2 | evaluate {run} --ngram --ranking | --ranking excludes --text, --arpa, --ngram
 3 | evaluate {run} --ngram | has no n-gram model: run `lm ngram
 2 | evaluate {run} --ngram --checkpoint=last | --checkpoint excludes --ngram
@@ -122,7 +121,6 @@ data.sequences: stream → independent, train.precision: 32-true → 64-true)
 4 | ngram {folder} | no trained model here
 2 | score {run} {text} --cache | --cache and --dynamic require --stream
 2 | score {run} {text} --stream --cache --details | --cache excludes --details
-2 | evaluate {run} --cache --open-vocabulary | --cache and --dynamic exclude --open-vocabulary
 2 | evaluate {run} --cache --ranking | --ranking excludes
 2 | evaluate {items} --dynamic | --dynamic requires a text, but
 4 | export {folder} {folder}/x | no trained model here

@@ -218,8 +218,9 @@ def test_a_split_whose_text_changed_is_refused(letters: Train) -> None:
     text = Path(opened.config.data.dir, "test.txt")
     content = text.read_text()
     try:
-        text.write_text(content + "more\n")
-        with pytest.raises(DataError, match="is not the one that was prepared: restore it"):
-            evaluate_split(opened, "test", progress=False, open_vocabulary=True)
+        for changed in (content + "more\n", content.replace("b ab", "ab b")):
+            text.write_text(changed)
+            with pytest.raises(DataError, match="is not the one that was prepared: restore it"):
+                evaluate_split(opened, "test", progress=False, open_vocabulary=True)
     finally:
         text.write_text(content)

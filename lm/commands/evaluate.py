@@ -75,6 +75,7 @@ OPTIONS: Options = (
     | JSON
 )
 EXCLUSIVE = ("--split", "--text")
+_OF_TEXTS = ("cache", "dynamic", "open_vocabulary", "arpa", "ngram", "by_frequency", "compare")
 _log = logging.getLogger(__name__)
 
 
@@ -82,17 +83,15 @@ def run(options: argparse.Namespace) -> None:
     """Print the figures, and write those of a split to `evaluate-<split>….json`."""
     _check(options)
     from data_prep.corpus.lines import read_text
-    from data_prep.corpus.reader import read_lines
-    from lm.evaluation import encode_text, evaluate_split, evaluate_text
+    from lm.evaluation import TextLosses, encode_text, evaluate_split, evaluate_text, split_lines
     from lm.figures import as_json
-    from lm.scoring.adaptation import evaluate_adaptation
-    from lm.scoring.comparison import TextLosses, check_comparable, compare
+    from lm.scoring.adaptation import Adaptation, evaluate_adaptation
+    from lm.scoring.comparison import check_comparable, compare
     from lm.scoring.frequency import frequency_report
-    from lm.scoring.mixture import evaluate_mixture
+    from lm.scoring.mixture import RunNGram, evaluate_mixture
     from lm.scoring.unknown import noted_words
 
-    mixes, is_open = options.arpa or options.ngram, options.open_vocabulary
-    run = open_run(options)
+    run, is_open, name = open_run(options), options.open_vocabulary, options.text or options.split
     if options.ranking:
         _rank(options, run)
         return
@@ -101,33 +100,30 @@ def run(options: argparse.Namespace) -> None:
     lines = None
     if options.text is not None:
         lines = list(noted_words(run.tokenizer, read_text(options.text), options.text))
-    check_comparable(run, others, open_vocabulary=is_open, lines=lines)
-    tables, further = list[str](), dict[str, Any]()
-    adapts = {"cache": options.cache, "dynamic": options.dynamic}
-    if mixes or options.by_frequency or others or any(adapts.values()):
-        if lines is None:
-            tokens: Any = run.prepared.tokens(options.split)
-        else:
-            tokens, _ = encode_text(run, lines, options.text)
-    if mixes:
-        path = None if options.ngram else Path(options.arpa)
-        further["mixture"] = mixture = evaluate_mixture(run, path, options.mixture, tokens)
-        tables.append(mixture.table(run.folder, path or Path("its n-gram model")))
-    if any(adapts.values()):
-        further["adaptation"] = adapted = evaluate_adaptation(run, tokens, **adapts)
-        tables.append(adapted.table())
+    check_comparable(run, others, options.split, open_vocabulary=is_open, lines=lines)
+    if is_open and lines is None:
+        lines = split_lines(run, options.split)
+    # Read or tuned before the text is evaluated, which may take long.
+    path = Path(options.arpa) if options.arpa else None
+    ngram = RunNGram.chosen(run, path, options.mixture) if path or options.ngram else None
+    adaptation = Adaptation.tuned(run, cache=options.cache, dynamic=options.dynamic)
     settings = {"progress": not options.no_progress, "open_vocabulary": is_open}
     if lines is None:
         result = evaluate_split(run, options.split, **settings)
     else:
-        result = evaluate_text(run, lines, name=options.text, **settings)
+        result = evaluate_text(run, lines, name=name, **settings)
     source, weights = _weights(options, run)
     values = result.to_dict() | weights
-    tables.insert(0, result.table(f"{options.text or options.split}, {source}"))
-    if options.by_frequency or others:
-        if is_open and lines is None:
-            lines = list(read_lines(run.config.data, options.split))
-        losses, report = TextLosses.of(run, tokens, lines if is_open else None), None
+    tables, further, report = [result.table(f"{name}, {source}")], dict[str, Any](), None
+    if ngram or adaptation or options.by_frequency or others:
+        tokens: Any = run.prepared.tokens(name) if lines is None else encode_text(run, lines)[0]
+        losses = TextLosses.of(run, tokens, lines if is_open else None)
+    if ngram:
+        further["mixture"] = mixture = evaluate_mixture(ngram, losses)
+        tables.append(mixture.table(run.folder, path or Path("its n-gram model")))
+    if adaptation:
+        further["adaptation"] = adapted = evaluate_adaptation(adaptation, losses)
+        tables.append(adapted.table())
     if options.by_frequency:
         report = frequency_report(run.prepared, tokens, losses.nats, losses.spelling)
         further["by_frequency"] = report
@@ -194,8 +190,7 @@ def _rank(options: argparse.Namespace, run: TrainedRun) -> None:
 
 def _check_text(options: argparse.Namespace, runs: list[TrainedRun]) -> None:
     """Raises UserError if a run is on independent sequences, and an option is not."""
-    needs_text = ("cache", "dynamic", "open_vocabulary", "arpa", "ngram", "by_frequency", "compare")
-    given = [f"--{name.replace('_', '-')}" for name in needs_text if getattr(options, name)]
+    given = [f"--{name.replace('_', '-')}" for name in _OF_TEXTS if getattr(options, name)]
     for run in runs if given else ():
         run.check_text(given[0])
 
@@ -207,18 +202,12 @@ def _check(options: argparse.Namespace) -> None:
     ranks = Path(options.ranks or ".parquet")
     if not (ranks.name.endswith(".parquet") and ranks.parent.is_dir()):
         raise UserError(f"--ranks {ranks}: expected FILE.parquet in a folder that exists")
-    adapts = options.cache or options.dynamic
     mixed = "--ngram" if options.ngram else "--arpa" if options.arpa else None
-    others = (options.text, options.open_vocabulary, mixed, options.by_frequency, adapts)
-    if adapts and options.open_vocabulary:
-        raise UserError("--cache and --dynamic exclude --open-vocabulary")
-    if options.ranking and (any(others) or options.compare):
+    if options.ranking and any(getattr(options, name) for name in ("text", *_OF_TEXTS)):
         raise UserError("--ranking excludes --text, --arpa, --ngram, --compare and others of texts")
     if options.mixture is not None and mixed is None:
         raise UserError("--mixture requires --arpa or --ngram")
     if options.arpa and options.ngram:
         raise UserError("--arpa and --ngram exclude each other")
-    if mixed and options.open_vocabulary:
-        raise UserError(f"{mixed} excludes --open-vocabulary: <unk> is one word for both")
     if mixed and options.compare:
         raise UserError(f"--compare excludes {mixed}")

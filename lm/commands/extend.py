@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from data_prep.errors import UserError
 from lm.commands.arguments import COMPUTING, COUNT, FILE, NO_PROGRESS, TEXT_FIELD, Options
@@ -14,15 +15,17 @@ _RUN: Options = {
         "help": "folder of the run; --run_dir=FOLDER is the new one. Of items,"
         " --data.files.train=FILE is the newer data, with all events so far",
     },
-    "--text": FILE | {"help": "text with new words, of a run on text"},
+    "--text": FILE | {"type": Path, "help": "text with new words, of a run on text"},
     "--min-count": COUNT
-    | {"default": 1, "help": "--text: least number of times that a new word occurs (default 1)"},
+    | {"help": "--text: least number of times that a new word occurs (default 1)"},
 }
 OPTIONS = _RUN | {"--text-field": TEXT_FIELD} | COMPUTING | NO_PROGRESS
 
 
 def run(options: argparse.Namespace) -> None:
     """Write the run; print its folder."""
+    if options.text is None and (options.min_count or options.text_field):
+        raise UserError("--min-count and --text-field require --text")
     config = Run.read(options.source, options.overrides).config
     if config.run_path.resolve() == Path(options.source).resolve():
         raise UserError("lm extend writes another run: name its folder, --run_dir=FOLDER")
@@ -31,7 +34,6 @@ def run(options: argparse.Namespace) -> None:
     trained = TrainedRun.open(options.source, device=options.device, threads=options.threads)
     from lm.extension import extend
 
-    text = None if options.text is None else Path(options.text)
-    others = {"min_count": options.min_count, "progress": not options.no_progress}
-    extend(trained, config, text=text, text_field=options.text_field, **others)
+    others: dict[str, Any] = {"text_field": options.text_field, "min_count": options.min_count or 1}
+    extend(trained, config, text=options.text, progress=not options.no_progress, **others)
     print(config.run_path)

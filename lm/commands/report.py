@@ -122,15 +122,15 @@ def _losses(run: TrainedRun) -> list[str]:
     """The loss by frequency rank of the word and by position in the line, of a held-out text."""
     import numpy as np
 
+    from lm.evaluation import token_nats
     from lm.figures import perplexity
     from lm.scoring.frequency import frequency_report
-    from lm.scoring.mixture import token_log_probs
 
     split = next((each for each in ("test", "valid") if each in run.prepared.splits), None)
     if split is None:
         return []
     tokens = run.prepared.tokens(split)[:NUM_TOKENS]
-    nats = -token_log_probs(run, tokens)
+    nats = token_nats(run, tokens)
     rows: list[list[Any]] = [
         [f"{each.first_rank:,} … {each.last_rank:,}", each.tokens, each.nll_nats]
         for each in frequency_report(run.prepared, tokens, nats).target

@@ -77,9 +77,7 @@ def run(options: argparse.Namespace) -> None:
     run.check_end()
     if options.text != "line":
         run.check_text("--stream")
-    kinds, adaptation = {"cache": options.cache, "dynamic": options.dynamic}, None
-    if any(kinds.values()):
-        adaptation = Adaptation.tuned(run, **kinds)
+    adaptation = Adaptation.tuned(run, cache=options.cache, dynamic=options.dynamic)
     rule = {name: getattr(options, name) for name in ("vocabulary_size", "open_vocabulary")}
     ngram = RunNGram.open(run) if options.ngram else None
     scorer = Scorer.of(run, adaptation=adaptation, ngram=ngram, **rule)

@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import compress
+from itertools import compress, starmap
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,8 @@ from torch import Tensor
 from data_prep.errors import UserError
 from data_prep.settings import Strict
 from data_prep.storage import read_json, write_json_atomically
-from lm.figures import perplexity, table_of
+from lm.evaluation import TextLosses
+from lm.figures import table_of
 from lm.model.files import load_model
 from lm.model.language_model import LanguageModel
 from lm.model.reader import Ints, read_text
@@ -145,12 +146,14 @@ class Adaptation(Strict):
     lr: float | None = None
 
     @classmethod
-    def tuned(cls, run: TrainedRun, *, cache: bool, dynamic: bool) -> "Adaptation":
+    def tuned(cls, run: TrainedRun, *, cache: bool, dynamic: bool) -> "Adaptation | None":
         """Read what is asked for, tuned for the weights of a run; tune and write what is missing.
 
         Raises:
             UserError: if the run is of independent sequences, or there is no validation split.
         """
+        if not (cache or dynamic):
+            return None
         run.check_text("an adaptation")
         path, sha256 = run.folder / FILE, run.description.weights_sha256
         found = cls(weights_sha256=sha256)
@@ -222,29 +225,21 @@ class AdaptedEvaluation:
         return table_of(f"perplexity of the model alone as it adapts to the text, {tuned}", rows)
 
 
-def evaluate_adaptation(
-    run: TrainedRun, tokens: NDArray[Any], *, cache: bool, dynamic: bool
-) -> AdaptedEvaluation:
-    """Perplexities of a text of tokens [n] by a run that adapts to it.
-
-    Raises:
-        UserError: as `Adaptation.tuned`.
-    """
-    found = Adaptation.tuned(run, cache=cache, dynamic=dynamic)
-    mix = found.mixer() if cache else None
-    model = cached = 0.0
-    for hidden, targets, log_prob in _read(run, tokens):
-        model += float(log_prob.sum())
-        cached += float(mix(hidden, targets, log_prob).sum()) if mix else 0.0
-    read = _read(run, tokens, found.lr) if dynamic else ()
-    learned = sum(float(each.sum()) for *_, each in read)
-    size = len(tokens)
+def evaluate_adaptation(found: Adaptation, losses: TextLosses) -> AdaptedEvaluation:
+    """Perplexities of a text by a run that adapts to it."""
+    cached = learned = None
+    if found.theta is not None:
+        mix = found.mixer()
+        cached = losses.perplexity(torch.cat(list(starmap(mix, _read(losses.run, losses.tokens)))))
+    if found.lr is not None:
+        read = _read(losses.run, losses.tokens, found.lr)
+        learned = losses.perplexity(torch.cat([log_prob for *_, log_prob in read]))
     return AdaptedEvaluation(
-        tokens=size,
+        tokens=len(losses.tokens),
         adaptation=found,
-        perplexity_model=perplexity(-model, size),
-        perplexity_cache=perplexity(-cached, size) if cache else None,
-        perplexity_dynamic=perplexity(-learned, size) if dynamic else None,
+        perplexity_model=losses.perplexity(-losses.nats),
+        perplexity_cache=cached,
+        perplexity_dynamic=learned,
     )
 
 

@@ -5,8 +5,10 @@ what other lines of this text would give; another document, or another seed of t
 differ by more.
 """
 
+import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,53 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
-from lm.evaluation import determines_bytes, encode_text, spelling_nats
+from lm.evaluation import TextLosses, encode_text
 from lm.figures import perplexity, table_of
 from lm.run import TrainedRun
 from lm.scoring.bootstrap import resampled_rates
 from lm.scoring.frequency import FrequencyBin, frequency_report
-from lm.scoring.mixture import token_log_probs
 
+_log = logging.getLogger(__name__)
 BLOCK_LINES, LEAST_BLOCKS, NUM_SAMPLES = 50, 20, 10_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextLosses:
-    """The losses of a run on a text."""
-
-    run: TrainedRun
-    tokens: NDArray[Any]  # [n] ids
-    nats: NDArray[np.float64]  # [n], an unknown word being `<unk>`
-    spelling: NDArray[np.float64] | None = None  # nats of each unknown word if spelled
-    lines: list[str] | None = None  # the text, if the vocabulary is open
-
-    @classmethod
-    def of(
-        cls, run: TrainedRun, tokens: NDArray[Any], lines: list[str] | None = None
-    ) -> "TextLosses":
-        """The losses of a run on the tokens [n] of a text, whose unknown words `lines` spell.
-
-        Empty lines that the run leaves out may be among `lines`.
-        """
-        nats, spelling = -token_log_probs(run, tokens), None
-        if lines is not None:
-            lines = [line for line in lines if run.keeps_empty_lines or line.strip()]
-            oov = int((tokens == run.description.unk_id).sum())
-            spelling = spelling_nats(run, lines, oov)
-        return cls(run=run, tokens=tokens, nats=nats, spelling=spelling, lines=lines)
-
-    @property
-    def has_bytes(self) -> bool:
-        """Whether the losses are those of all bytes of the text."""
-        return self.lines is not None and determines_bytes(self.run, self.lines)
-
-    @property
-    def nats_of_lines(self) -> NDArray[np.floating]:
-        """Nats [L] of lines, spellings included."""
-        nats = self.nats.copy()
-        if self.spelling is not None and len(self.spelling):
-            nats[self.tokens == self.run.description.unk_id] += self.spelling
-        return sums_of_lines(nats, self.tokens, self.run.description.eos_id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +88,8 @@ def compare(ours: TextLosses, other: TrainedRun, *, by_frequency: bool = False) 
             f" other tokens than {ours.run.folder}: they cannot be compared (models of words with"
             " one tokenizer.lowercase and split_punctuation can)"
         )
-    sums = ours.nats_of_lines * scale, theirs.nats_of_lines * scale
-    nats, bins = float(theirs.nats_of_lines.sum()), None
+    sums = nats_of_lines(ours) * scale, nats_of_lines(theirs) * scale
+    nats, bins = float(sums[1].sum()) / scale, None
     if by_frequency and same_tokens:  # by our ranks: the other may have other training text
         bins = frequency_report(ours.run.prepared, tokens, theirs.nats).target
     return Comparison(
@@ -147,6 +110,7 @@ def _signed(value: float) -> str:
 def check_comparable(
     run: TrainedRun,
     others: Sequence[TrainedRun],
+    split: str,
     *,
     open_vocabulary: bool = False,
     lines: Sequence[str] | None = None,
@@ -154,7 +118,7 @@ def check_comparable(
     """Raises UserError if a run is not trained, or would not evaluate the same text alone.
 
     With an open vocabulary, tokens may be others. `lines` are the text, empty ones included;
-    None: a split, whose text may have some.
+    None: a split, whose text may have some. Warns of a run that was prepared with another.
     """
     for other in others:
         if _other_tokenizer(run, other) and not open_vocabulary:
@@ -169,6 +133,11 @@ def check_comparable(
                 f"{dropping.folder} leaves out empty lines, {keeping.folder} does not"
                 " (data.keep_empty_lines): compare them with --text on a text without any"
             )
+        with suppress(UserError):  # without its data, it is not known
+            splits = [each.prepared.splits.get(split) for each in (run, other)]
+            if lines is None and len({each and each.utf8_bytes for each in splits}) > 1:
+                text = "%s was prepared with another %s split: it may have been trained on this one"
+                _log.warning(text, other.folder, split)
 
 
 def _same_words(run: TrainedRun, other: TrainedRun) -> bool:
@@ -180,6 +149,14 @@ def _same_words(run: TrainedRun, other: TrainedRun) -> bool:
 
 def _other_tokenizer(run: TrainedRun, other: TrainedRun) -> bool:
     return other.description.tokenizer_sha256 != run.description.tokenizer_sha256
+
+
+def nats_of_lines(losses: TextLosses) -> NDArray[np.floating]:
+    """Nats [L] of lines, spellings included."""
+    nats = losses.nats.copy()
+    if losses.spelling is not None and len(losses.spelling):
+        nats[losses.tokens == losses.run.description.unk_id] += losses.spelling
+    return sums_of_lines(nats, losses.tokens, losses.run.description.eos_id)
 
 
 def sums_of_lines(

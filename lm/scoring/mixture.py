@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from data_prep.errors import DataError, UserError
 from data_prep.settings import NonNegative, Strict
 from data_prep.storage import ArrayInfo, map_array, read_json, write_array, write_json_atomically
-from lm.evaluation import check_finite
+from lm.evaluation import TextLosses, token_nats
 from lm.figures import perplexity, table_of
-from lm.model.reader import read_text
 from lm.run import TrainedRun
 from lm.scoring.arpa import ArpaModel
 from lm.scoring.kneser_ney import estimate
@@ -61,18 +59,6 @@ def tuned_weight(model: Floats, ngram: Floats) -> float:
             return middle
         low, high = (middle, high) if slope > 0 else (low, middle)
     return round((low + high) / 2, 10)
-
-
-@torch.no_grad()
-def token_log_probs(run: TrainedRun, tokens: NDArray[Any]) -> Floats:
-    """Log-probabilities [n] in nats of a text of tokens [n], from the contexts of `lm evaluate`."""
-    model, description = run.model, run.description
-    each = []
-    for hidden, targets, _ in read_text(model, [tokens], description.eos_id, description.context):
-        each.append(-model.output.nll_by_level(hidden, targets).double().sum(0).cpu())
-    log_prob = torch.cat(each)
-    check_finite(log_prob, str(run.folder))
-    return log_prob.numpy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +98,27 @@ class RunNGram:
         self.valid_perplexity, self.sha256, self._ids = valid_perplexity, sha256, ids
 
     @classmethod
-    def of_arpa(cls, run: TrainedRun, path: Path) -> "RunNGram":
-        """The model of an ARPA file, without a λ."""
-        model = ArpaModel(path)
-        return cls(model, [0.0], ids=partial(model.token_ids, run.tokenizer))
+    def chosen(cls, run: TrainedRun, path: Path | None, weight: float | None) -> "RunNGram":
+        """The model of an ARPA file, or the run's n-gram model, with one λ for all contexts.
+
+        λ None: the one of the lowest perplexity on the validation split, by the length of the
+        context for the run's n-gram model.
+
+        Raises:
+            UserError: if the file cannot be used, λ is out of range, or there is no such split.
+        """
+        if path is not None or weight is not None:
+            _check_weight(run, weight)
+        if path is None:
+            found = cls.open(run)
+        else:
+            model = ArpaModel(path)
+            found = cls(model, [0.0], ids=partial(model.token_ids, run.tokenizer))
+        if weight is not None:
+            found.weights, found.valid_perplexity = np.array([weight]), None
+        elif path is not None:
+            found.tune(run)
+        return found
 
     @classmethod
     def count(
@@ -184,7 +187,7 @@ class RunNGram:
         There is one for each length of a context with `FEWEST` tokens, else that of all tokens.
         """
         valid = run.prepared.tokens("valid")
-        model, (ngram, length) = token_log_probs(run, valid), self.read(valid)
+        model, (ngram, length) = -token_nats(run, valid), self.read(valid)
         self.weights[:] = tuned_weight(model, ngram)
         for n in range(len(self.weights)):
             if (chosen := length == n).sum() >= FEWEST:
@@ -232,7 +235,7 @@ class MixtureEvaluation:
         """The figures as lines of text, for the paths of both models."""
         origin = "as given"
         if self.valid_perplexity is not None:
-            perplexity = f"perplexity {self.valid_perplexity:.2f} there"
+            perplexity = f"perplexity {self.valid_perplexity:.2f} there (unknown words as <unk>)"
             origin = f"tuned on the validation split, {perplexity}"
         shares = f"{self.weight:.4f} of {model}, {1 - self.weight:.4f} of {ngram}"
         if len(set(self.weights)) > 1:
@@ -249,34 +252,16 @@ class MixtureEvaluation:
         )
 
 
-def evaluate_mixture(
-    run: TrainedRun, path: Path | None, weight: float | None, tokens: NDArray[Any]
-) -> MixtureEvaluation:
-    """Perplexities of a text of tokens [n] by a run and an ARPA file, or the run's n-gram model.
-
-    λ None: the one of the lowest perplexity on the validation split, by the length of the context
-    for the run's n-gram model.
-
-    Raises:
-        UserError: if the file cannot be used, λ is out of range, or there is no such split.
-    """
-    if path is not None or weight is not None:
-        _check_weight(run, weight)
-    found = RunNGram.open(run) if path is None else RunNGram.of_arpa(run, path)
-    if weight is not None:
-        found.weights, found.valid_perplexity = np.array([weight]), None
-    elif path is not None:
-        found.tune(run)
-    model, (ngram, place) = token_log_probs(run, tokens), found.read(tokens)
-    weights = found.weights
-    mixture = mixed(model, ngram, weights[place])
-    perplexities = [perplexity(-float(each.sum()), len(tokens)) for each in (model, ngram, mixture)]
+def evaluate_mixture(ngram: RunNGram, losses: TextLosses) -> MixtureEvaluation:
+    """Perplexities of a text by a run, an n-gram model and their mixture."""
+    model, (log_prob, place) = -losses.nats, ngram.read(losses.tokens)
+    mixture, weights = mixed(model, log_prob, ngram.weights[place]), ngram.weights
     return MixtureEvaluation(
         weight=float(weights[place].mean() if len(weights) > 1 else weights[0]),
         weights=weights.tolist(),
-        valid_perplexity=found.valid_perplexity,
-        tokens=len(tokens),
-        perplexity_model=perplexities[0],
-        perplexity_ngram=perplexities[1],
-        perplexity=perplexities[2],
+        valid_perplexity=ngram.valid_perplexity,
+        tokens=len(losses.tokens),
+        perplexity_model=losses.perplexity(model),
+        perplexity_ngram=losses.perplexity(log_prob),
+        perplexity=losses.perplexity(mixture),
     )

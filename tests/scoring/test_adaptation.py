@@ -138,10 +138,14 @@ def test_commands_adapt_with_what_the_validation_split_has_chosen(
     assert found["perplexity_model"] == pytest.approx(both["perplexity"])
     assert found["perplexity_dynamic"] < found["perplexity_model"] or not settings["lr"]
     monkeypatch.setattr(adaptation, "THETAS", ())  # which tuning again would use
+    is_open = ["--open-vocabulary"] * (name != "pieces_run")
+    opened = json.loads(printed("evaluate", run, "--cache", "--dynamic", "--json", *is_open))
     for kind in ("cache", "dynamic"):
         options = "--stream", f"--{kind}", "--format=json", "--level=summary"
-        score = json.loads(printed("score", run, corpus / "test.txt", *options))["summary"]
-        assert score["perplexity"] == pytest.approx(found[f"perplexity_{kind}"], rel=1e-5)
+        for figures, spelled in ((opened["adaptation"], is_open), (found, [])):
+            text = printed("score", run, corpus / "test.txt", *options, *spelled)
+            score = json.loads(text)["summary"]
+            assert score["perplexity"] == pytest.approx(figures[f"perplexity_{kind}"], rel=1e-5)
         changes = settings["weight"] < 0.99 if kind == "cache" else settings["lr"]
         assert (score["perplexity"] < both["perplexity"] - 0.01) or not changes
     text = f"--text={corpus / 'test.txt'}"

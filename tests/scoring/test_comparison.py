@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,11 @@ import numpy as np
 import pytest
 
 from lm.cli import main
-from lm.evaluation import evaluate_text
+from lm.evaluation import evaluate_text, token_nats
 from lm.run import TrainedRun
 from lm.scoring import comparison, frequency
 from lm.scoring.comparison import bootstrap_interval
-from lm.scoring.mixture import token_log_probs
-from tests.conftest import OTHER_LETTERS, PIECES_WITH_BYTES
-
-Printed = Callable[..., str]
+from tests.conftest import OTHER_LETTERS, PIECES_WITH_BYTES, Printed, Train
 
 
 def test_differences_are_those_of_both_evaluations(
@@ -41,7 +37,7 @@ def test_differences_are_those_of_both_evaluations(
 
 
 def test_words_and_pieces_are_compared_in_bits_per_byte(
-    letters: Callable[..., Path], tmp_path: Path, printed: Printed, complaint: Callable[..., str]
+    letters: Train, tmp_path: Path, printed: Printed, complaint: Printed
 ) -> None:
     run, other = letters("words"), letters("other", "--model.hidden=6")
     bytes_run = letters("bytes", *PIECES_WITH_BYTES)
@@ -88,7 +84,7 @@ def test_words_and_pieces_are_compared_in_bits_per_byte(
 
 
 def test_comparisons_need_the_same_lines(
-    letters: Callable[..., Path], tmp_path: Path, complaint: Callable[..., str]
+    letters: Train, tmp_path: Path, complaint: Printed, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = letters("words")
     dropping = letters("dropping", *PIECES_WITH_BYTES, "--data.keep_empty_lines=false")
@@ -100,6 +96,10 @@ def test_comparisons_need_the_same_lines(
             assert told.startswith(f"{dropping} leaves out empty lines, {run} does not")
     (tmp_path / "text").write_text("b ab\nab\n" * 9)
     assert main(["evaluate", str(run), f"--text={tmp_path / 'text'}", *options, str(dropping)]) == 0
+    other = letters("other", "--data.files.test=train.txt")
+    for each, warns in ((run, False), (other, True)):
+        assert main(["evaluate", str(run), "--compare", str(each)]) == 0
+        assert (f"{each} was prepared with another test split" in caplog.text) == warns
 
 
 def test_few_lines_have_no_interval(lstm_run: Path, tmp_path: Path, printed: Printed) -> None:
@@ -136,7 +136,7 @@ def test_tokens_are_divided_by_the_rank_of_their_word_and_of_the_word_before(
     values = json.loads(printed("evaluate", lstm_run, "--by-frequency", "--json"))
     run = TrainedRun.open(lstm_run)
     counts, tokens = run.prepared.counts(), np.array(run.prepared.tokens("test"))
-    nll = -token_log_probs(run, tokens)
+    nll = token_nats(run, tokens)
     by_count = sorted(range(len(counts)), key=lambda word: (-int(counts[word]), word))
     previous = [run.description.eos_id, *tokens[:-1].tolist()]
     for name, words in (("target", tokens.tolist()), ("previous", previous)):

@@ -116,9 +116,14 @@ def test_perplexities_are_those_of_the_definition(
     out = printed("evaluate", folder, how)
     assert "tuned on the validation split, perplexity" in out
     assert f"perplexity of the mixture             {tuned['perplexity']:.2f}" in out
-    if kind == "ngram":
-        text = (corpus / "test.txt").read_text()
-        assert mixed_model(folder).perplexity(text) == pytest.approx(tuned["perplexity"], rel=1e-5)
+    opened, text = figures("--open-vocabulary"), (corpus / "test.txt").read_text()
+    spelling = float(-run.speller.log_prob(["zebra"]).sum()) / opened["tokens"]
+    for key in ("", "_model", "_ngram"):
+        expected = tuned[f"perplexity{key}"] * math.exp(spelling)
+        assert opened[f"perplexity{key}"] == pytest.approx(expected, rel=1e-5)
+    for each in (tuned, opened) if kind == "ngram" else ():
+        loaded = mixed_model(folder, open_vocabulary=each is opened)
+        assert loaded.perplexity(text) == pytest.approx(each["perplexity"], rel=1e-5)
 
 
 def test_perplexity_takes_unk_for_a_word_unless_the_vocabulary_is_open(
