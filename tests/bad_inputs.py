@@ -39,6 +39,7 @@ BAD_INPUTS = """\
 2 | train {tiny} --train.max_steps | --train.max_steps: write --train.max_steps=VALUE
 2 | train {tiny} --device cpu | --device: write --train.accelerator=cpu
 2 | train {tiny} --threads=2 | --threads=2: write --train.threads=2
+2 | train {tiny} --train.max_minutes=1 --train.max_minutes=x | --train.max_minutes=x:
 2 | train r --no-progres | unknown option --no-progres; did you mean --no-progress?
 2 | train {tiny} --resume | argument --resume: expected one argument
 4 | train {tiny} {data} --resume=absent.ckpt | --resume absent.ckpt: no such checkpoint

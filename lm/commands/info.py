@@ -16,16 +16,10 @@ def run(options: argparse.Namespace) -> None:
     """Print the figures, by name; allocates no weights."""
     run = Run.read(options.source, options.overrides)
     run.check_classes()
-    from lm.output import HierarchicalSoftmax
     from lm.training.batches import make_batches
     from lm.training.memory_estimate import estimate_memory
 
-    config, tree, model = run.config, run.tree, run.model_without_weights
-    parameters = {
-        name: sum(p.numel() for p in module.parameters()) for name, module in model.named_children()
-    }
-    if isinstance(model.output, HierarchicalSoftmax):  # the zeros after its rows are not trained
-        parameters["output"] -= model.output.weight[:, config.model.hidden :].numel()
+    config, tree, parameters = run.config, run.tree, run.model_without_weights.num_parameters()
     memory, available = estimate_memory(run), run.available_bytes
     values: dict[str, Any] = {
         "name": config.name,

@@ -67,7 +67,7 @@ def _page(run: TrainedRun, num_samples: int) -> str:
 
 
 def _about(run: TrainedRun) -> str:
-    network, size = run.description.model, sum(p.numel() for p in run.model.parameters())
+    network, size = run.description.model, sum(run.model.num_parameters().values())
     words = f"{run.model.vocab_size:,} {'items' if run.is_independent else run.tokenizer.kind}"
     sizes = f"{network.layers} × {network.hidden}, {words}, {size:,} parameters"
     return f"{network.backbone}, {sizes}, step {run.description.step:,}"

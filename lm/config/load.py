@@ -144,7 +144,8 @@ def validate(values: dict[str, Any], source: str, overrides: Sequence[str] = ())
         blank = to_dict(Config(name="name"))
         known = sorted({*_flatten(blank), *blank})
         key, message = _first_error(error, known)
-        source = next((o for o in overrides if o[2:].startswith((f"{key}=", f"{key}."))), source)
+        wrong = [o for o in overrides if o[2:].startswith((f"{key}=", f"{key}."))]
+        source = wrong[-1] if wrong else source  # of which the last one counts
         raise UserError(f"{source}: {message}") from error
     except TypeError as error:
         raise UserError(f"{source}: a value is neither a number nor text: {error}") from error

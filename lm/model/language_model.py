@@ -203,6 +203,13 @@ class LanguageModel(nn.Module):
         """The state before the first token of `batch_size` sequences."""
         return self.backbone.init_state(batch_size)
 
+    def num_parameters(self) -> dict[str, int]:
+        """Trained numbers of each part; the zeros after the rows of the output layer are not."""
+        found = {name: sum(p.numel() for p in x.parameters()) for name, x in self.named_children()}
+        if isinstance(self.output, HierarchicalSoftmax):
+            found["output"] -= self.output.weight[:, self.output.hidden_size :].numel()
+        return found
+
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State | None]:
         """Compute hidden vectors [T, B, H] from the input words [T, B] int64.
 

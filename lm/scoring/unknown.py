@@ -131,8 +131,11 @@ class UnknownWords:
         if self.num_unknown <= MANY * self.num_words:
             return None
         share = 100 * self.num_unknown / self.num_words
-        words = ", ".join(f"{word[:40]!r}" for word, _ in self._counts.most_common(NUM_SHOWN))
-        if 2 * len(UNSPACED.findall(words)) > len(words):
+        unspaced = Counter({word: n for word, n in self._counts.items() if UNSPACED.search(word)})
+        is_unspaced = 2 * unspaced.total() > self.num_unknown
+        counts = unspaced if is_unspaced else self._counts
+        words = ", ".join(f"{word[:40]!r}" for word, _ in counts.most_common(NUM_SHOWN))
+        if is_unspaced:
             cause = "separate the words of the text as those of the training text were separated"
             return f"{share:.0f} % of the words of the {what} are unknown, as {words}: {cause}"
         keys = [

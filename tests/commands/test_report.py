@@ -1,6 +1,7 @@
 """`lm report`: a page of its own, with the figures of the run."""
 
 import html
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ def test_a_page_has_the_figures_of_a_run_and_no_other_file(
     assert not re.search("<(script|link|b)[ >]", page)  # the name of the folder is escaped
     shown = html.unescape(re.sub("<[^>]*>", "", page))
     assert "a <b>" in shown
+    assert f"{json.loads(printed('info', run, '--json'))['parameters']:,} parameters" in shown
     description = TrainedRun(run, "cpu").description
     assert f"{description.valid_perplexity:,.4f}" in shown
     titles = ["Training", "Figures", "Classes", "Settings"]
