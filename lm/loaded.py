@@ -66,15 +66,13 @@ class LoadedModel(Probabilities):
         self,
         run: TrainedRun,
         *,
-        vocabulary_size: int | None = None,
         open_vocabulary: bool = False,
         warn_of_unknown: bool = True,
+        **settings: Any,  # of `Scorer`
     ) -> None:
         self._run = run
         self.model, self.description, self.tokenizer = run.model, run.description, run.tokenizer
-        self._scorer = Scorer.of(
-            run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary
-        )
+        self._scorer = Scorer(run, open_vocabulary=open_vocabulary, **settings)
         self._open_vocabulary, self._warns = open_vocabulary, warn_of_unknown
         self._sha256 = self.description.weights_sha256
         self.unknown = self._scorer.unknown
