@@ -66,15 +66,13 @@ class LoadedModel(Probabilities):
         self,
         run: TrainedRun,
         *,
-        vocabulary_size: int | None = None,
         open_vocabulary: bool = False,
         warn_of_unknown: bool = True,
+        **settings: Any,  # of `Scorer`
     ) -> None:
         self._run = run
         self.model, self.description, self.tokenizer = run.model, run.description, run.tokenizer
-        self._scorer = Scorer.of(
-            run, vocabulary_size=vocabulary_size, open_vocabulary=open_vocabulary
-        )
+        self._scorer = Scorer(run, open_vocabulary=open_vocabulary, **settings)
         self._open_vocabulary, self._warns = open_vocabulary, warn_of_unknown
         self._sha256 = self.description.weights_sha256
         self.unknown = self._scorer.unknown
@@ -295,20 +293,16 @@ class LoadedModel(Probabilities):
         Other arguments are the fields of `lm.generation.Sampling`, as temperature.
         """
         others = "prompt, num_tokens, num_samples, stop, seed, allow_unk, spell_unk"
-        given = Sampling().changed(sampling, "generate", others)
-        special = self._run.never_drawn(allow_unk or spell_unk)
-        if self._run.is_independent and self._run.predicts_eos:
-            stop = [*listed("strings to stop at", stop), "\n"]
         (samples,) = generate_text(
-            self.model,
-            self.tokenizer,
+            self._run,
             [self._known(prompt)],
             num_tokens=num_tokens,
             num_samples=num_samples,
-            sampling=replace(given, excluded=(*given.excluded, *special)),
+            sampling=Sampling().changed(sampling, "generate", others),
             stop=stop,
             seed=seed,
-            speller=self._run.speller if spell_unk else None,
+            allow_unk=allow_unk,
+            spell_unk=spell_unk,
         )
         return [sample.text for sample in samples]
 
@@ -326,13 +320,12 @@ class LoadedModel(Probabilities):
         They have no `<unk>` unless `allow_unk`. Otherwise see `lm.generation.search_text`.
         """
         return search_text(
-            self.model,
-            self.tokenizer,
+            self._run,
             self._known(prompt),
             num_tokens=num_tokens,
             num_beams=num_beams,
             length_penalty=length_penalty,
-            excluded=self._run.never_drawn(allow_unk),
+            allow_unk=allow_unk,
         )
 
     def _encode(self, word: Word) -> list[int]:

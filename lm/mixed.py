@@ -12,7 +12,7 @@ from lm.evaluation import TextLosses, encode_text
 from lm.generation.text import checked_text
 from lm.loaded import LoadedModel
 from lm.run import TrainedRun
-from lm.scoring.mixture import RunNGram, evaluate_mixture
+from lm.scoring.mixture import evaluate_mixture
 from lm.states import Prefix, State, Step
 
 
@@ -34,8 +34,9 @@ class MixedModel(LoadedModel):
     """
 
     def __init__(self, run: TrainedRun, **settings: Any) -> None:
-        super().__init__(run, **settings)
-        self._ngram = self._scorer.ngram = RunNGram.open(run)
+        super().__init__(run, ngram=True, **settings)
+        assert self._scorer.ngram is not None
+        self._ngram = self._scorer.ngram
         self._sha256 += self._ngram.sha256
 
     def _start(self, ids: list[int]) -> State:

@@ -153,8 +153,8 @@ data.sequences: stream → independent, train.precision: 32-true → 64-true)
 2 | generate {run} --tokens=0 | argument --tokens: must be at least 1, got 0
 2 | generate {run} --tokens=1.5 | argument --tokens: must be an integer, got '1.5'
 2 | generate {run} --top-p=2 | generate: top_p must be
-2 | generate {run} --stop= | a stop string must not be empty
-2 | generate {run} --samples=1000000000 | the texts need 6,400 GB of memory
+2 | generate {run} --prompt=a --stop= | a stop string must not be empty
+2 | generate {run} --prompt=a --tokens=100000000000 | the texts need 6,400 GB of memory
 2 | generate {run} --beams=1000000000 | the beams need
 2 | generate {run} --beams=2 --top-k=3 | --top-k cannot be combined with --beams
 2 | generate {run} --beams=2 --temperature=0 | --temperature cannot be combined with --beams

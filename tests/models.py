@@ -1,15 +1,19 @@
 """Small random models in fp64, and what they predict by one pass over the whole text."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.config import ModelConfig, OutputConfig, WordTable
 from lm.model.build import build_model
 from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
+from lm.run import TrainedRun
 
 
 def small_model(
@@ -22,6 +26,13 @@ def small_model(
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.6)
     return model
+
+
+def run_of(model: LanguageModel, tokenizer: Tokenizer, context: int = 6) -> TrainedRun:
+    """A run without a folder."""
+    run, description = TrainedRun(Path("absent")), SimpleNamespace(context=context)
+    vars(run).update(model=model, tokenizer=tokenizer, description=description)
+    return run
 
 
 def new_model(

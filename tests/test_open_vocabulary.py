@@ -72,7 +72,7 @@ def test_evaluation_and_stream_add_the_spellings(run: Path) -> None:
     assert evaluate_text(opened, SENTENCES, progress=False, open_vocabulary=True) == expected
     assert evaluate_split(opened, "test", progress=False, open_vocabulary=True) == expected
     assert lm.load(run, open_vocabulary=True).evaluate(text) == expected
-    scores = Scorer.of(opened, open_vocabulary=True).stream(SENTENCES)
+    scores = Scorer(opened, open_vocabulary=True).stream(SENTENCES)
     assert sum(score.log_prob.sum() for score in scores) == pytest.approx(-nll)
 
 

@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -122,44 +121,37 @@ def _generate(options: argparse.Namespace, run: TrainedRun, prompts: list[str]) 
     prompts = list(map(checked_text, prompts))
     given = {name: getattr(options, name) for name in _SAMPLING}
     sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
-    model, tokenizer, num_tokens = run.model, run.tokenizer, options.tokens
-    has_unk = options.allow_unk or options.spell_unk
-    excluded = run.never_drawn(has_unk)
-    stop = [text.replace("\\n", "\n") for text in options.stop or ()]
     has_items = run.is_independent and run.config.data.user_field is not None
     if run.is_independent:
         what = "items of the prompt that are not in the catalogue, left out"
         prompts, unknown = _known_items(run, prompts)
     else:
         what = "unknown words of the prompt, read as <unk>"
-        unknown = UnknownWords(tokenizer, prompts).types
+        unknown = UnknownWords(run.tokenizer, prompts).types
     if unknown:
         first = [word[:40] for word in unknown[:MAX_WORDS_NAMED]]
         shown = [word if word.isprintable() else repr(word) for word in first]
         rest = f" and {len(unknown) - len(shown)} more" if len(unknown) > len(shown) else ""
         _log.warning("%s: %s%s", what, ", ".join(shown), rest)
-    if run.is_independent and run.predicts_eos:
-        stop.append("\n")
     streams = not options.json and options.beams is None and options.samples == len(prompts) == 1
     streams &= not has_items and not options.line_buffered
     results: Iterable[list[Sample]]
+    both: dict[str, Any] = {"num_tokens": options.tokens, "allow_unk": options.allow_unk}
     if options.beams is None:
         results = generate_text(
-            model,
-            tokenizer,
+            run,
             prompts,
-            num_tokens=num_tokens,
             num_samples=options.samples,
-            sampling=replace(sampling, excluded=excluded),
-            stop=stop,
+            sampling=sampling,
+            stop=[text.replace("\\n", "\n") for text in options.stop or ()],
             seed=1 if options.seed is None else options.seed,
-            speller=run.speller if options.spell_unk else None,
+            spell_unk=options.spell_unk,
             on_piece=partial(print, end="", flush=True) if streams else None,
+            **both,
         )
     else:
         penalty = 1.0 if options.length_penalty is None else options.length_penalty
-        settings = {"num_beams": options.beams, "length_penalty": penalty, "excluded": excluded}
-        search = partial(search_text, model, tokenizer, num_tokens=num_tokens, **settings)
+        search = partial(search_text, run, num_beams=options.beams, length_penalty=penalty, **both)
         results = map(search, prompts)
     if streams:
         print(prompts[0], end="", flush=True)

@@ -175,9 +175,8 @@ def _classes(run: TrainedRun) -> list[str]:
 def _samples(run: TrainedRun, number: int) -> list[str]:
     from lm.generation import Sampling, generate_text
 
-    sampling = Sampling(temperature=0.8, excluded=run.never_drawn())
-    sizes: dict[str, Any] = {"num_tokens": 40, "num_samples": number}
-    (texts,) = generate_text(run.model, run.tokenizer, [""], **sizes, sampling=sampling, seed=1)
+    sampling = Sampling(temperature=0.8)
+    (texts,) = generate_text(run, [""], num_tokens=40, num_samples=number, sampling=sampling)
     return [f"<pre>{escape(each.text)}</pre>" for each in texts]
 
 

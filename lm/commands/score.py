@@ -52,6 +52,7 @@ OPTIONS: Options = (
     | COMPUTING
 )
 EXCLUSIVE = (*VOCABULARY_SIZE, *OPEN_VOCABULARY)
+_OF_SCORER = ("vocabulary_size", "open_vocabulary", "cache", "dynamic", "ngram")
 _RULES = {
     "line": "independent sentences",
     "all": "one stream: all lines are one text",
@@ -68,19 +69,14 @@ def run(options: argparse.Namespace) -> None:
     from lm.device import return_freed_memory
     from lm.figures import ITEM, perplexity_rule, token_unit
     from lm.scoring import Scorer
-    from lm.scoring.adaptation import Adaptation
     from lm.scoring.layouts import Layout
-    from lm.scoring.mixture import RunNGram
 
     return_freed_memory()
     run = open_run(options)
     run.check_end()
     if options.text != "line":
         run.check_text("--stream")
-    adaptation = Adaptation.tuned(run, cache=options.cache, dynamic=options.dynamic)
-    rule = {name: getattr(options, name) for name in ("vocabulary_size", "open_vocabulary")}
-    ngram = RunNGram.open(run) if options.ngram else None
-    scorer = Scorer.of(run, adaptation=adaptation, ngram=ngram, **rule)
+    scorer = Scorer(run, **{name: getattr(options, name) for name in _OF_SCORER})
     file = options.file or "-"
     layout = Layout(
         scorer=scorer,

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from data_prep.tokenizer.tokenizer import Tokenizer
 from lm.generation.text import (
     Continuation,
     Sample,
@@ -28,6 +27,7 @@ from lm.generation.text import (
 from lm.model.language_model import LanguageModel
 from lm.model.reader import read_prefix
 from lm.output.decoding.draws import word_ids
+from lm.run import TrainedRun
 
 MAX_LENGTH_PENALTY = 10.0
 LEAST_REST = 1e-3
@@ -128,24 +128,24 @@ def beam_search(
 
 
 def search_text(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
+    run: TrainedRun,
     prompt: str,
     *,
     num_tokens: int,
     num_beams: int,
     length_penalty: float = 1.0,
-    excluded: Sequence[int] = (),
+    allow_unk: bool = False,
 ) -> list[Sample]:
     """The continuations of a prompt to the end of its line, as `beam_search` finds them."""
+    tokenizer = run.tokenizer
     found = beam_search(
-        model,
+        run.model,
         encode_prompt(tokenizer, prompt),
         num_tokens=num_tokens,
         num_beams=num_beams,
         eos_id=tokenizer.eos_id,
         length_penalty=length_penalty,
-        excluded=excluded,
+        excluded=run.never_drawn(allow_unk),
     )
     samples = []
     for tokens, log_prob, _ in found:

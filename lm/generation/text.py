@@ -9,6 +9,7 @@ each in one batch as far as their states fit into `STATE_BYTES`.
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from typing import NamedTuple, SupportsIndex
@@ -26,6 +27,8 @@ from lm.model.language_model import LanguageModel
 from lm.model.reader import read_prefix
 from lm.output import Sampling
 from lm.output.decoding.draws import derive_seeds
+from lm.run import TrainedRun
+from lm.states import listed
 
 STATE_BYTES = 1 << 28
 """Memory of the states of the sequences in a batch."""
@@ -91,11 +94,6 @@ class Continuation:
     def __init__(
         self, tokenizer: Tokenizer, prompt: str, num_tokens: int, stop: Sequence[str] = ()
     ) -> None:
-        is_list = isinstance(stop, Sequence) and not isinstance(stop, str)
-        if not is_list or not all(isinstance(each, str) for each in stop):
-            raise ValueError(f"stop must be a list of strings, got {stop!r}")
-        if "" in stop:
-            raise ValueError("a stop string must not be empty")
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.is_complete = False
@@ -192,8 +190,7 @@ def _spelling(tokenizer: Tokenizer, speller: Speller | None, token: int, seed: i
 
 
 def generate_text(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
+    run: TrainedRun,
     prompts: Sequence[str],
     *,
     num_tokens: int,
@@ -201,34 +198,35 @@ def generate_text(
     sampling: Sampling = PLAIN,
     stop: Sequence[str] = (),
     seed: int = 1,
-    speller: Speller | None = None,
+    allow_unk: bool = False,
+    spell_unk: bool = False,
     on_piece: Callable[[str], object] | None = None,
 ) -> Iterator[list[Sample]]:
-    """Continues prompts with random samples.
+    """Continues prompts with random samples; independent sequences end at a predicted `<eos>`.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: the model's.
+        run: has the model.
         prompts: texts to continue, each empty for the beginning of a text; lines are separated by
             `<eos>`.
         num_tokens: largest number of tokens of a continuation.
         num_samples: number of continuations of each prompt.
-        sampling: the distribution to draw from, with `<unk>` unless it is among the excluded words.
-            The repetition penalty applies to the words of the prompt and those drawn, but not to
-            `<eos>`.
+        sampling: the distribution to draw from. The repetition penalty applies to the words of the
+            prompt and those drawn, but not to `<eos>`.
         stop: a continuation ends before the first occurrence of one of these strings.
         seed: the seed of the random numbers, within -2^63 … 2^64 - 1; s and s + 2^64 are the same.
-        speller: draws a spelling for each `<unk>`, as `Speller.draw`; None: it is written as such.
+        allow_unk: whether `<unk>` is drawn as any word.
+        spell_unk: whether it is drawn, and then its spelling by the run's speller.
         on_piece: for a single sample of one prompt: called with each piece of its text as soon as
             it is drawn.
 
-    Yields:
+    Returns:
         The samples of each prompt, in order.
 
     Raises:
-        UserError: if the results would not fit into memory.
+        UserError: if the results would not fit into memory, or as `TrainedRun.speller`.
         ValueError: if a number or the seed is out of range, or a stop string is empty.
     """
+    model, tokenizer = run.model, run.tokenizer
     checked_count("tokens", num_tokens)
     checked_count("samples", num_samples)
     if not isinstance(seed, SupportsIndex) or not -(1 << 63) <= seed < 1 << 64:
@@ -237,14 +235,24 @@ def generate_text(
     root = torch.tensor(seed - (1 << 64) if seed >= 1 << 63 else seed, device=model.device)
     num_bytes = BYTES_PER_TOKEN * len(prompts) * num_samples * num_tokens
     check_memory(num_bytes, "the texts", torch.device("cpu"))
-    spelling = partial(_spelling, tokenizer, speller)
-    for first in range(0, len(prompts), PROMPTS_AT_ONCE):
-        encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts[first:][:PROMPTS_AT_ONCE]]
+    spelling = partial(_spelling, tokenizer, run.speller if spell_unk else None)
+    excluded = (*sampling.excluded, *run.never_drawn(allow_unk or spell_unk))
+    sampling = replace(sampling, excluded=excluded)
+    if run.is_independent and run.predicts_eos:
+        stop = [*listed("strings to stop at", stop), "\n"]
+    is_list = isinstance(stop, Sequence) and not isinstance(stop, str)
+    if not is_list or not all(isinstance(each, str) for each in stop):
+        raise ValueError(f"stop must be a list of strings, got {stop!r}")
+    if "" in stop:
+        raise ValueError("a stop string must not be empty")
+
+    def continued(prompts: Sequence[str]) -> list[list[Sample]]:
+        encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         results: list[list[Sample]] = [[] for _ in encoded]
         for group, samples in _batches(model, list(map(len, encoded)), num_samples, num_tokens):
             ids = [encoded[index] for index in group]
             seeds = derive_seeds(root, torch.tensor(samples, device=model.device))
-            texts = [prompts[first + index] for index in group]
+            texts = [prompts[index] for index in group]
             drawn = [Continuation(tokenizer, p, num_tokens, stop) for p in texts for _ in samples]
             for live in _draw(model, ids, seeds, drawn, sampling, spelling):
                 if on_piece is not None:
@@ -252,7 +260,10 @@ def generate_text(
             for place, each in enumerate(drawn):
                 sample = Sample("".join(each.pieces), each.tokens)
                 results[group[place // len(samples)]].append(sample)
-        yield from results
+        return results
+
+    parts = (prompts[first:][:PROMPTS_AT_ONCE] for first in range(0, len(prompts), PROMPTS_AT_ONCE))
+    return chain.from_iterable(map(continued, parts))
 
 
 def _batches(

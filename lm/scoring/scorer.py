@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.errors import UserError
-from data_prep.tokenizer.speller import Speller
-from data_prep.tokenizer.tokenizer import AlignedLine, Tokenizer, WordTokenizer, line_batches
+from data_prep.tokenizer.tokenizer import AlignedLine, WordTokenizer, line_batches
 from lm.evaluation import check_finite
-from lm.model.language_model import LanguageModel
 from lm.model.reader import read_lines
 from lm.run import TrainedRun
 from lm.scoring.adaptation import Adaptation, Mix, model_for, read_dynamic
@@ -82,56 +80,46 @@ class Scorer:
     """Scores lines of text with a trained model.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: the one that the model was trained with.
-        context: T that the model was trained with, the windows of a Transformer's stream.
+        run: has the model.
         vocabulary_size: V, number of words that share all probability, with `<eos>` and without
             `<unk>`, as for `UnknownRule`.
-        speller: has the probability of each unknown word given `<unk>`, in place of V.
-        leave_out_unknown: whether unknown words are left out of what is read, unless V is given.
-        adaptation: what streams adapt to their text with; with a learning rate, the model changes.
-        ngram: the n-gram model that log-probabilities are mixed with.
+        open_vocabulary: whether unknown words have the probabilities of their spellings instead.
+            Pieces with bytes leave no word unknown.
+        cache: whether streams add a cache of their words.
+        dynamic: whether the model, a copy, learns from streams.
+        ngram: whether to mix with the n-gram model of the run.
 
     Attributes:
         unknown: the probability of each unknown word given `<unk>`.
+        ngram: the n-gram model, if any.
 
     Raises:
-        UserError: if V is out of range, or given for pieces of words or with a speller.
+        UserError: if V is out of range, or given for pieces of words or with an open vocabulary; or
+            as `Adaptation.tuned`, `RunNGram.open` and `TrainedRun.speller`.
 
     Source: V: Heafield, KenLM issue 67; rank and entropy: Misra 2022, minicons.
     """
 
     def __init__(
         self,
-        model: LanguageModel,
-        tokenizer: Tokenizer,
+        run: TrainedRun,
         *,
-        context: int,
         vocabulary_size: int | None = None,
-        speller: Speller | None = None,
-        leave_out_unknown: bool = False,
-        adaptation: Adaptation | None = None,
-        ngram: RunNGram | None = None,
+        open_vocabulary: bool = False,
+        cache: bool = False,
+        dynamic: bool = False,
+        ngram: bool = False,
     ) -> None:
-        self.model, self.tokenizer, self.context = model, tokenizer, context
-        self.ngram = ngram
-        if vocabulary_size is not None and tokenizer.kind != "words":
-            raise UserError("a vocabulary size applies to models of words, not of pieces of words")
+        adaptation = Adaptation.tuned(run, cache=cache, dynamic=dynamic)
         self._adaptation = adaptation or Adaptation(weights_sha256="")  # which is none
-        known, leave_out = model.vocab_size - 1, leave_out_unknown
-        self.unknown = UnknownRule(known, vocabulary_size, speller, leave_out=leave_out)
-
-    @classmethod
-    def of(cls, run: TrainedRun, *, open_vocabulary: bool = False, **settings: Any) -> "Scorer":
-        """The scorer of a trained run, in an open vocabulary by its speller.
-
-        Pieces with bytes leave no word unknown.
-        """
+        self.ngram = RunNGram.open(run) if ngram else None
         speller = run.speller if open_vocabulary and not run.tokenizer.has_bytes else None
-        settings |= {"speller": speller, "leave_out_unknown": run.is_independent}
-        adaptation: Adaptation | None = settings.get("adaptation")
-        model = model_for(run, adaptation.lr if adaptation else None)
-        return cls(model, run.tokenizer, context=run.description.context, **settings)
+        self.model, self.tokenizer = model_for(run, self._adaptation.lr), run.tokenizer
+        self.context = run.description.context
+        if vocabulary_size is not None and self.tokenizer.kind != "words":
+            raise UserError("a vocabulary size applies to models of words, not of pieces of words")
+        known, leave_out = self.model.vocab_size - 1, run.is_independent
+        self.unknown = UnknownRule(known, vocabulary_size, speller, leave_out=leave_out)
 
     def unknown_log_prob(self, lines: Sequence[str], num_unknown: int) -> Floats:
         """Nats of log P(word | `<unk>`) of the `num_unknown` unknown tokens of lines, in order."""

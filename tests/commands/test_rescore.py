@@ -168,7 +168,7 @@ def test_unknown_words_share_p_unk(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = TrainedRun(lstm_run, "cpu")
-    scorer = Scorer.of(run)
+    scorer = Scorer(run)
     size = run.model.vocab_size
     (lists / "one.nbest").write_text("c\t0\ta quagga\nc\t-1\ta gnu\n")
     (lists / "one.ref").write_text("c a gnu\n")
@@ -196,7 +196,7 @@ def test_unknown_pieces_have_all_of_p_unk(
 ) -> None:
     rows, values = rescored(pieces_run, unknown, "--lm-weight=1", "--all")
     texts, scores = zip(*lm_column(rows).items(), strict=True)
-    found = Scorer.of(TrainedRun(pieces_run)).sentences(texts)
+    found = Scorer(TrainedRun(pieces_run)).sentences(texts)
     assert scores == pytest.approx([each.log_prob.sum() for each in found], rel=1e-5)
     assert (values["unknown"][0]["vocabulary_size"], values["unknown"][0]["types"]) == (None, None)
     assert f"{pieces_run}: each unknown piece has P(<unk>)" in caplog.messages
@@ -221,7 +221,7 @@ def test_run_and_arpa_model_share_p_unk_among_the_words_that_each_of_them_lacks(
     with_zebra = THE_CAT | {("zebra",): (-0.5, 0.0)}
     path = write(tmp_path / "model.arpa", with_zebra, 2)
     run = TrainedRun(lstm_run, "cpu")
-    scorer = Scorer.of(run)
+    scorer = Scorer(run)
     size = run.model.vocab_size
     for options, expected_size in (
         ([], size - 1 + NUM_UNSEEN),

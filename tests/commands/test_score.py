@@ -124,7 +124,7 @@ def test_figures_of_words_of_several_pieces_are_sums(pieces_run: Path, printed: 
     lines = ["the cat sees a horse"]
     table = ["--details", "--unit=nats"]  # implies --level=word --format=tsv
     rows = list(csv.DictReader(printed(pieces_run, lines, *table), delimiter="\t"))
-    (score,) = Scorer.of(TrainedRun(pieces_run, "cpu")).sentences(lines, details=True)
+    (score,) = Scorer(TrainedRun(pieces_run, "cpu")).sentences(lines, details=True)
     figures: Any = score.tokens
     assert len(score.unit_of_token) > len(rows) == 6
     for place, row in enumerate(rows):

@@ -16,7 +16,7 @@ from data_prep.tokenizer.tokenizer import WordTokenizer
 from lm.generation import Sampling, generate_text, text
 from lm.generation.text import Continuation, encode_prompt
 from lm.output import ClassTree
-from tests.models import log_probs, small_model
+from tests.models import log_probs, run_of, small_model
 
 TOKENIZER = WordTokenizer(["<eos>", "<unk>", "a", "b"])
 TWO_LEVEL = ClassTree.two_level([0, 1, 1, 0])
@@ -40,8 +40,8 @@ def test_text_before_the_first_stop_string_is_kept_however_it_is_cut_into_pieces
 def drawn(num_samples: int, seed: int = 1, **options: Any) -> list[list[int]]:
     """Samples of eight tokens after the prompts `b` and `a`, by a random model."""
     torch.manual_seed(0)
-    options |= {"num_tokens": 8, "num_samples": num_samples, "seed": seed}
-    results = generate_text(small_model(TWO_LEVEL), TOKENIZER, ["b", "a"], **options)
+    options |= {"num_tokens": 8, "num_samples": num_samples, "seed": seed, "allow_unk": True}
+    results = generate_text(run_of(small_model(TWO_LEVEL), TOKENIZER), ["b", "a"], **options)
     return [sample.tokens for sample in list(results)[1]]
 
 
@@ -70,8 +70,8 @@ def test_frequencies_of_continuations_match_products_of_stated_distributions(
     model = small_model(ClassTree.huffman([5, 3, 1, 1]))
     tokenizer = WordTokenizer(["<unk>", "a", "b", "<eos>"])
     options: dict[str, Any] = {"sampling": Sampling(repetition_penalty=penalty)}
-    options |= {"num_tokens": 3, "num_samples": 20_000}
-    (samples,) = generate_text(model, tokenizer, ["a"], **options)
+    options |= {"num_tokens": 3, "num_samples": 20_000, "allow_unk": True}
+    (samples,) = generate_text(run_of(model, tokenizer), ["a"], **options)
     tokens = torch.tensor([sample.tokens for sample in samples]) @ torch.tensor([16, 4, 1])
     probs, prompt = [], [3, 1]
     for words in product(range(4), repeat=3):

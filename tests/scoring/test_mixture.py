@@ -82,7 +82,7 @@ def test_perplexities_are_those_of_the_definition(
     both: dict[str, list[Any]] = {}
     for split in ("valid", "test"):
         lines = (corpus / f"{split}.txt").read_text().splitlines()
-        model = np.concatenate([score.log_prob for score in Scorer.of(run).stream(lines)])
+        model = np.concatenate([score.log_prob for score in Scorer(run).stream(lines)])
         if kind == "arpa":
             both[split] = [np.exp(model), np.array(by_hand(words, lines)), model.astype(int) * 0]
         else:

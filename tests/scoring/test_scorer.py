@@ -19,7 +19,7 @@ from lm.scoring.layouts import Layout
 from lm.scoring.unknown import UnknownWords, noted_words
 from tests.conftest import toy_sentences
 from tests.data_prep.conftest import trained_pieces
-from tests.models import log_probs, small_model
+from tests.models import log_probs, run_of, small_model
 
 WORDS = ["<eos>", "<unk>", "a", "b", "c", "d", "e"]
 TEXT = ["a b c", "", "e zebra a a b", "d", "b c d e a b c d e a b c", "zebra zebra"]
@@ -33,7 +33,7 @@ def make(
     tokenizer = tokenizer or WordTokenizer(WORDS)
     tree = ClassTree.two_level(torch.arange(tokenizer.vocab_size) % 3)
     model = small_model(tree, backbone, context, layers=layers)
-    return Scorer(model, tokenizer, context=context, **options)
+    return Scorer(run_of(model, tokenizer, context), **options)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_a_line_is_answered_before_the_next_is_read(text: str) -> None:
 
 def test_unseen_words_share_the_mass_of_unk() -> None:
     plain = make("lstm")
-    shared = Scorer(plain.model, plain.tokenizer, context=6, vocabulary_size=16)
+    shared = Scorer(run_of(plain.model, plain.tokenizer), vocabulary_size=16)
     num_unseen = 16 - 6  # 6 words are known, <eos> counted
     scores = (each.sentences(TEXT, details=True) for each in (plain, shared))
     for line, before, after in zip(TEXT, *scores, strict=True):
