@@ -119,7 +119,8 @@ def run(options: argparse.Namespace) -> None:
         tokens: Any = run.prepared.tokens(name) if lines is None else encode_text(run, lines)[0]
         losses = TextLosses.of(run, tokens, lines if is_open else None)
     if ngram:
-        further["mixture"] = mixture = evaluate_mixture(ngram, losses)
+        num_bytes = None if result.bits_per_byte is None else result.utf8_bytes
+        further["mixture"] = mixture = evaluate_mixture(ngram, losses, num_bytes)
         tables.append(mixture.table(run.folder, path or Path("its n-gram model")))
     if adaptation:
         further["adaptation"] = adapted = evaluate_adaptation(adaptation, losses)

@@ -10,6 +10,7 @@ determines, so that the probabilities of all words add up to 1; that of an ARPA 
 describes it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -230,6 +231,7 @@ class MixtureEvaluation:
     perplexity_model: float
     perplexity_ngram: float
     perplexity: float  # of the mixture
+    bits_per_byte: float | None  # of the mixture; None: the tokens do not determine every byte
 
     def table(self, model: Path, ngram: Path) -> str:
         """The figures as lines of text, for the paths of both models."""
@@ -247,21 +249,30 @@ class MixtureEvaluation:
             "perplexity of the n-gram model alone": f"{self.perplexity_ngram:.2f}",
             "perplexity of the mixture": f"{self.perplexity:.2f}",
         }
+        if self.bits_per_byte is not None:
+            rows["bits per byte of the mixture"] = f"{self.bits_per_byte:.4f}"
         return table_of(
             f"mixture: {shares}: {origin}; the n-gram model starts each line at <s>", rows
         )
 
 
-def evaluate_mixture(ngram: RunNGram, losses: TextLosses) -> MixtureEvaluation:
-    """Perplexities of a text by a run, an n-gram model and their mixture."""
+def evaluate_mixture(
+    ngram: RunNGram, losses: TextLosses, num_bytes: int | None = None
+) -> MixtureEvaluation:
+    """Perplexities of a text by a run, an n-gram model and their mixture.
+
+    With the number of the text's bytes, which tokens and spellings must determine, bits per byte.
+    """
     model, (log_prob, place) = -losses.nats, ngram.read(losses.tokens)
     mixture, weights = mixed(model, log_prob, ngram.weights[place]), ngram.weights
+    together, size = losses.perplexity(mixture), len(losses.tokens)
     return MixtureEvaluation(
         weight=float(weights[place].mean() if len(weights) > 1 else weights[0]),
         weights=weights.tolist(),
         valid_perplexity=ngram.valid_perplexity,
-        tokens=len(losses.tokens),
+        tokens=size,
         perplexity_model=losses.perplexity(model),
         perplexity_ngram=losses.perplexity(log_prob),
-        perplexity=losses.perplexity(mixture),
+        perplexity=together,
+        bits_per_byte=size * math.log2(together) / num_bytes if num_bytes else None,
     )

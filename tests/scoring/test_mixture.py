@@ -121,6 +121,8 @@ def test_perplexities_are_those_of_the_definition(
     for key in ("", "_model", "_ngram"):
         expected = tuned[f"perplexity{key}"] * math.exp(spelling)
         assert opened[f"perplexity{key}"] == pytest.approx(expected, rel=1e-5)
+    bits = opened["tokens"] * math.log2(opened["perplexity"]) / len(text.encode())
+    assert (tuned["bits_per_byte"], opened["bits_per_byte"]) == (None, pytest.approx(bits))
     for each in (tuned, opened) if kind == "ngram" else ():
         loaded = mixed_model(folder, open_vocabulary=each is opened)
         assert loaded.perplexity(text) == pytest.approx(each["perplexity"], rel=1e-5)
