@@ -296,7 +296,10 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
-def _flip_bit(path: Path) -> None:
+def flip_bit(path: Path) -> None:
+    """Flip one in the middle of a file; in the largest tensor of a checkpoint, the middle of whose
+    file may be padding between tensors.
+    """
     content = bytearray(path.read_bytes())
     place = len(content) // 2
     if zipfile.is_zipfile(path):
@@ -305,14 +308,6 @@ def _flip_bit(path: Path) -> None:
             place = content.index(archive.read(largest))
     content[place] ^= 1
     path.write_bytes(content)
-
-
-@pytest.fixture(scope="session")
-def flip_bit() -> Callable[[Path], None]:
-    """`flip_bit(path)`: in the middle of the file; in the largest tensor of a checkpoint, whose
-    middle may be padding between tensors.
-    """
-    return _flip_bit
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -22,6 +22,7 @@ from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 from lm.run import TrainedRun
 from lm.training.metrics import read_metrics
+from tests.conftest import Printed, Train
 from tests.models import log_probs, small_model
 
 N, EOS, UNK = 9, 0, 1
@@ -115,7 +116,6 @@ def test_without_unknown_words_nothing_is_excluded_and_with_only_them_the_rest_i
     assert math.isnan(measured(model, np.array([UNK], dtype=np.uint16)).perplexity_excluding_oov)
 
 
-Printed = Callable[..., str]
 Evaluated = Callable[..., dict[str, Any]]
 
 
@@ -216,7 +216,7 @@ def test_the_rule_for_line_ends_is_that_of_the_corpus(
 
 @pytest.mark.parametrize("lowercase", ["false", "true"])
 def test_figures_of_words_and_bytes_are_those_of_sequences_of_which_all_is_predicted(
-    lowercase: str, train: Callable[..., Path], tmp_path: Path
+    lowercase: str, train: Train, tmp_path: Path
 ) -> None:
     options = ["--data.sequences=independent", "--data.predict_eos=true", "--train.max_steps=1"]
     options += ["--data.prepared_dir=null", f"--tokenizer.lowercase={lowercase}"]

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import Mock
 
 import pytest
@@ -96,54 +96,39 @@ def test_the_text_of_a_column_is_copied(given: bool) -> None:
     assert main(["prepare", "null.yaml", "--no-progress"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_lines", "options", "split"),
-    [
-        (40, 3, [], "by rows, train 38 rows (about"),
-        (40, 3, ["--split-by=documents", "--text-field=text"], "by rows, train 38 rows (about"),
-        (40, 3, ["--split-by=lines"], "by lines, train 114 lines (about"),
-        (19, 3, [], "none, the text has fewer than 20 rows: no valid and no test, unless --split-"),
-        (19, 1, [], "none, the text has fewer than 20 rows: no valid and no test\n"),
-    ],
-)
-@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
-def test_rows_of_a_table_stay_whole(
+TABLES, TEXTS = ("a.csv", "a.jsonl", "a.parquet"), ("my.txt", "my.txt.gz")
+CELL, LINE = "the cat\nthe cat\nthe cat", "the cat sat on the mat " * 12
+FEW_ROWS = "none, the text has fewer than 20 rows: no valid and no test"
+DOCUMENTS = ["--split-by=documents"]
+SPLITS: list[Any] = [
+    (TABLES, [CELL] * 40, [], "by rows, train 38 rows (about"),
+    (TABLES, [CELL] * 40, [*DOCUMENTS, "--text-field=text"], "by rows, train 38 rows (about"),
+    (TABLES, [CELL] * 40, ["--split-by=lines"], "by lines, train 114 lines (about"),
+    (TABLES, [CELL] * 19, [], f"{FEW_ROWS}, unless --split-"),
+    (TABLES, ["the cat"] * 19, [], f"{FEW_ROWS}\n"),
+    (TEXTS, [LINE] * 40, [], "by lines, train 38 lines"),
+    (TEXTS, [f"{LINE}\n"] * 40, DOCUMENTS, "by documents, train 38 documents"),
+    (TEXTS, [LINE] * 19, [], "none, the text has fewer than 20 lines"),
+]
+CASES = [(name, *case) for names, *case in SPLITS for name in names]
+
+
+@pytest.mark.parametrize(("name", "units", "options", "split"), CASES)
+def test_long_units_stay_whole_and_are_counted(
     monkeypatch: pytest.MonkeyPatch,
     printed: Printed,
     name: str,
-    num_rows: int,
-    num_lines: int,
-    options: list[str],
+    units: Any,
+    options: Any,
     split: str,
 ) -> None:
-    monkeypatch.setattr("data_prep.corpus.split.HELD_OUT_BYTES", 4)  # of a few long rows
-    cell = "\n".join(["the cat"] * num_lines)
-    write_table(Path(name), [{"n": row, "text": cell} for row in range(num_rows)])
-    assert f"split: {split}" in printed("new", "my.yaml", f"--text={name}", *options)
-
-
-@pytest.mark.parametrize(
-    ("num_units", "separator", "options", "split"),
-    [
-        (40, "\n", [], "by lines, train 38 lines"),
-        (40, "\n\n", ["--split-by=documents"], "by documents, train 38 documents"),
-        (19, "\n", [], "none, the text has fewer than 20 lines"),
-    ],
-)
-@pytest.mark.parametrize("name", ["my.txt", "my.txt.gz"])
-def test_long_units_of_large_texts_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-    printed: Printed,
-    name: str,
-    num_units: int,
-    separator: str,
-    options: list[str],
-    split: str,
-) -> None:
-    monkeypatch.setattr("data_prep.corpus.split.HELD_OUT_BYTES", 40)  # 1/20 are more units
+    monkeypatch.setattr("data_prep.corpus.split.HELD_OUT_BYTES", 4)  # 1/20 are more units
     monkeypatch.setattr("data_prep.corpus.split.SAMPLE_BYTES", 1600)
-    text = separator.join(["the cat sat on the mat " * 12] * num_units).encode()
-    Path(name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    if name in TABLES:
+        write_table(Path(name), [{"n": row, "text": cell} for row, cell in enumerate(units)])
+    else:
+        text = "\n".join(units).encode()
+        Path(name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
     assert f"split: {split}" in printed("new", "my.yaml", f"--text={name}", *options)
     for path in Path("runs/my/text").glob("*.txt"):
         assert path.read_text().strip()

@@ -4,7 +4,7 @@ import gzip
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,7 @@ def test_the_column_of_parquet_is_found_in_a_file_of_any_name(tmp_path: Path) ->
         ("the cat <|endoftext|>", [r"a: the lines end with <\|endoftext\|>, "]),
         ("  return", ["a: lines are indented, which pieces .* keep, not words$"]),
         ("は\u3099れ", ["a: the text has letters and marks apart .* uconv -x nfc a > NEW$"]),
+        ("この\t連体詞,*\nEOS", ["a: the lines are a tagger's, one word in each: join sentences$"]),
         ("- the <unk> </s> cat .", []),
         ("[1] the cat", []),
         ("", []),
@@ -105,17 +106,13 @@ def test_the_column_of_parquet_is_found_in_a_file_of_any_name(tmp_path: Path) ->
 def test_what_is_no_word_is_warned_of_without_delay(
     caplog: pytest.LogCaptureFixture, line: str, warnings: list[str], num_lines: int
 ) -> None:
-    seen = noted(iter([line] * num_lines), "a")
-    assert [*islice(seen, num_lines)] == [line] * num_lines
+    lines = [*islice(cycle(line.split("\n")), num_lines)]
+    seen = noted(iter(lines), "a")
+    assert [*islice(seen, num_lines)] == lines
     assert len(caplog.messages) == (len(warnings) if num_lines > NUM_LINES else 0)
     assert [*seen] == []
     for message, warning in zip(caplog.messages, warnings, strict=True):
         assert re.match(warning, message)
-
-
-def test_the_lines_of_a_tagger_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    assert len([*noted(["この\t連体詞,*", "上\t名詞,一般", "EOS"], "a")]) == 3
-    assert "a: the lines are a tagger's, one word in each" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["a.csv", "b/A.TSV.gz"])
