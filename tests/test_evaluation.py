@@ -173,16 +173,15 @@ def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words(lstm_run
 
 
 def test_figures_that_cannot_be_written_are_printed(
-    lstm_run: Path, tmp_path: Path, evaluated: Evaluated, caplog: pytest.LogCaptureFixture
+    lstm_run: Path, copied_run: Path, evaluated: Evaluated, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = shutil.copytree(lstm_run, tmp_path / "run")
-    (run / "evaluate-test.json" / "a folder").mkdir(parents=True)
+    (copied_run / "evaluate-test.json" / "a folder").mkdir(parents=True)
     expected = evaluated(lstm_run)
-    assert main(["evaluate", str(run)]) == 0
-    path = run / "evaluate-test.json"
+    assert main(["evaluate", str(copied_run)]) == 0
+    path = copied_run / "evaluate-test.json"
     assert f"{path} cannot be written: it is not a file that can be" in caplog.messages[-1]
     shutil.rmtree(path)
-    assert evaluated(run) == expected
+    assert evaluated(copied_run) == expected
 
 
 @pytest.mark.parametrize("context", [5, 6])
