@@ -29,7 +29,7 @@ log: {{every_steps: 5}}
 """
 ITEMS = ["--data.files={train: events.csv}", "--data.format=csv", "--data.sequences=independent"]
 ITEMS += ["--data.user_field=user", "--data.split=leave_one_out", "--model.layers=1"]
-ITEMS += ["--model.dropout=0", "--train.max_steps=30", "--no-progress"]
+ITEMS += ["--model.dropout=0", "--train.max_steps=30"]
 LETTERS = ["ab b ba", "b aab ab", "", "ba b <unk> ab bé", "b bab abb b ab", "aab abaab"] * 4
 LETTERS += ["abba baa bbab", "abab baab <unk>"]
 OTHER_LETTERS = ["ab baba b", "bbb é <unk> aba", "", "b ab", "日本"]
@@ -214,12 +214,10 @@ def copied_run(lstm_run: Path, prepared_dir: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pieces_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pieces_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An LSTM that reads pieces of words, after one step, read-only."""
-    folder = tmp_path_factory.mktemp("pieces_run")
     options = ["--tokenizer={kind: sentencepiece, vocab_size: 34}", "--train.max_steps=1"]
-    assert main(["train", str(tiny), "--no-progress", f"--run_dir={folder}", *options]) == 0
-    return folder
+    return train(tmp_path_factory.mktemp("pieces_run"), "--data.prepared_dir=null", *options)
 
 
 @pytest.fixture(scope="session")
@@ -244,7 +242,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def items_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def items_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on users who go through 20 items, from a place of their own on."""
     folder = tmp_path_factory.mktemp("items")
     rows = ["user,item,time"]
@@ -256,9 +254,7 @@ def items_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows += ["u61,item 3,1", "u61,rare,2", "u61,item 4,3"]  # the second is in no event of training
     rows += ["u60,item 3,1", "u60,item 4,2", "u60,never seen before,3"]
     (folder / "events.csv").write_text("\n".join(rows))
-    places = [f"--data.dir={folder}", f"--run_dir={folder / 'run'}"]
-    assert main(["train", str(tiny), *places, *ITEMS]) == 0
-    return folder / "run"
+    return train(folder / "run", f"--data.dir={folder}", "--data.prepared_dir=null", *ITEMS)
 
 
 @pytest.fixture
@@ -296,7 +292,10 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
-def _flip_bit(path: Path) -> None:
+def flip_bit(path: Path) -> None:
+    """Flip one in the middle of a file; in the largest tensor of a checkpoint, the middle of whose
+    file may be padding between tensors.
+    """
     content = bytearray(path.read_bytes())
     place = len(content) // 2
     if zipfile.is_zipfile(path):
@@ -305,14 +304,6 @@ def _flip_bit(path: Path) -> None:
             place = content.index(archive.read(largest))
     content[place] ^= 1
     path.write_bytes(content)
-
-
-@pytest.fixture(scope="session")
-def flip_bit() -> Callable[[Path], None]:
-    """`flip_bit(path)`: in the middle of the file; in the largest tensor of a checkpoint, whose
-    middle may be padding between tensors.
-    """
-    return _flip_bit
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ import pytest
 
 import lm
 from lm.cli import main
-from tests.conftest import corpus_of, python
+from tests.conftest import Printed, corpus_of, python
 
 HEAVY = "torch torch._dynamo lightning matplotlib numba scipy sklearn pandas datasets pyarrow"
 HEAVY += " sentencepiece wandb fsspec tqdm"
@@ -150,14 +150,13 @@ def test_an_interruption_while_libraries_are_imported_is_no_traceback(becomes: s
 
 
 def test_the_end_of_a_training_run_names_its_model_and_the_next_command(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tiny: Path, tmp_path: Path, printed: Printed, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = corpus_of(tmp_path, 40 * "the cat sees a dog\n")
     options += ["--train.max_steps=6", "--log.every_steps=1"]
     caplog.set_level("INFO")
-    assert main(["train", str(tiny), *options]) == 0
     run = tmp_path / "run"
-    assert capsys.readouterr().out == f"{run}\n"
+    assert printed("train", tiny, *options) == f"{run}\n"
     steps = [re.sub(":.*", "", line) for line in caplog.messages if line.startswith("step ")]
     assert steps == ["step 1 of 6", "step 6 of 6"]  # the others follow within 30 seconds
     peak = re.fullmatch(r"most memory of the process: ([\d,]+) MB", caplog.messages[-3])

@@ -22,6 +22,7 @@ from lm.model.language_model import LanguageModel
 from lm.output import ClassTree
 from lm.run import TrainedRun
 from lm.training.metrics import read_metrics
+from tests.conftest import Printed, Train
 from tests.models import log_probs, small_model
 
 N, EOS, UNK = 9, 0, 1
@@ -115,7 +116,6 @@ def test_without_unknown_words_nothing_is_excluded_and_with_only_them_the_rest_i
     assert math.isnan(measured(model, np.array([UNK], dtype=np.uint16)).perplexity_excluding_oov)
 
 
-Printed = Callable[..., str]
 Evaluated = Callable[..., dict[str, Any]]
 
 
@@ -173,16 +173,15 @@ def test_a_full_softmax_has_no_classes_and_text_without_spaces_no_words(lstm_run
 
 
 def test_figures_that_cannot_be_written_are_printed(
-    lstm_run: Path, tmp_path: Path, evaluated: Evaluated, caplog: pytest.LogCaptureFixture
+    lstm_run: Path, copied_run: Path, evaluated: Evaluated, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = shutil.copytree(lstm_run, tmp_path / "run")
-    (run / "evaluate-test.json" / "a folder").mkdir(parents=True)
+    (copied_run / "evaluate-test.json" / "a folder").mkdir(parents=True)
     expected = evaluated(lstm_run)
-    assert main(["evaluate", str(run)]) == 0
-    path = run / "evaluate-test.json"
+    assert main(["evaluate", str(copied_run)]) == 0
+    path = copied_run / "evaluate-test.json"
     assert f"{path} cannot be written: it is not a file that can be" in caplog.messages[-1]
     shutil.rmtree(path)
-    assert evaluated(run) == expected
+    assert evaluated(copied_run) == expected
 
 
 @pytest.mark.parametrize("context", [5, 6])
@@ -216,7 +215,7 @@ def test_the_rule_for_line_ends_is_that_of_the_corpus(
 
 @pytest.mark.parametrize("lowercase", ["false", "true"])
 def test_figures_of_words_and_bytes_are_those_of_sequences_of_which_all_is_predicted(
-    lowercase: str, train: Callable[..., Path], tmp_path: Path
+    lowercase: str, train: Train, tmp_path: Path
 ) -> None:
     options = ["--data.sequences=independent", "--data.predict_eos=true", "--train.max_steps=1"]
     options += ["--data.prepared_dir=null", f"--tokenizer.lowercase={lowercase}"]

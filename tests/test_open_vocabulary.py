@@ -203,8 +203,7 @@ def test_a_run_without_a_speller_takes_that_of_its_prepared_data(
 ) -> None:
     words = ["baba", "é"]
     expected = TrainedRun(run).speller.log_prob(words).tolist()
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
+    copy = shutil.copytree(run, tmp_path / "run")
     (copy / "speller.npz").unlink()
     assert TrainedRun(copy).speller.log_prob(words).tolist() == expected
     shutil.rmtree(copy / "data")

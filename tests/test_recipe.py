@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import Mock
 
 import pytest
@@ -17,7 +17,6 @@ from data_prep.errors import UserError
 from data_prep.prepared import open_prepared
 from lm.cli import main
 from lm.config import Config, OptimConfig, load_config, validate
-from lm.recipe import texts as recipe
 from lm.recipe.texts import MAX_WORDS, fit
 from lm.run import Run
 from tests.conftest import Printed, toy_sentences
@@ -96,54 +95,39 @@ def test_the_text_of_a_column_is_copied(given: bool) -> None:
     assert main(["prepare", "null.yaml", "--no-progress"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_lines", "options", "split"),
-    [
-        (40, 3, [], "by rows, train 38 rows (about"),
-        (40, 3, ["--split-by=documents", "--text-field=text"], "by rows, train 38 rows (about"),
-        (40, 3, ["--split-by=lines"], "by lines, train 114 lines (about"),
-        (19, 3, [], "none, the text has fewer than 20 rows: no valid and no test, unless --split-"),
-        (19, 1, [], "none, the text has fewer than 20 rows: no valid and no test\n"),
-    ],
-)
-@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
-def test_rows_of_a_table_stay_whole(
+TABLES, TEXTS = ("a.csv", "a.jsonl", "a.parquet"), ("my.txt", "my.txt.gz")
+CELL, LINE = "the cat\nthe cat\nthe cat", "the cat sat on the mat " * 12
+FEW_ROWS = "none, the text has fewer than 20 rows: no valid and no test"
+DOCUMENTS = ["--split-by=documents"]
+SPLITS: list[Any] = [
+    (TABLES, [CELL] * 40, [], "by rows, train 38 rows (about"),
+    (TABLES, [CELL] * 40, [*DOCUMENTS, "--text-field=text"], "by rows, train 38 rows (about"),
+    (TABLES, [CELL] * 40, ["--split-by=lines"], "by lines, train 114 lines (about"),
+    (TABLES, [CELL] * 19, [], f"{FEW_ROWS}, unless --split-"),
+    (TABLES, ["the cat"] * 19, [], f"{FEW_ROWS}\n"),
+    (TEXTS, [LINE] * 40, [], "by lines, train 38 lines"),
+    (TEXTS, [f"{LINE}\n"] * 40, DOCUMENTS, "by documents, train 38 documents"),
+    (TEXTS, [LINE] * 19, [], "none, the text has fewer than 20 lines"),
+]
+CASES = [(name, *case) for names, *case in SPLITS for name in names]
+
+
+@pytest.mark.parametrize(("name", "units", "options", "split"), CASES)
+def test_long_units_stay_whole_and_are_counted(
     monkeypatch: pytest.MonkeyPatch,
     printed: Printed,
     name: str,
-    num_rows: int,
-    num_lines: int,
-    options: list[str],
+    units: Any,
+    options: Any,
     split: str,
 ) -> None:
-    monkeypatch.setattr("data_prep.corpus.split.HELD_OUT_BYTES", 4)  # of a few long rows
-    cell = "\n".join(["the cat"] * num_lines)
-    write_table(Path(name), [{"n": row, "text": cell} for row in range(num_rows)])
-    assert f"split: {split}" in printed("new", "my.yaml", f"--text={name}", *options)
-
-
-@pytest.mark.parametrize(
-    ("num_units", "separator", "options", "split"),
-    [
-        (40, "\n", [], "by lines, train 38 lines"),
-        (40, "\n\n", ["--split-by=documents"], "by documents, train 38 documents"),
-        (19, "\n", [], "none, the text has fewer than 20 lines"),
-    ],
-)
-@pytest.mark.parametrize("name", ["my.txt", "my.txt.gz"])
-def test_long_units_of_large_texts_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-    printed: Printed,
-    name: str,
-    num_units: int,
-    separator: str,
-    options: list[str],
-    split: str,
-) -> None:
-    monkeypatch.setattr("data_prep.corpus.split.HELD_OUT_BYTES", 40)  # 1/20 are more units
-    monkeypatch.setattr("data_prep.corpus.split.SAMPLE_BYTES", 1600)
-    text = separator.join(["the cat sat on the mat " * 12] * num_units).encode()
-    Path(name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    monkeypatch.setattr("data_prep.corpus.split.HELD_OUT_BYTES", 4)  # 1/20 are more units
+    monkeypatch.setattr(SAMPLE_BYTES, 1600)
+    if name in TABLES:
+        write_table(Path(name), [{"n": row, "text": cell} for row, cell in enumerate(units)])
+    else:
+        text = "\n".join(units).encode()
+        Path(name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
     assert f"split: {split}" in printed("new", "my.yaml", f"--text={name}", *options)
     for path in Path("runs/my/text").glob("*.txt"):
         assert path.read_text().strip()
@@ -156,39 +140,33 @@ def test_names_with_control_characters_are_refused(untouched: Printed) -> None:
         assert message == f"{name!a}: a name must not have control characters"
 
 
-def test_a_text_with_an_error_near_its_end_leaves_no_files(
-    untouched: Printed, monkeypatch: pytest.MonkeyPatch
+def grow(*_: object) -> tuple[str, dict[str, tuple[int, int]]]:
+    os.utime("my.txt", (1, 1))
+    return "lines", {}
+
+
+ERROR = b"the cat sat\n" * 5000 + b"the \xff dog\n" + b"it\n" * 1000  # not in the sample
+FULL = ("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+SAMPLE_BYTES = "data_prep.corpus.split.SAMPLE_BYTES"
+NO_SPACE = ".* cannot be written: No space left on device"
+CHANGED = r"my\.txt changed while it was read: try again"
+
+
+@pytest.mark.parametrize(
+    ("text", "patch", "message"),
+    [
+        (ERROR, (SAMPLE_BYTES, 4096), r"my\.txt, line 5001: invalid UTF-8 at byte 5.*"),
+        (b"the dog\n", FULL, NO_SPACE),
+        (b"the dog\n" * 40, FULL, NO_SPACE),
+        (b"the dog\n" * 40, ("lm.recipe.texts.split_text", grow), CHANGED),
+    ],
+)
+def test_a_recipe_that_cannot_be_made_leaves_no_files(
+    untouched: Printed, monkeypatch: pytest.MonkeyPatch, text: bytes, patch: Any, message: str
 ) -> None:
-    """The sample has no line with an error."""
-    monkeypatch.setattr("data_prep.corpus.split.SAMPLE_BYTES", 4096)
-    Path("my.txt").write_bytes(b"the cat sat\n" * 5000 + b"the \xff dog\n" + b"it\n" * 1000)
-    message = untouched("new", "a/b/my.yaml", "--text=my.txt")
-    assert message.startswith("my.txt, line 5001: invalid UTF-8 at byte 5")
-
-
-@pytest.mark.parametrize("num_lines", [1, 40], ids=["without splits", "with splits"])
-def test_a_recipe_that_cannot_be_written_leaves_no_files(
-    untouched: Printed, monkeypatch: pytest.MonkeyPatch, num_lines: int
-) -> None:
-    Path("my.txt").write_text("the dog\n" * num_lines)
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
-    message = untouched("new", "my.yaml", "--text=my.txt")
-    assert message.endswith("cannot be written: No space left on device")
-
-
-def test_a_text_that_changes_meanwhile_is_refused(
-    untouched: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path("my.txt").write_text("the dog\n" * 40)
-
-    def grow(*_: object) -> tuple[str, dict[str, tuple[int, int]]]:
-        os.utime("my.txt", (1, 1))
-        return "lines", {}
-
-    monkeypatch.setattr(recipe, "split_text", grow)
-    message = untouched("new", "my.yaml", "--text=my.txt")
-    assert message == "my.txt changed while it was read: try again"
+    monkeypatch.setattr(*patch)
+    Path("my.txt").write_bytes(text)
+    assert re.fullmatch(message, untouched("new", "a/b/my.yaml", "--text=my.txt"))
 
 
 def test_names_of_files_with_special_characters_are_quoted(printed: Printed) -> None:
@@ -204,7 +182,7 @@ def test_the_vocabulary_announced_is_that_of_the_prepared_data(
     punctuated: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text is much larger than the sample, and its rare words are <unk>."""
-    monkeypatch.setattr("data_prep.corpus.split.SAMPLE_BYTES", 4096)
+    monkeypatch.setattr(SAMPLE_BYTES, 4096)
     random = Random(1)
     mark = "," if punctuated else ""
     letters = str.maketrans("0123456789", "abcdefghij")

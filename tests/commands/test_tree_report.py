@@ -10,7 +10,7 @@ import torch
 from lm.cli import main
 from lm.commands.tree_report import top_words_below, tree_report
 from lm.output import ClassTree
-from tests.conftest import Printed, corpus_of
+from tests.conftest import Printed, Train, corpus_of
 
 from ..output.decoding.truth import TREES
 
@@ -65,11 +65,10 @@ def test_figures_are_sums_over_the_paths_of_tokens(shape: str) -> None:
 
 
 def test_a_deep_tree_is_trained_used_and_reported(
-    tiny: Path, tmp_path: Path, printed: Printed
+    train: Train, tmp_path: Path, printed: Printed
 ) -> None:
-    options = ["--output.tree=multi_level", "--classes.depth=4", f"--run_dir={tmp_path / 'run'}"]
-    assert main(["train", str(tiny), *options, "--train.max_steps=3", "--no-progress"]) == 0
-    run = str(tmp_path / "run")
+    options = ["--output.tree=multi_level", "--classes.depth=4", "--train.max_steps=3"]
+    run = train(tmp_path / "run", "--data.prepared_dir=null", *options)
     for verb in (["evaluate"], ["generate", "--tokens=3"], ["generate", "--beams=2"], ["info"]):
         assert printed(*verb, run)
     report = json.loads(printed("classes", run, "--json", "--nodes=7", "--words=2"))

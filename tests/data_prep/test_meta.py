@@ -9,10 +9,20 @@ import pytest
 
 from data_prep import meta
 from data_prep.errors import UserError
-from data_prep.settings import ClassesConfig, DataConfig, Files, SplitFiles, TokenizerConfig
+from data_prep.settings import Files, SplitFiles
 from tests.data_prep.conftest import FILES, Corpus
 
 CLASSES, VALID, REMOVED = {"classes.npy"}, {"valid.npy"}, "valid: valid.txt removed"
+MARKS = "tokenizer.split_punctuation"
+PIECES_FILES = FILES - {"vocab.txt", "speller.npz"} | {"tokenizer.model"}
+PIECES = {"kind": "sentencepiece", "vocab_size": 300, "model_type": "char", "byte_fallback": True}
+PIECES |= {"character_coverage": 0.99, "max_sentences": 200}
+PIECES_CHANGED = (
+    "tokenizer.kind: words → sentencepiece; tokenizer.vocab_size: None → 300; "
+    f"tokenizer.min_count: 1 → None; tokenizer.lowercase: False → None; {MARKS}: False → None; "
+    "tokenizer.model_type: None → char; tokenizer.byte_fallback: None → True; "
+    "tokenizer.character_coverage: None → 0.99; tokenizer.max_sentences: None → 200"
+)
 
 
 def files(train: Files, valid: Files) -> dict[str, SplitFiles]:
@@ -22,7 +32,11 @@ def files(train: Files, valid: Files) -> dict[str, SplitFiles]:
 @pytest.mark.parametrize(
     "case",
     [
+        ("tokenizer", {"vocab_size": 5}, "tokenizer.vocab_size: None → 5", FILES),
+        ("tokenizer", {"min_count": 2}, "tokenizer.min_count: 1 → 2", FILES),
         ("tokenizer", {"lowercase": True}, "tokenizer.lowercase: False → True", FILES),
+        ("tokenizer", {"split_punctuation": True}, f"{MARKS}: False → True", FILES),
+        ("tokenizer", PIECES, PIECES_CHANGED, PIECES_FILES),
         ("data", {"keep_empty_lines": False}, "data.keep_empty_lines: True → False", FILES),
         ("data", {"text_field": "other"}, "data.text_field: text → other", FILES),
         ("train.txt", "a b\n", "train: train.txt changed", FILES),
@@ -109,21 +123,3 @@ def test_every_changed_figure_of_the_record_is_detected(corpus: Corpus) -> None:
     assert record["splits"]["train"].pop("known") is None  # a key that another one lacks
     path.write_text(json.dumps(record | {"checksum": meta._checksum(record)}))
     assert meta.read_meta(folder) == corpus.prepare().meta
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("words", {"vocab_size": 5, "min_count": 2}),
-        ("words", {"lowercase": True, "split_punctuation": True}),
-        ("sentencepiece", {"vocab_size": 16, "model_type": "char", "byte_fallback": True}),
-        ("sentencepiece", {"character_coverage": 0.99, "max_sentences": 200}),
-    ],
-)
-def test_every_setting_of_a_tokenizer_is_recorded(kind: Any, options: dict[str, Any]) -> None:
-    base = TokenizerConfig(kind=kind, vocab_size=15)
-    data, classes = DataConfig(), ClassesConfig()
-    both = (base, replace(base, **options))
-    before, after = (meta.requested_settings(data, settings, classes) for settings in both)
-    expected = [f"tokenizer.{key}: {getattr(base, key)} → {options[key]}" for key in options]
-    assert meta.setting_changes(before, after) == {"tokenizer": expected}

@@ -1,6 +1,5 @@
 """Preparation does only what is necessary, continues where it was interrupted, and opens intact."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from data_prep.prepared import Prepared, open_made_by, open_prepared
 from data_prep.settings import ClassesConfig, DataConfig, TokenizerConfig
 from data_prep.tokenizer.serialization import load_tokenizer, save_tokenizer
 from data_prep.tokenizer.tokenizer import WordTokenizer
+from tests.conftest import flip_bit
 from tests.data_prep.conftest import FILES, VOCABULARY, Corpus
 
 
@@ -43,7 +43,7 @@ def test_the_same_corpus_is_up_to_date(corpus: Corpus, caplog: pytest.LogCapture
 
 
 def test_the_same_data_of_another_folder_are_linked_and_verified(
-    corpus: Corpus, caplog: pytest.LogCaptureFixture, flip_bit: Callable[[Path], None]
+    corpus: Corpus, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = corpus.prepare()
     others = [corpus.folder, corpus.folder / "absent", first.folder]

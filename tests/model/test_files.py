@@ -114,14 +114,17 @@ def rewritten(folder: Path, **changes: Any) -> Path:
         ({"unk_id": -1}, "model.json is damaged: "),
         ({"eos_id": 99999}, "model.json is damaged: eos_id is 99999, and the model has"),
         ({"unk_id": 99999}, "model.json is damaged: unk_id is 99999, and the model has"),
+        ({}, "model.safetensors cannot be read: No such file"),
     ],
     ids=str,
 )
-def test_a_description_that_does_not_fit_is_refused(
+def test_missing_weights_and_a_description_that_does_not_fit_are_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     saved(tmp_path)
     rewritten(tmp_path, **changes)
+    if not changes:
+        (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match=f"^{tmp_path}/{message}"):
         load_model(tmp_path)
 
@@ -136,13 +139,6 @@ def test_a_description_without_a_key_that_was_added_is_read(tmp_path: Path) -> N
     path.write_text("[]")
     with pytest.raises(UserError, match=f"^{path} is damaged: "):
         read_description(tmp_path)
-
-
-def test_missing_weights_are_named(tmp_path: Path) -> None:
-    saved(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=f"^{tmp_path}/model.safetensors"):
-        load_model(tmp_path)
 
 
 def test_a_model_trained_by_the_triton_backend_is_used_without_it(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from shutil import copytree
@@ -18,9 +17,9 @@ from lm.mixed import MixedModel
 from lm.run import TrainedRun
 from lm.scoring import Scorer
 from lm.scoring.mixture import RunNGram, mixed, tuned_weight
+from tests.conftest import Printed, flip_bit
 from tests.scoring.arpa_files import NGrams, definition, write
 
-Printed = Callable[..., str]
 PREFIXES = ["", "the", "the old cat", "the zebra sees", "a dog sees the cat\nthe old"]
 
 
@@ -229,7 +228,7 @@ def test_what_a_mixture_has_not_is_refused(counted: dict[str, Path]) -> None:
 
 
 def test_files_are_refused_unless_they_belong_to_the_run(
-    counted: dict[str, Path], tmp_path: Path, complaint: Printed, flip_bit: Callable[[Path], None]
+    counted: dict[str, Path], tmp_path: Path, complaint: Printed
 ) -> None:
     good, number = (counted["lstm"] / "ngram.json").read_text(), 0
     content = json.loads(good)

@@ -25,11 +25,10 @@ from lm.output import ClassTree
 from lm.run import TrainedRun
 from lm.scoring import ranking
 from lm.scoring.ranking_figures import Predictions, popularity_groups, ranking_figures
-from tests.conftest import OTHER_LETTERS
+from tests.conftest import OTHER_LETTERS, Printed, Train
 from tests.data_prep.conftest import write_table
 from tests.models import log_probs, small_model
 
-Printed = Callable[..., str]
 N, EOS, UNK = 23, 0, 1
 KS = (1, 3, 10)
 
@@ -264,9 +263,7 @@ def test_items_outside_the_catalogue_are_counted_and_the_first_is_named(
     assert caplog.messages[-1] == f"{table}: {left}: 1, the first is 'Nope' of user 'u8'; {nothing}"
 
 
-def test_ends_of_sequences_are_predicted_and_are_no_items(
-    letters: Callable[..., Path], printed: Printed
-) -> None:
+def test_ends_of_sequences_are_predicted_and_are_no_items(letters: Train, printed: Printed) -> None:
     run = letters("ends", "--data.sequences=independent", "--data.predict_eos=true")
     values = json.loads(printed("evaluate", run, "--ranking", "--json", "--k=1"))
     items = [line.split() for line in OTHER_LETTERS]
@@ -292,7 +289,7 @@ def test_unknown_items_of_a_prompt_are_left_out(
 
 
 def test_unknown_items_are_left_out_of_texts_that_are_scored_or_continued(
-    letters: Callable[..., Path], printed: Printed, tmp_path: Path
+    letters: Train, printed: Printed, tmp_path: Path
 ) -> None:
     run = letters("ends", "--data.sequences=independent", "--data.predict_eos=true")
     loaded, text, known = lm.load(run), "ab zz b <unk> ba", "ab b ba"

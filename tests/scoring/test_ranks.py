@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from data_prep.sequences import Sequences, find_sequences
 from lm.model.files import read_description, save_model
 from lm.run import TrainedRun
 from lm.scoring import ranking
+from tests.conftest import Printed
 from tests.scoring.test_ranking import EOS, UNK, N, make
-
-Printed = Callable[..., str]
 
 
 def evaluated(run: Path, printed: Printed, *options: str) -> Any:

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -14,14 +13,14 @@ import pytest
 import lm
 from lm.loaded import LoadedModel
 from lm.output import HierarchicalSoftmax
-from tests.conftest import LETTERS, PIECES_WITH_BYTES, corpus_of
+from tests.conftest import LETTERS, PIECES_WITH_BYTES, Train, corpus_of
 
 LINES = ["the old cat sees a dog", "", "zebra NA the", "  a  horse "]
 NAN = float("nan")
 
 
 @pytest.fixture(scope="module")
-def of_pieces(letters: Callable[..., Path]) -> LoadedModel:
+def of_pieces(letters: Train) -> LoadedModel:
     return lm.load(letters("surprisal", *PIECES_WITH_BYTES))
 
 
@@ -57,7 +56,7 @@ def test_rows_have_scores_and_counts_of_words(lstm_run: Path, corpus: Path, opti
 
 
 def test_a_word_with_punctuation_has_the_frequency_of_the_word(
-    train: Callable[..., Path], tmp_path: Path
+    train: Train, tmp_path: Path
 ) -> None:
     options = corpus_of(tmp_path, "the cat (the dog) sees.\n" * 40)
     options += ["--tokenizer.split_punctuation=true", f"--data.prepared_dir={tmp_path / 'data'}"]

@@ -14,7 +14,7 @@ import torch
 
 from data_prep.errors import UserError
 from lm.training.checkpoint import FORMAT_VERSION, load_checkpoint, load_newest, save_checkpoint
-from tests.conftest import Printed, Train, contents
+from tests.conftest import Printed, Train, contents, flip_bit
 from tests.training.tiny_runs import LAST, outcome
 
 CHECKPOINT: dict[str, Any] = {"format_version": FORMAT_VERSION, "progress": {"batches_done": 7}}
@@ -168,7 +168,7 @@ def test_the_newest_checkpoints_are_kept_by_their_step_unless_the_run_goes_back(
 
 
 def test_auto_passes_over_damaged_checkpoints_and_says_so_unless_all_are(
-    train: Train, flip_bit: Any, caplog: pytest.LogCaptureFixture, failed: Printed, tmp_path: Path
+    train: Train, caplog: pytest.LogCaptureFixture, failed: Printed, tmp_path: Path
 ) -> None:
     truth = outcome(train(tmp_path / "truth", *OPTIONS, "--train.max_steps=8"))
     run = train(tmp_path / "run", *OPTIONS, "--train.max_steps=6")

@@ -4,7 +4,7 @@ import gzip
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,7 @@ def test_the_column_of_parquet_is_found_in_a_file_of_any_name(tmp_path: Path) ->
         ("the cat <|endoftext|>", [r"a: the lines end with <\|endoftext\|>, "]),
         ("  return", ["a: lines are indented, which pieces .* keep, not words$"]),
         ("は\u3099れ", ["a: the text has letters and marks apart .* uconv -x nfc a > NEW$"]),
+        ("この\t連体詞,*\nEOS", ["a: the lines are a tagger's, one word in each: join sentences$"]),
         ("- the <unk> </s> cat .", []),
         ("[1] the cat", []),
         ("", []),
@@ -105,47 +106,40 @@ def test_the_column_of_parquet_is_found_in_a_file_of_any_name(tmp_path: Path) ->
 def test_what_is_no_word_is_warned_of_without_delay(
     caplog: pytest.LogCaptureFixture, line: str, warnings: list[str], num_lines: int
 ) -> None:
-    seen = noted(iter([line] * num_lines), "a")
-    assert [*islice(seen, num_lines)] == [line] * num_lines
+    lines = [*islice(cycle(line.split("\n")), num_lines)]
+    seen = noted(iter(lines), "a")
+    assert [*islice(seen, num_lines)] == lines
     assert len(caplog.messages) == (len(warnings) if num_lines > NUM_LINES else 0)
     assert [*seen] == []
     for message, warning in zip(caplog.messages, warnings, strict=True):
         assert re.match(warning, message)
 
 
-def test_the_lines_of_a_tagger_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    assert len([*noted(["この\t連体詞,*", "上\t名詞,一般", "EOS"], "a")]) == 3
-    assert "a: the lines are a tagger's, one word in each" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["a.csv", "b/A.TSV.gz"])
-def test_the_name_of_a_table_is_warned_of(caplog: pytest.LogCaptureFixture, name: str) -> None:
-    warn_of(["1,the cat"], name)
-    (message,) = caplog.messages
-    assert re.match(f"{name}: the lines are CSV, .* by data.format: csv and data", message)
-
-
 @pytest.mark.parametrize(
-    ("content", "is_table"),
+    ("name", "content", "is_table"),
     [
-        (table(TWO), True),
-        (table(ONE, "\t"), True),
-        ('"","text"\n"1","the, cat"\n"2",sat\n"3",on\n', True),
-        ('"id";"text"\n1;"the\ncat;"\n2;sat\n3;"a', True),
+        ("a", table(TWO), True),
+        ("a", table(ONE, "\t"), True),
+        ("a", '"","text"\n"1","the, cat"\n"2",sat\n"3",on\n', True),
+        ("a", '"id";"text"\n1;"the\ncat;"\n2;sat\n3;"a', True),
         *(
-            (text * 9, False)
+            ("a", text * 9, False)
             for text in ("the cat, sat\n", "Hello,world\nit\n", "a,b\n1,2,3\n", "1,2\n", "a\n")
         ),
-        ("x" * 200_000 + ",y\n", False),
-        ("id,text\n" + f"1,{'x' * 200_000}\n" * 3, True),
+        ("a", "x" * 200_000 + ",y\n", False),
+        ("a", "id,text\n" + f"1,{'x' * 200_000}\n" * 3, True),
+        *((name, "1,the cat", True) for name in ("a.csv", "b/A.TSV.gz")),
     ],
 )
-def test_a_table_without_a_name_is_known_by_its_columns(
-    caplog: pytest.LogCaptureFixture, content: str, is_table: bool
+def test_a_table_is_known_by_its_name_or_its_columns(
+    caplog: pytest.LogCaptureFixture, name: str, content: str, is_table: bool
 ) -> None:
-    warn_of(content.split("\n"), "a", "give one column")
-    expected = "a: the lines are CSV, of which all columns, names and marks count as words: give"
-    assert [each[: len(expected)] for each in caplog.messages] == [expected] * is_table
+    warn_of(content.split("\n"), name)
+    warn_of(content.split("\n"), name, "give one column")
+    problem = f"{name}: the lines are CSV, of which all columns, names and marks count as words"
+    remedy = "a configuration reads a column by data.format: csv and data.text_field"
+    expected = [f"{problem}: {each}" for each in (remedy, "give one column")]
+    assert caplog.messages == (expected if is_table else [])
 
 
 @pytest.mark.parametrize(
