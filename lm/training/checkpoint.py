@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter
 
 from data_prep.errors import CheckpointError, StorageError
 from data_prep.storage import link_or_copy, make_folder, write_atomically
@@ -43,8 +44,9 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path, *copies: Path) -> No
         StorageError: if the disk is full; a previous file is then unchanged.
     """
     make_folder(path.parent)
-    num_bytes, free = _num_bytes(checkpoint), shutil.disk_usage(path.parent).free
-    if num_bytes > free:
+    tensors = (each for each in tree_iter(checkpoint) if isinstance(each, torch.Tensor))
+    num_bytes, free = sum(each.nbytes for each in tensors), shutil.disk_usage(path.parent).free
+    if num_bytes > free:  # its file has a little more
         raise StorageError(
             f"{path}: a checkpoint has {num_bytes / 1e6:,.0f} MB, and the disk has"
             f" {free / 1e6:,.0f} MB free; {what_remains(path)}"
@@ -64,14 +66,6 @@ def save_first_checkpoint(state: dict[str, torch.Tensor], text_sha256: str, path
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     content = {"format_version": FORMAT_VERSION, "model": weights, "text_sha256": text_sha256}
     save_checkpoint(content | {"progress": asdict(Progress())}, path)
-
-
-def _num_bytes(value: Any) -> int:
-    """Bytes of all tensors in nested containers, a little less than those of their file."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    values = value.values() if isinstance(value, dict) else value
-    return sum(map(_num_bytes, values)) if isinstance(value, dict | list | tuple) else 0
 
 
 def numbered_name(step: int) -> str:

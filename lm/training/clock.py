@@ -128,7 +128,5 @@ class Clock:
         self.share = min(1.0, self.progress.elapsed_seconds / available)
         if self._fabric.world_size > 1:
             self.share = self._fabric.broadcast(self.share)
-        if (
-            self.share == 1.0
-        ):  # the rest is for the last validation: a continuation has nothing to do
+        if self.share == 1:  # the rest is for a validation: a continuation has nothing to do
             self.progress.elapsed_seconds = max(self.progress.elapsed_seconds, self.limit)

@@ -58,15 +58,18 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         graph = batch + gradients
 
     It is 0 where no step is recorded, and for a Transformer without accumulation, whose batches
-    have one shape. What an evaluation allocates, 1,280 positions without gradients, is not counted.
+    have one shape. On a CPU, dense gradients of the table take the memory of one more: two of a
+    tied table are summed, freed ones leave gaps, and sums of batches are next to those of a batch.
+    What an evaluation allocates, 1,280 positions without gradients, is not counted.
     """
     config, word_table, model = run.config, run.word_table, run.model_without_weights
     element = {"bf16-true": 2, "64-true": 8}.get(config.train.precision, 4)
     table_element = 2 if word_table.dtype == "bf16" else element
-    whole_table = sum(parameter.numel() for parameter in model.table)
-    others = sum(parameter.numel() for parameter in model.parameters()) - whole_table
+    sizes = [parameter.numel() for parameter in model.table]
+    others = sum(parameter.numel() for parameter in model.parameters()) - sum(sizes)
     share = run.world_size if config.train.strategy == "shard_output" else 1
-    table, num_rows = whole_table // share, sum(map(len, model.table)) // share
+    table, num_rows = sum(sizes) // share, sum(map(len, model.table)) // share
+    held = table if run.on_gpu else min(config.train.accumulate, 2) * table + max(sizes) // share
     num_moments = 2 if config.optim.optimizer == "adamw" else int(config.optim.momentum > 0)
     table_state = {
         None: num_moments * table * element,
@@ -74,7 +77,7 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         "adagrad": num_rows * max(element, 4),
         "adam": 2 * table * max(element, 4),
     }[word_table.optimizer]
-    gradients = others * element + (0 if word_table.row_wise else table * table_element)
+    gradients = others * element + (0 if word_table.row_wise else held * table_element)
     gradients *= 1 if run.world_size == 1 else 2  # a copy is summed
     trees = [tree for tree in (run.tree, run.input_tree) if tree is not None]
     constants = [array for tree in trees for array in tree.arrays] + list(model.buffers())

@@ -23,7 +23,8 @@ NUM_WORDS, NUM_CLASSES = 10_000, 100
 TREE = ClassTree.two_level(torch.arange(NUM_WORDS) % NUM_CLASSES)
 PREPARED = SimpleNamespace(vocab_size=NUM_WORDS, counts=lambda: [1] * NUM_WORDS)
 NUM_ROWS = NUM_WORDS + NUM_CLASSES
-TABLE = NUM_ROWS * (304 + 1)  # rows of 300 numbers are followed by zeros
+ROWS = NUM_ROWS * 304  # of 300 numbers, followed by zeros
+TABLE = ROWS + NUM_ROWS
 VECTORS = NUM_WORDS * 300
 LSTM = 4 * (2 * 300 * 300 + 2 * 300)
 TIED, DENSE, PIECES = TABLE + LSTM, TABLE + VECTORS + LSTM, TABLE + VECTORS + LSTM + 4000 * 300
@@ -53,15 +54,16 @@ def run(tmp_path: Path) -> Configured:
 @pytest.mark.parametrize(
     ("overrides", "weights", "gradients", "optimizer"),
     [
-        ([], 4 * DENSE, 4 * DENSE, 8 * DENSE),
-        (["word_table.tied=true"], 4 * TIED, 4 * TIED, 8 * TIED),
-        (["optim.optimizer=sgd"], 4 * DENSE, 4 * DENSE, 0),
-        (["optim.optimizer=sgd", "optim.momentum=0.9"], 4 * DENSE, 4 * DENSE, 4 * DENSE),
-        (["train.precision=bf16-true"], 2 * DENSE, 2 * DENSE, 4 * DENSE),
-        (["model.input_pieces=4000"], 4 * PIECES, 4 * PIECES, 8 * PIECES),
+        ([], 4 * DENSE, 4 * (DENSE + ROWS), 8 * DENSE),
+        (["word_table.tied=true"], 4 * TIED, 4 * (TIED + ROWS), 8 * TIED),
+        (["train.accumulate=3"], 4 * DENSE, 4 * (2 * DENSE - LSTM + ROWS), 8 * DENSE),
+        (["optim.optimizer=sgd"], 4 * DENSE, 4 * (DENSE + ROWS), 0),
+        (["optim.optimizer=sgd", "optim.momentum=0.9"], 4 * DENSE, 4 * (DENSE + ROWS), 4 * DENSE),
+        (["train.precision=bf16-true"], 2 * DENSE, 2 * (DENSE + ROWS), 4 * DENSE),
+        (["model.input_pieces=4000"], 4 * PIECES, 4 * (PIECES + ROWS), 8 * PIECES),
         ([*ROW_WISE_ADAGRAD, *BF16], 2 * TABLE + 4 * LSTM, 4 * LSTM, 8 * LSTM + 4 * 2 * NUM_ROWS),
     ],
-    ids=["adamw", "tied", "sgd", "momentum", "bf16", "pieces", "row-wise"],
+    ids=["adamw", "tied", "accumulated", "sgd", "momentum", "bf16", "pieces", "row-wise"],
 )
 def test_a_run_needs_weights_gradients_and_states(
     run: Configured, overrides: list[str], weights: int, gradients: int, optimizer: int
