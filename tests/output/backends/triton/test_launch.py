@@ -183,6 +183,11 @@ def test_plans_are_made_anew_after_many(monkeypatch: pytest.MonkeyPatch) -> None
     assert made[0] is made[2]
     assert made[4] is not made[0]
     assert [each.num_positions for each in made] == [1, 2, 1, 3, 1]
+    of_capability = []
+    for capability in (80, 90):
+        with instrumented(capability=capability):
+            of_capability.append(plan.plan_for(problems[0]))
+    assert of_capability[0] is not of_capability[1]
 
 
 @pytest.mark.parametrize("version", [(3, 7, 1), (3, 9, 0)])
