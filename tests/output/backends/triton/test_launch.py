@@ -17,7 +17,7 @@ from lm.output.backends.triton import plan, tile_shapes
 from lm.output.backends.triton.launch import Launch, instrumented
 from lm.output.backends.triton.tile_shapes import tiles
 
-from ...definition import nll, problem, two_level
+from ...definition import SMALL_TILES, nll, problem, two_level
 
 pytest.importorskip("triton")
 
@@ -175,7 +175,9 @@ def test_versions_of_triton_without_fences_are_refused_unless_for_timing(
     assert found is None or "`pip install --no-deps triton==3.9.0`" in found
 
 
-def test_plans_are_made_anew_after_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_made_anew_after_many_and_for_other_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(plan, "MAX_PLANS", 2)
     monkeypatch.setattr(plan, "_plans", {})
     problems = [Problem.without_values(n, 16, TREE, torch.float32) for n in (1, 2, 1, 3, 1)]
@@ -183,11 +185,8 @@ def test_plans_are_made_anew_after_many(monkeypatch: pytest.MonkeyPatch) -> None
     assert made[0] is made[2]
     assert made[4] is not made[0]
     assert [each.num_positions for each in made] == [1, 2, 1, 3, 1]
-    of_capability = []
-    for capability in (80, 90):
-        with instrumented(capability=capability):
-            of_capability.append(plan.plan_for(problems[0]))
-    assert of_capability[0] is not of_capability[1]
+    with instrumented(tiles=SMALL_TILES):
+        assert plan.plan_for(problems[4]).tiles == SMALL_TILES
 
 
 @pytest.mark.parametrize("version", [(3, 7, 1), (3, 9, 0)])
