@@ -31,8 +31,9 @@ def test_auto_chooses_the_backend_that_is_made_for_a_device(
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     problem = Problem.without_values(30, 8, TREE, dtype)
-    with instrumented(capability=90):
-        assert choose_backend(requested, problem, torch.device(device)) == chosen
+    for capability in (80, 90):
+        with instrumented(capability=capability):
+            assert choose_backend(requested, problem, torch.device(device)) == chosen
 
 
 @pytest.mark.parametrize(
