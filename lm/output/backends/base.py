@@ -209,9 +209,9 @@ class Solver(ABC):
         """The softmaxes on the paths of targets [P] int64, and what the backward needs.
 
         Of a backend, that is a `saved_type` with the shapes and dtypes of `new_saved`; unless
-        `needs.any`, it is not read. Its tensors are contiguous and share no memory with each other,
-        the softmaxes or the problem. P may be 0. The same inputs give the same bits, here and
-        backwards.
+        `needs.any`, it is not read, and may be anything. Its tensors are contiguous and share no
+        memory with each other, the softmaxes, the target or the problem. P may be 0. The same
+        inputs give the same bits, here and backwards.
 
         A target that is neither a word nor `ignore_index` raises an IndexError, or fails a
         device-side assertion where the backend does not wait for the device.
@@ -233,16 +233,17 @@ class Solver(ABC):
     ) -> Gradients:
         """The gradients that are needed, given the gradient d_nll [P] in the dtype of the nll.
 
-        d_nll may have stride 0 (a broadcast scalar); what it has for ignored targets counts as 0,
-        even if it is not finite. A second backward may follow: `saved` must not change. `problem`
-        is that of the forward, whose `needs` asked for at least these gradients. With
-        `needs.row_wise`, which is not optional, d_weight and d_bias are `RowGradient`s, such as
-        `RowGradient(weight, RowFactors(rows=((row, value),)))` with rows [K], which may repeat, and
-        values [K, W] (of a bias [K, 1]) in the dtype of sums: of the children of visited nodes, and
-        of no others, which an optimizer would move; see `rowwise/factors.py` for factors of visits
-        and subclasses that update a table by themselves. For a shard, `lse` has the
-        log-sum-exps [D, P] over all shards, in the dtype of sums and the order of `Softmaxes`, in
-        place of those in `saved`; and d_hidden is what the rows of the shard add.
+        The targets are not given: what it needs of them is in `saved`. d_nll may have stride 0 (a
+        broadcast scalar); the backend takes what it has for ignored targets as 0, even if it is not
+        finite. A second backward may follow: `saved` must not change. `problem` is that of the
+        forward, whose `needs` asked for at least these gradients. With `needs.row_wise`, which is
+        not optional, d_weight and d_bias are `RowGradient`s, such as `RowGradient(weight,
+        RowFactors(rows=((row, value),)))` with rows [K], which may repeat, and values [K, W] (of a
+        bias [K, 1]) in the dtype of sums: of the children of visited nodes, and of no others, which
+        an optimizer would move; see `rowwise/factors.py` for factors of visits and subclasses that
+        update a table by themselves. For a shard, `lse` has the log-sum-exps [D, P] over all
+        shards, in the dtype of sums and the order of `Softmaxes`, in place of those in `saved`; and
+        d_hidden is what the rows of the shard add.
         """
 
 

@@ -33,6 +33,14 @@ def test_a_batch_that_would_save_too_much_saves_nothing(monkeypatch: pytest.Monk
     torch.testing.assert_close(softmaxes.nll_by_level().sum(0), expected)
 
 
+def test_as_many_columns_are_taken_as_the_limit_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    posed = Problem.without_values(30, 8, two_level(90, 9), torch.float32)
+    for excess in (0, 1):
+        monkeypatch.setattr(triton_backend, "MAX_COLUMNS", path_slots(posed) - excess)
+        obstacle = TritonBackend().obstacle(posed, torch.device("cpu"))
+        assert (obstacle is None) == (excess == 0), obstacle
+
+
 def test_autocast_reads_full_precision_weights_without_casting_them_as_a_whole(
     launches: list[Launch],
 ) -> None:
